@@ -1,0 +1,72 @@
+"""What a skipped token gets in place of the FFN's update.
+
+Shapes: N rows, d model width, r rank.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class MixedLinear(nn.Linear):
+    """A linear map that computes in its input's dtype whatever dtype its weights are stored in.
+
+    PEFT keeps trainable adapter weights in float32 over a bfloat16 base. Casting the weight instead of the input keeps
+    the matmul in the base's dtype (several times faster on CPUs and GPUs), with float32 master weights.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class LowRankBranch(nn.Module):
+    """`FFN_cheap(LN_cheap(a)) = W_down SiLU(W_up LN_cheap(a))`, with `W_down = 0` at first: an identity residual.
+
+    Args:
+        norm: The FFN's own norm, copied: same kind, same starting values, its own parameters.
+        width: `d`.
+        rank: `r`.
+        bias: Whether the linear maps have a bias; they do when the base FFN's do.
+    """
+
+    def __init__(self, norm: nn.Module, width: int, rank: int, bias: bool) -> None:
+        super().__init__()
+        self.norm = copy_norm(norm)
+        self.up = MixedLinear(width, rank, bias=bias)
+        self.down = MixedLinear(rank, width, bias=bias)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        reset_linear(self.up, generator)
+        nn.init.zeros_(self.down.weight)
+        if self.down.bias is not None:
+            nn.init.zeros_(self.down.bias)
+
+    def forward(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
+        return self.down(F.silu(self.up(self.norm(a).to(a.dtype))))
+
+
+def copy_norm(norm: nn.Module) -> nn.Module:
+    """A float32 copy of a norm, without the hooks that accelerate may have put on the original."""
+    copied = type(norm).__new__(type(norm))
+    nn.Module.__init__(copied)
+    skipped = {"_parameters", "_buffers", "_modules", "_hf_hook", "_old_forward", "forward"}
+    for name, value in norm.__dict__.items():
+        if name not in skipped and not name.endswith("_hooks"):
+            copied.__dict__[name] = copy.copy(value)
+    for name, parameter in norm._parameters.items():
+        value = None if parameter is None else nn.Parameter(parameter.detach().clone().float())
+        copied.register_parameter(name, value)
+    return copied
+
+
+def reset_linear(linear: nn.Linear, generator: torch.Generator) -> None:
+    """PyTorch's default initialisation of `nn.Linear`, drawn from `generator`."""
+    bound = linear.in_features**-0.5
+    nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
+    if linear.bias is not None:
+        nn.init.uniform_(linear.bias, -bound, bound, generator=generator)

@@ -1,0 +1,109 @@
+"""Gates: from the residual stream to one score per token.
+
+Shapes: B batch, T positions, d model width. Scores are float32 whatever the model's dtype. Adding a gate is one class
+and one row of `GATES`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .branches import MixedLinear, reset_linear
+from .config import DepthRouteConfig
+
+GateOutput = dict[str, torch.Tensor]
+
+
+class ScoreHead(nn.Linear):
+    """One float32 score per row, also under autocast and over a bfloat16 model: `u = w . x + b`."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., features] -> [...]
+        # Elementwise, because autocast would run a matmul in low precision.
+        return (x.float() * self.weight.float().squeeze(0)).sum(-1) + self.bias.float()
+
+
+class MLPGate(nn.Module):
+    """G1: `u = W2 SiLU(W1 a + b1) + b2`, hidden width `d/4` by default."""
+
+    outputs: tuple[str, ...] = ()
+
+    def __init__(self, width: int, config: DepthRouteConfig) -> None:
+        super().__init__()
+        hidden = config.gate_hidden or default_hidden(width)
+        self.hidden = MixedLinear(width, hidden)
+        self.score = ScoreHead(hidden)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        reset_linear(self.hidden, generator)
+        reset_linear(self.score, generator)
+
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
+        return {"scores": self.score(F.silu(self.hidden(a)))}
+
+
+class JEPAGate(nn.Module):
+    """G3: predict the outcome of both paths in a small latent space, then score the difference.
+
+        c = W_c sg(a) + b;   q_x = P([c; e_x]) for x in (full, cheap);   u = D([q_full, q_cheap, q_full - q_cheap])
+
+    `P` and `D` are Linear, SiLU, Linear with hidden width `summary_dim`.
+    """
+
+    outputs: tuple[str, ...] = ("q_full", "q_cheap")
+
+    def __init__(self, width: int, config: DepthRouteConfig) -> None:
+        super().__init__()
+        summary = config.summary_dim
+        self.context = MixedLinear(width, config.context_dim)
+        self.actions = nn.Embedding(2, config.action_dim)  # row 0: full, row 1: cheap
+        self.predict_hidden = MixedLinear(config.context_dim + config.action_dim, summary)
+        self.predict = MixedLinear(summary, summary)
+        self.decide_hidden = MixedLinear(3 * summary, summary)
+        self.score = ScoreHead(summary)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        nn.init.normal_(self.actions.weight, generator=generator)
+        for linear in (self.context, self.predict_hidden, self.predict, self.decide_hidden, self.score):
+            reset_linear(linear, generator)
+
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], q [B, T, summary_dim]
+        context = self.context(a.detach())
+        actions = self.actions(torch.arange(2, device=a.device)).to(context.dtype)
+
+        def outcome(action: torch.Tensor) -> torch.Tensor:
+            joined = torch.cat([context, action.expand(*context.shape[:-1], -1)], dim=-1)
+            return self.predict(F.silu(self.predict_hidden(joined)))
+
+        q_full, q_cheap = outcome(actions[0]), outcome(actions[1])
+        compared = torch.cat([q_full, q_cheap, q_full - q_cheap], dim=-1)
+        scores = self.score(F.silu(self.decide_hidden(compared)))
+        return {"scores": scores, "q_full": q_full, "q_cheap": q_cheap}
+
+
+GATES: dict[str, type[MLPGate] | type[JEPAGate]] = {"mlp": MLPGate, "jepa": JEPAGate}
+
+
+class TargetProjection(nn.Linear):
+    """`T: d -> summary_dim`, orthogonal, without bias, frozen: `z = sg(T(h))`. One per adapter, shared by its layers."""
+
+    def __init__(self, width: int, summary_dim: int) -> None:
+        super().__init__(width, summary_dim, bias=False)
+        self.weight.requires_grad_(False)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        if generator is not None:  # nn.Linear's own constructor calls this without one
+            nn.init.orthogonal_(self.weight, generator=generator)
+
+    @torch.no_grad()
+    def forward(self, h: torch.Tensor) -> torch.Tensor:  # [B, T, d] -> [B, T, summary_dim]
+        return F.linear(h.detach(), self.weight.to(h.dtype))
+
+
+def default_hidden(width: int) -> int:
+    """Hidden width of the MLP gate when the config names none: `d/4`, as in the paper."""
+    return max(1, width // 4)

@@ -1,0 +1,322 @@
+"""The routed decoder layer: a subclass of the model's own layer class, and the one child that holds adapter state.
+
+Shapes: B batch, T positions, d model width.
+
+A routed layer computes, with `a = h + attention(attention_norm(h))`:
+
+    u    = gate(a)                                     score, [B, T], float32
+    m    = u among the top k (training) | u >= theta (inference)
+    out  = m * (a + ffn(ffn_norm(a))) + (1 - m) * (a + branch(a))
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from .branches import LowRankBranch
+from .calibration import ScoreQuantiles
+from .config import DepthRouteConfig
+from .execution import gathered_update, masked_update
+from .families import Family
+from .gates import GATES, TargetProjection
+from .selection import threshold_mask, topk_mask
+from .trace import RouteRecord, RouteTrace
+
+HOLDER = "routing"  # the attribute of a decoder layer that holds its adapter state
+TOKEN_MASK = "depth_route_token_mask"  # keyword that carries the 2D attention mask to the layers
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """What one forward pass of one layer does, fixed before it runs.
+
+    Attributes:
+        adapter: Name of the active adapter, with its `config`.
+        rule: `"topk"`, `"threshold"` or `"soft"`.
+        budget: The budget in force: the adapter's, or the training schedule's.
+        temperature: `tau` of `p = sigmoid(u / tau)`.
+        replayed: Bool `[B, T]`; decisions to use instead of the rule's.
+        recorders: Traces that want to know.
+    """
+
+    adapter: str
+    config: DepthRouteConfig
+    rule: str
+    budget: float
+    temperature: float
+    replayed: torch.Tensor | None
+    recorders: tuple[RouteTrace, ...]
+
+
+class Routing(nn.Module, BaseTunerLayer):
+    """All adapter state of one decoder layer; the PEFT tuner layer. It is not called: the decoder layer reads it.
+
+    Args:
+        layer_index: Index of the decoder layer.
+        family: The row of the family table.
+        norm: The layer's FFN norm: template of the branch's norm, and the device the adapter belongs on.
+        peft_configs: The model's adapter configurations by name, shared by all layers.
+    """
+
+    adapter_layer_names = ("depth_route_gate", "depth_route_branch")
+    other_param_names = ("depth_route_target", "depth_route_quantiles")
+
+    # BaseTunerLayer's properties look them up on `base_layer`, which does not exist here.
+    weight = None
+    bias = None
+
+    def __init__(
+        self, layer_index: int, family: Family, norm: nn.Module, peft_configs: dict[str, PeftConfig]
+    ) -> None:
+        super().__init__()
+        self.layer_index = layer_index
+        self.family = family
+        self.peft_configs = peft_configs
+        self.merged_adapters: list[str] = []
+        self.depth_route_gate = nn.ModuleDict()
+        self.depth_route_branch = nn.ModuleDict()
+        self.depth_route_target = nn.ModuleDict()  # the frozen projection, only in an adapter's first routed layer
+        self.depth_route_quantiles = nn.ModuleDict()
+        # Held outside the module tree: owned by the base layer and by the first routed layer.
+        self._norm = (norm,)
+        self._projections: dict[str, tuple[TargetProjection, ...]] = {}
+        # Run-time state, never saved.
+        self.recorders: list[RouteTrace] = []
+        self.replay: RouteTrace | None = None
+        self.selection: str | None = None  # overrides the rule: "topk" or "threshold"
+        self.scheduled_budget: float | None = None  # training schedules
+        self.scheduled_temperature: float | None = None
+
+    def add_adapter(self, name: str, config: DepthRouteConfig, width: int, ffn_bias: bool) -> None:
+        """Create the seeded, untrained adapter `name` for this layer."""
+        gate = GATES[config.gate](width, config)
+        self._initialise(gate, config, "gate")
+        self.depth_route_gate[name] = gate
+        if config.branch == "lowrank":
+            assert config.branch_rank is not None
+            branch = LowRankBranch(self._norm[0], width, config.branch_rank, bias=ffn_bias)
+            self._initialise(branch, config, "branch")
+            self.depth_route_branch[name] = branch
+        self.depth_route_quantiles[name] = ScoreQuantiles(config.gate_temperature)
+        self._move_adapter_to_device_of_base_layer(name)
+
+    def add_projection(self, name: str, config: DepthRouteConfig, width: int, owner: Routing) -> None:
+        """Create adapter `name`'s target projection in the layer that owns it, or refer to the owner's."""
+        if owner is self:
+            projection = TargetProjection(width, config.summary_dim)
+            self._initialise(projection, config, "target")
+            self.depth_route_target[name] = projection
+            self._move_adapter_to_device_of_base_layer(name)
+        self._projections[name] = (owner.depth_route_target[name],)
+
+    def adapter(self) -> str | None:
+        """Name of the adapter that routes this layer now; None when the layer runs as the base does.
+
+        Raises:
+            ValueError: More than one routed adapter is active.
+        """
+        if self._disable_adapters:
+            return None
+        names = [name for name in self.active_adapters if name in self.depth_route_gate]
+        if len(names) > 1:
+            raise ValueError(f"only one depth-routed adapter can be active, not {', '.join(names)}; use set_adapter")
+        return names[0] if names else None
+
+    def config(self, name: str) -> DepthRouteConfig:
+        return self.peft_configs[name]
+
+    def plan(self, training: bool) -> RoutePlan | None:
+        """How this forward pass routes; None when it runs as the base does."""
+        name = self.adapter()
+        if name is None:
+            return None
+        config = self.config(name)
+        scheduled = self.scheduled_budget if training else None
+        return RoutePlan(
+            adapter=name,
+            config=config,
+            rule=self.selection or (config.selection if training else "threshold"),
+            budget=config.budget if scheduled is None else scheduled,
+            temperature=(self.scheduled_temperature if training else None) or config.gate_temperature,
+            replayed=None if self.replay is None else self.replay[self.layer_index].mask,
+            recorders=tuple(self.recorders),
+        )
+
+    def decide(self, plan: RoutePlan, scores: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
+        """The bool mask `[B, T]` of the tokens that run full."""
+        if plan.replayed is not None:
+            if plan.replayed.shape != scores.shape:
+                raise ValueError(
+                    f"layer {self.layer_index}: the replayed mask has shape {tuple(plan.replayed.shape)}, "
+                    f"the input {tuple(scores.shape)}"
+                )
+            return plan.replayed.to(scores.device)
+        scores = scores.detach()
+        if plan.rule == "topk":
+            return topk_mask(scores, plan.budget, token_mask)
+        if plan.config.threshold is not None:
+            return threshold_mask(scores, plan.config.threshold, token_mask)
+        if plan.budget == 1.0:
+            return threshold_mask(scores, -torch.inf, token_mask)
+        return threshold_mask(scores, self.depth_route_quantiles[plan.adapter](plan.budget), token_mask)
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        """Activate routed adapters. Names of other PEFT methods leave the active one as it is."""
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        ours = [name for name in names if isinstance(self.peft_configs.get(name), DepthRouteConfig)]
+        if ours or not names:
+            super().set_adapter(ours, inference_mode=inference_mode)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        self._projections.pop(adapter_name, None)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        raise ValueError(
+            "a depth-routed adapter cannot be merged: routing depends on the input. "
+            "Use unload() to get the base model back"
+        )
+
+    def unmerge(self) -> None:
+        return None
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        device = self._norm[0].weight.device if device is None else device
+        for group in (self.adapter_layer_names + self.other_param_names):
+            modules = getattr(self, group)
+            if adapter_name in modules and device.type != "meta":
+                if not any(parameter.is_meta for parameter in modules[adapter_name].parameters()):
+                    modules[adapter_name].to(device)
+
+    def _initialise(self, module: Any, config: DepthRouteConfig, part: str) -> None:
+        """Draw a part's weights from a generator that depends on the seed, the layer and the part only."""
+        if any(parameter.is_meta for parameter in module.parameters()):
+            return  # low_cpu_mem_usage: the values come from the adapter file
+        salt = {"gate": 1, "branch": 2, "target": 3}[part]
+        generator = torch.Generator().manual_seed((config.seed * 1_000_003 + self.layer_index * 7 + salt) % 2**63)
+        module.reset_parameters(generator)
+
+
+def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`forward` of every swapped layer: run it, under gradient checkpointing if that is on, and record the decision.
+
+    What is recorded leaves `_run` as a return value, because a reentrant checkpoint runs it without a graph and
+    connects only the outputs. The plan is made here, so that a recomputation after the end of a `record_routes` or
+    `replay_routes` block repeats the same forward pass.
+    """
+    kwargs.update(zip(layer._argument_names, args))
+    holder: Routing | None = layer._modules.get(HOLDER)
+    plan = None if holder is None else holder.plan(layer.training)
+    token_mask = kwargs.get(TOKEN_MASK)
+    if layer.gradient_checkpointing and layer.training:
+        kwargs.update({name: None for name in ("past_key_values", "layer_past") if name in kwargs}, use_cache=False)
+        outputs = layer._gradient_checkpointing_func(functools.partial(_run, layer, plan, **kwargs), hidden_states)
+    else:
+        outputs = _run(layer, plan, hidden_states, **kwargs)
+    if holder is not None and plan is not None and plan.recorders:
+        _record(holder, plan, outputs[1:], token_mask)
+    return outputs[0]
+
+
+def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """The layer's output `[B, T, d]`, then mask, scores, probs and the gate's extras when a trace is recorded."""
+    token_mask = kwargs.pop(TOKEN_MASK, None)
+    if plan is None:
+        return (layer._base_forward(hidden_states, **kwargs),)
+    holder: Routing = layer._modules[HOLDER]
+    family, name = holder.family, plan.adapter
+    ffn, ffn_norm = getattr(layer, family.ffn), getattr(layer, family.ffn_norm)
+
+    normed = getattr(layer, family.attention_norm)(hidden_states)
+    a = hidden_states + getattr(layer, family.attention)(normed, **kwargs)[0]  # [B, T, d]
+
+    gate_out = holder.depth_route_gate[name](a if plan.config.gate_input == "residual" else ffn_norm(a))
+    scores = gate_out.pop("scores")
+    probs = torch.sigmoid(scores / plan.temperature)
+    mask = holder.decide(plan, scores, token_mask)
+
+    def full(x: torch.Tensor) -> torch.Tensor:
+        return ffn(ffn_norm(x))
+
+    branch = holder.depth_route_branch[name] if name in holder.depth_route_branch else None
+    if layer.training or torch.compiler.is_compiling():
+        soft = layer.training and plan.rule == "soft"
+        out, after_full, after_cheap = masked_update(a, mask, probs, full, branch, soft)
+        if plan.recorders and name in holder._projections:
+            project = holder._projections[name][0]
+            gate_out |= {"z_full": project(after_full), "z_cheap": project(after_cheap)}
+    else:
+        out = gathered_update(a, mask, full, branch)
+    if not plan.recorders:
+        return (out,)
+    return out, mask, scores, probs, *gate_out.values()
+
+
+def _record(
+    holder: Routing, plan: RoutePlan, values: tuple[torch.Tensor, ...], token_mask: torch.Tensor | None
+) -> None:
+    mask, scores, probs, *extras = values
+    names = (*holder.depth_route_gate[plan.adapter].outputs, "z_full", "z_cheap")
+    record = RouteRecord(mask, scores, probs, token_mask, plan.budget, dict(zip(names, extras)))
+    for trace in plan.recorders:
+        trace[holder.layer_index] = record
+
+
+@functools.cache
+def routed_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass that decoder layers of class `base` are switched to: same name and module, our `forward`."""
+    names = tuple(inspect.signature(base.forward).parameters)[2:]
+    cls = type(base)(
+        base.__name__,
+        (base,),
+        {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "__call__": nn.Module.__call__,  # checkpointing is done once, in `routed_forward`
+            "__reduce_ex__": _reduce,
+            "_base_forward": base.forward,
+            "_argument_names": tuple(name for name in names if name != "kwargs"),
+            "_depth_route_base": base,
+            "gradient_checkpointing": False,
+        },
+    )
+    cls.forward = routed_forward  # after creation: transformers wraps what the class body defines
+    return cls
+
+
+def swap(layer: nn.Module) -> None:
+    """Turn a decoder layer into its routed subclass, in place."""
+    if not hasattr(layer, "_depth_route_base"):
+        _set_class(layer, routed_class(type(layer)))
+
+
+def unswap(layer: nn.Module) -> None:
+    """Undo `swap` and drop the adapter state."""
+    if hasattr(layer, "_depth_route_base"):
+        layer._modules.pop(HOLDER, None)
+        _set_class(layer, layer._depth_route_base)
+
+
+def _set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
+    layer.__class__ = cls
+    # accelerate keeps the bound forward of the class it found; rebind it, or routing is silently off.
+    if "_old_forward" in layer.__dict__:
+        layer._old_forward = cls.forward.__get__(layer)
+
+
+def _reduce(self: Any, protocol: int) -> Any:
+    return _rebuild, (self._depth_route_base,), self.__dict__
+
+
+def _rebuild(base: type[nn.Module]) -> nn.Module:
+    cls = routed_class(base)
+    return cls.__new__(cls)

@@ -1,0 +1,172 @@
+"""What the routers decided: recorded per layer, and replayed.
+
+Shapes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from .layer import Routing
+
+
+@dataclass
+class RouteRecord:
+    """Decisions of one layer in one forward pass.
+
+    Attributes:
+        mask: Bool `[B, T]`, true where the token ran the full path.
+        scores: Float32 `[B, T]`, `u`.
+        probs: Float32 `[B, T]`, `p = sigmoid(u / tau)`.
+        token_mask: Bool `[B, T]`, true at real tokens; None when the model was called without a 2D attention mask.
+        budget: The budget in force.
+        extras: What the gate adds, each `[B, T, ...]`; also reachable as attributes (`record.q_full`).
+    """
+
+    mask: torch.Tensor
+    scores: torch.Tensor
+    probs: torch.Tensor
+    token_mask: torch.Tensor | None
+    budget: float
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        extras = self.__dict__.get("extras", {})
+        if name in extras:
+            return extras[name]
+        raise AttributeError(f"this record has no {name!r}; it has mask, scores, probs, {', '.join(extras)}")
+
+    @property
+    def real(self) -> torch.Tensor:
+        """Bool `[B, T]`: the real tokens."""
+        return torch.ones_like(self.mask) if self.token_mask is None else self.token_mask
+
+
+class RouteTrace(Mapping[int, RouteRecord]):
+    """Layer index -> `RouteRecord`, of the last forward pass inside the `record_routes` block.
+
+    A forward pass assigns by layer index, so a checkpoint's recomputation leaves the same trace. In generation each
+    decoding step overwrites the one before; record the steps one by one and join them with `RouteTrace.cat`.
+    """
+
+    def __init__(self, records: Mapping[int, RouteRecord] | None = None) -> None:
+        self._records: dict[int, RouteRecord] = dict(records or {})
+
+    def __getitem__(self, layer_index: int) -> RouteRecord:
+        return self._records[layer_index]
+
+    def __setitem__(self, layer_index: int, record: RouteRecord) -> None:
+        self._records[layer_index] = record
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._records))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __repr__(self) -> str:
+        return f"RouteTrace(layers={list(self)})"
+
+    def full_ratio(self) -> dict[int, float]:
+        """`{layer_index: fraction of real tokens that ran full}`; 0 where there are no real tokens."""
+        ratios = {}
+        for index, record in self.items():
+            real = record.real.sum()
+            ratios[index] = float((record.mask & record.real).sum() / real.clamp(min=1))
+        return ratios
+
+    def positions(self, start: int, stop: int) -> RouteTrace:
+        """The part of the trace at positions `start:stop`, to replay a longer run piece by piece."""
+        return RouteTrace({i: _slice(record, start, stop) for i, record in self.items()})
+
+    @staticmethod
+    def cat(traces: list[RouteTrace]) -> RouteTrace:
+        """Join traces of consecutive positions, such as the steps of a generation."""
+        return RouteTrace({i: _cat([trace[i] for trace in traces]) for i in traces[0]})
+
+
+@contextmanager
+def record_routes(model: nn.Module) -> Iterator[RouteTrace]:
+    """Record what every routed layer of `model` decides; changes no output.
+
+    Works in training and in inference, on a `PeftModel`, its base model or any module around them.
+
+        with record_routes(model) as trace:
+            model(**batch)
+        trace[11].mask, trace.full_ratio()
+
+    Raises:
+        ValueError: `model` has no routed layer.
+    """
+    holders = routings(model)
+    trace = RouteTrace()
+    for holder in holders:
+        holder.recorders.append(trace)
+    try:
+        yield trace
+    finally:
+        for holder in holders:
+            holder.recorders[:] = [t for t in holder.recorders if t is not trace]
+
+
+@contextmanager
+def replay_routes(model: nn.Module, trace: RouteTrace) -> Iterator[None]:
+    """Run `model` with the decisions of `trace` instead of its own; scores are still computed.
+
+    Raises:
+        ValueError: `model` has no routed layer. A forward pass raises it when a mask does not have the input's shape.
+    """
+    holders = routings(model)
+    before = [holder.replay for holder in holders]
+    for holder in holders:
+        holder.replay = trace
+    try:
+        yield
+    finally:
+        for holder, previous in zip(holders, before):
+            holder.replay = previous
+
+
+def routings(model: nn.Module) -> list[Routing]:
+    """The routing holders of `model`, in layer order.
+
+    Raises:
+        ValueError: There is none.
+    """
+    from .layer import Routing
+
+    holders = [module for module in model.modules() if isinstance(module, Routing)]
+    if not holders:
+        raise ValueError(f"{type(model).__name__} has no routed layer; wrap it with get_depth_routed_model first")
+    return sorted(holders, key=lambda holder: holder.layer_index)
+
+
+def _slice(record: RouteRecord, start: int, stop: int) -> RouteRecord:
+    token_mask = None if record.token_mask is None else record.token_mask[:, start:stop]
+    return replace(
+        record,
+        mask=record.mask[:, start:stop],
+        scores=record.scores[:, start:stop],
+        probs=record.probs[:, start:stop],
+        token_mask=token_mask,
+        extras={name: value[:, start:stop] for name, value in record.extras.items()},
+    )
+
+
+def _cat(records: list[RouteRecord]) -> RouteRecord:
+    known = [record.token_mask for record in records if record.token_mask is not None]
+    return replace(
+        records[0],
+        mask=torch.cat([record.mask for record in records], dim=1),
+        scores=torch.cat([record.scores for record in records], dim=1),
+        probs=torch.cat([record.probs for record in records], dim=1),
+        token_mask=torch.cat(known, dim=1) if len(known) == len(records) else None,
+        extras={name: torch.cat([r.extras[name] for r in records], dim=1) for name in records[0].extras},
+    )
