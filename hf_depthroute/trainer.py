@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,7 +141,27 @@ class RoutingObjective:
         self._count += 1
 
 
-class DepthRouteCallback(TrainerCallback):
+class _RoutingCallback(TrainerCallback):
+    """Schedules and logging; shared by `DepthRouteTrainer` and `DepthRouteCallback`."""
+
+    objective: RoutingObjective | None = None
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.objective is not None:
+            self.objective.schedule(state.global_step)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if self.objective is not None and logs is not None and "loss" in logs:
+            metrics = self.objective.pop_metrics()
+            logs.update(metrics)
+            state.log_history[-1].update(metrics)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.objective is not None:
+            self.objective.end_schedule()
+
+
+class DepthRouteCallback(_RoutingCallback):
     """Routing losses, schedules and diagnostics for a plain `transformers.Trainer`.
 
         trainer = Trainer(model=model, ...)
@@ -161,46 +181,20 @@ class DepthRouteCallback(TrainerCallback):
         self.trainer = trainer
         self.arguments = arguments or RoutingArguments()
         self.arguments.check()
-        self.objective: RoutingObjective | None = None
-        self._hook: Any = None
-        self._recording: AbstractContextManager[RouteTrace] | None = None
+        self._open = ExitStack()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
         self.objective = RoutingObjective(self.arguments, model)
-        self._recording = record_routes(model)
-        trace = self._recording.__enter__()
-        self._hook = model.register_forward_hook(_add_losses(self.objective, trace, args), with_kwargs=True)
+        trace = self._open.enter_context(record_routes(model))
+        hook = _add_losses(self.objective, trace, args)
+        self._open.callback(model.register_forward_hook(hook, with_kwargs=True).remove)
         if self.trainer is not None:
             _move_first(self.trainer, self)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.objective is not None:
-            self.objective.schedule(state.global_step)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if self.objective is not None and logs is not None and "loss" in logs:
-            metrics = self.objective.pop_metrics()
-            logs.update(metrics)
-            state.log_history[-1].update(metrics)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._hook is not None and self._recording is not None and self.objective is not None:
-            self._hook.remove()
-            self._recording.__exit__(None, None, None)
-            self.objective.end_schedule()
-            self._hook = self._recording = None
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_end(args, state, control, **kwargs)
+        self._open.close()
 
 
 class DepthRouteTrainerMixin:
@@ -210,8 +204,10 @@ class DepthRouteTrainerMixin:
         super().__init__(*args, **kwargs)
         arguments = self.args if isinstance(self.args, RoutingArguments) else RoutingArguments()
         self.routing_objective = RoutingObjective(arguments, self.model)
-        self.add_callback(_ObjectiveCallback(self.routing_objective))
-        _move_first(self, self.callback_handler.callbacks[-1])
+        callback = _RoutingCallback()
+        callback.objective = self.routing_objective
+        self.add_callback(callback)
+        _move_first(self, callback)
 
     def compute_loss(
         self,
@@ -245,25 +241,6 @@ class DepthRouteTrainer(DepthRouteTrainerMixin, Trainer):
     """
 
 
-class _ObjectiveCallback(TrainerCallback):
-    """Schedules and logging of a `DepthRouteTrainer`."""
-
-    def __init__(self, objective: RoutingObjective) -> None:
-        self.objective = objective
-
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.objective.schedule(state.global_step)
-
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if logs is not None and "loss" in logs:
-            metrics = self.objective.pop_metrics()
-            logs.update(metrics)
-            state.log_history[-1].update(metrics)
-
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.objective.end_schedule()
-
-
 def _add_losses(objective: RoutingObjective, trace: RouteTrace, args: TrainingArguments) -> Callable[..., None]:
     def hook(module: nn.Module, positional: Any, kwargs: dict[str, Any], output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()) or getattr(output, "loss", None) is None:
@@ -271,6 +248,8 @@ def _add_losses(objective: RoutingObjective, trace: RouteTrace, args: TrainingAr
         share = 1.0
         if kwargs.get("num_items_in_batch") is not None:  # the loss is divided by the tokens of the whole step
             share = 1.0 / args.gradient_accumulation_steps
+            if args.average_tokens_across_devices:  # and the Trainer multiplies it by the number of processes
+                share /= args.world_size
         output.loss = objective(output.loss, trace, share)
 
     return hook
