@@ -9,6 +9,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import align_module_device
 from torch import nn
 
 
@@ -58,9 +59,10 @@ def copy_norm(norm: nn.Module) -> nn.Module:
     for name, value in norm.__dict__.items():
         if name not in skipped and not name.endswith("_hooks"):
             copied.__dict__[name] = copy.copy(value)
-    for name, parameter in norm._parameters.items():
-        value = None if parameter is None else nn.Parameter(parameter.detach().clone().float())
-        copied.register_parameter(name, value)
+    with align_module_device(norm):  # fetches the values of an offloaded norm
+        for name, parameter in norm._parameters.items():
+            value = None if parameter is None else nn.Parameter(parameter.detach().clone().float())
+            copied.register_parameter(name, value)
     return copied
 
 

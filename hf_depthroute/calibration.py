@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from .config import check_budget
+from .config import DepthRouteConfig, check_budget
 from .trace import record_routes, routings
 
 if TYPE_CHECKING:
     from .layer import Routing
+    from .trace import RouteRecord
 
 TABLE_SIZE = 201  # steps of half a percent
 
@@ -34,6 +36,8 @@ class ScoreQuantiles(nn.Module):
     def __init__(self, temperature: float) -> None:
         super().__init__()
         levels = torch.linspace(0, 1, TABLE_SIZE).clamp(1e-4, 1 - 1e-4)
+        self.values: torch.Tensor
+        self.updates: torch.Tensor
         self.register_buffer("values", temperature * torch.logit(levels))  # [Q]
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))  # 0: never tracked nor calibrated
 
@@ -51,16 +55,20 @@ class ScoreQuantiles(nn.Module):
 
     @torch.no_grad()
     def track(self, table: torch.Tensor, decay: float = 0.95) -> None:
-        """Move towards the table of one more batch. The average starts at the first batch, not at the initial table."""
-        weight = torch.clamp(1.0 / (self.updates + 1), min=1.0 - decay)
-        self.values.lerp_(table.to(self.values.dtype), weight.to(self.values.dtype))
-        self.updates.add_(1)
+        """Move towards the table of one more batch. The average starts at the first batch, not at the initial table.
+
+        A table with NaN, of a batch without a single real token, changes nothing.
+        """
+        known = ~table.isnan().any()
+        weight = torch.clamp(1.0 / (self.updates + 1), min=1.0 - decay) * known
+        self.values.lerp_(table.nan_to_num().to(self.values.dtype), weight.to(self.values.dtype))
+        self.updates.add_(known)
 
 
 def quantile_table(scores: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
     """Quantiles `[Q]` of `scores` over the entries where `keep` is true. Never waits for the device.
 
-    NaN scores are left out. Without a single entry, the result is zeros.
+    NaN scores are left out. Without a single entry, the result is NaN.
     """
     flat = scores.detach().float().reshape(-1)
     valid = ~flat.isnan() if keep is None else keep.reshape(-1) & ~flat.isnan()
@@ -71,7 +79,24 @@ def quantile_table(scores: torch.Tensor, keep: torch.Tensor | None = None) -> to
     low = position.floor().long()
     high = torch.minimum(low + 1, last)
     table = torch.lerp(ordered[low], ordered[high], position - low)
-    return torch.where(count > 0, table, torch.zeros_like(table))
+    return torch.where(count > 0, table, torch.nan)
+
+
+@torch.no_grad()
+def quantile_tables(records: list[RouteRecord]) -> list[torch.Tensor]:
+    """The `quantile_table` of each record's real tokens; over data-parallel processes, their mean weighted by tokens.
+
+    Every process gets the same tables, so thresholds never differ between ranks.
+    """
+    tables = [quantile_table(record.scores, record.real) for record in records]
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return tables
+    device = tables[0].device
+    counts_C1 = torch.stack([record.real.sum().to(device) for record in records])[:, None].float()
+    tables_CQ = torch.stack([table.to(device) for table in tables])
+    shared = torch.cat([tables_CQ.nan_to_num() * counts_C1, counts_C1], dim=1)
+    dist.all_reduce(shared)
+    return list(shared[:, :-1] / shared[:, -1:])  # NaN where no process has a real token
 
 
 @torch.no_grad()
@@ -94,19 +119,21 @@ def calibrate(
         `{layer_index: fraction of real tokens that ran full}` in the second pass.
 
     Raises:
-        ValueError: No routed layer is active, or `batches` is empty.
+        ValueError: No routed layer is active, the adapter has a fixed threshold, or `batches` holds no real token.
         ConfigError: `budget` is out of range.
     """
-    if budget is not None:
-        set_budget(model, budget)
     holders = active_routings(model)
+    configs = _budgeted_configs(holders)
+    budget = check_budget(configs[0].budget if budget is None else budget)
     device = next(model.parameters()).device
     kept = [
         {name: torch.as_tensor(batch[name]).to(device) for name in ("input_ids", "attention_mask") if name in batch}
         for batch in batches
     ]
-    if not kept:
-        raise ValueError("calibrate: batches is empty")
+    if not any(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).any() for batch in kept):
+        raise ValueError("calibrate: batches is empty" if not kept else "calibrate: batches holds no real token")
+    for config in configs:
+        config.budget = budget
     was_training = model.training
     model.eval()
     try:
@@ -114,7 +141,7 @@ def calibrate(
             with use_selection(model, rule):
                 scores, chosen = _collect(model, kept)
             for holder in holders:
-                holder.depth_route_quantiles[holder.adapter()].set(quantile_table(scores[holder.layer_index]))
+                holder.active_quantiles().set(quantile_table(scores[holder.layer_index]))
     finally:
         model.train(was_training)
     return {index: float(mask.float().mean()) for index, mask in chosen.items()}
@@ -127,17 +154,14 @@ def set_budget(model: nn.Module, budget: float) -> None:
         ConfigError: `budget` is not in (0, 1].
         ValueError: No routed layer is active, or the adapter has a fixed threshold.
     """
-    check_budget(budget)
-    configs = [holder.config(holder.adapter()) for holder in active_routings(model)]
-    if any(config.threshold is not None for config in configs):
-        raise ValueError("the adapter has a fixed threshold; set its config's threshold to None to use budgets")
-    for config in configs:
-        config.budget = float(budget)
+    budget = check_budget(budget)
+    for config in _budgeted_configs(active_routings(model)):
+        config.budget = budget
 
 
 def is_calibrated(model: nn.Module) -> bool:
     """Whether every active layer's quantile table has been tracked in training or set by `calibrate`."""
-    return all(holder.depth_route_quantiles[holder.adapter()].updates.item() > 0 for holder in active_routings(model))
+    return all(holder.active_quantiles().updates.item() > 0 for holder in active_routings(model))
 
 
 def active_routings(model: nn.Module) -> list[Routing]:
@@ -150,6 +174,14 @@ def active_routings(model: nn.Module) -> list[Routing]:
     if not holders:
         raise ValueError("no depth-routed adapter is active; use set_adapter or leave disable_adapter()")
     return holders
+
+
+def _budgeted_configs(holders: list[Routing]) -> list[DepthRouteConfig]:
+    """The configs of the active adapters; `ValueError` where a fixed threshold leaves the budget without effect."""
+    configs = [holder.active_config() for holder in holders]
+    if any(config.threshold is not None for config in configs):
+        raise ValueError("the adapter has a fixed threshold; set its config's threshold to None to use budgets")
+    return configs
 
 
 @contextmanager

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import os
+import logging
 import sysconfig
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .hub import HubError, explain
 
 if TYPE_CHECKING:
     import datasets
@@ -24,7 +29,10 @@ _LOCAL_BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet"
 
 
 class DataError(ValueError):
-    """The dataset, split or column that was asked for cannot be used. The message is one line."""
+    """The dataset, split, column or text that was asked for cannot be used. The message is one line.
+
+    When the Hub is the reason, the cause is a `hf_depthroute.hub.HubError`.
+    """
 
 
 def stdlib_files(split: str) -> list[Path]:
@@ -61,84 +69,151 @@ def load_text(
     name: str | None = None,
     column: str = "text",
     streaming: bool = False,
+    verbose: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """A dataset with the one column `text`.
+    """A dataset with the one column `text`. Caches go to the `datasets` cache, never next to the file.
 
     Args:
-        source: `"python-stdlib"`, a local `.txt` / `.jsonl` / `.json` / `.csv` / `.parquet` file, a folder that
-            `datasets` can load, or a dataset id on the Hub.
-        split: A split, or a slice of one in the syntax of `datasets` (`"train[:90%]"`).
+        source: `"python-stdlib"`, a local `.txt` (each line is a text) / `.jsonl` / `.json` / `.csv` / `.parquet` file,
+            a folder that `datasets` can load, or a dataset id on the Hub.
+        split: A split, or a slice of one in the syntax of `datasets` (`"train[:90%]"`; not when streaming). A local
+            file is one split, `"train"`.
         name: The Hub dataset's configuration, such as `"sample-10BT"`.
         column: The column that holds the text.
         streaming: Do not download the dataset; read it as it is consumed.
+        verbose: Show the progress bars and the log lines of `datasets`.
 
     Raises:
-        DataError: There is no such dataset, split or column.
+        DataError: There is no such dataset, split or column; the Hub cannot be reached; the file is broken or empty;
+            the column does not hold text.
     """
     import datasets
 
     if source == PYTHON_STDLIB:
         if split not in ("train", "validation"):
-            raise DataError(f"dataset {PYTHON_STDLIB}: split {split!r} does not exist; use train or validation")
+            raise DataError(f"dataset {PYTHON_STDLIB}: no split {split!r}; use train or validation")
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in stdlib_files(split)]
         if not texts:
             raise DataError(f"dataset {PYTHON_STDLIB}: this Python installation ships no library sources")
         dataset: Any = datasets.Dataset.from_dict({"text": texts})
-        return dataset.to_iterable_dataset() if streaming else dataset
+        dataset = dataset.to_iterable_dataset() if streaming else dataset
+    else:
+        with _progress(verbose):
+            dataset = _load(source, split, name, streaming)
 
-    path = Path(source)
-    looks_local = path.suffix in _LOCAL_BUILDERS or source.startswith((".", "/", "~"))
-    try:
-        if path.is_file():
-            if path.suffix not in _LOCAL_BUILDERS:
-                raise DataError(f"dataset {source}: unknown file type; use one of {', '.join(_LOCAL_BUILDERS)}")
-            builder = _LOCAL_BUILDERS[path.suffix]
-            dataset = datasets.load_dataset(builder, data_files=str(path), split=split, streaming=streaming)
-        elif looks_local and not path.exists():
-            raise DataError(f"dataset {source}: no such file or folder")
-        else:
-            dataset = datasets.load_dataset(source, name, split=split, streaming=streaming)
-    except DataError:
-        raise
-    except ValueError as error:  # unknown split or configuration
-        raise DataError(f"dataset {source}: {_first_line(error)}") from error
-    except (OSError, datasets.exceptions.DatasetsError) as error:
-        offline = " (the Hub cannot be reached: HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise DataError(f"dataset {source}: not found locally or on the Hub{offline}: {_first_line(error)}") from error
-
-    columns = dataset.column_names
-    if columns is not None and column not in columns:
+    columns, features = dataset.column_names, dataset.features
+    if columns is None:  # a stream of unknown columns
+        first = next(iter(dataset), None)
+        if first is None:
+            raise DataError(f"dataset {source}: it is empty")
+        columns = list(first)
+    if column not in columns:
         raise DataError(f"dataset {source}: no column {column!r}; it has {', '.join(columns)}")
+    kind = getattr((features or {}).get(column), "dtype", "string")
+    if kind not in ("string", "large_string"):
+        raise DataError(
+            f"dataset {source}: column {column!r} holds {kind}, not text; its columns: {', '.join(columns)}"
+        )
     if column != "text":
-        dataset = dataset.rename_column(column, "text")
+        dataset = dataset.select_columns([column]).rename_column(column, "text")
     return dataset.select_columns(["text"])
 
 
 def pack(
-    dataset: datasets.Dataset | datasets.IterableDataset, tokenizer: Any, length: int
+    dataset: datasets.Dataset | datasets.IterableDataset, tokenizer: Any, length: int, *, verbose: bool = False
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Tokenise, join with the end-of-sequence token and cut into blocks of exactly `length` tokens.
+    """Tokenise, join and cut into blocks of exactly `length` tokens.
+
+    Texts are separated by the beginning token where the tokenizer puts one, by the end token otherwise.
 
     The result has `input_ids` and `attention_mask` (all ones), each `[length]`, and `labels` equal to `input_ids`.
-    The tail of each batch of 1,000 texts that does not fill a block is dropped.
+    The tail of each batch of 1,000 texts that does not fill a block is dropped. A streaming dataset is packed as it
+    is consumed, after its first block has been looked at.
 
     Raises:
-        DataError: The text is shorter than one block.
+        DataError: `length` is below 2, the text is shorter than one block, or it is not text.
     """
+    if length < 2:
+        raise DataError(f"block length {length} must be at least 2 tokens: the loss is on the next token")
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
-    def to_blocks(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+    def to_blocks(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
         texts = [text for text in batch["text"] if text]
+        for text in texts:
+            if not isinstance(text, str):
+                raise DataError(f"the text column holds {type(text).__name__}, not text")
         stream: list[int] = []
-        for ids in tokenizer(texts)["input_ids"] if texts else []:
-            stream += ids + end
+        for ids in tokenizer(texts, verbose=False)["input_ids"] if texts else []:
+            begins = bool(ids) and ids[0] == tokenizer.bos_token_id
+            stream += ids if begins else ids + end
         blocks = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
         return {"input_ids": blocks, "attention_mask": [[1] * length for _ in blocks], "labels": blocks}
 
-    packed = dataset.map(to_blocks, batched=True, batch_size=1000, remove_columns=["text"])
-    if hasattr(packed, "__len__") and len(packed) == 0:
+    with _progress(verbose):
+        packed = dataset.map(to_blocks, batched=True, batch_size=1000, remove_columns=["text"])
+    empty = len(packed) == 0 if hasattr(packed, "__len__") else next(iter(packed), None) is None
+    if empty:
         raise DataError(f"the text is shorter than one block of {length} tokens; use a shorter block or more text")
     return packed
+
+
+def _load(source: str, split: str, name: str | None, streaming: bool) -> Any:
+    import datasets
+
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix not in _LOCAL_BUILDERS:
+            raise DataError(f"dataset {source}: unknown file type; use one of {', '.join(_LOCAL_BUILDERS)}")
+        if path.stat().st_size == 0:
+            raise DataError(f"dataset {source}: the file is empty")
+        arguments: dict[str, Any] = {"path": _LOCAL_BUILDERS[path.suffix], "data_files": str(path)}
+    elif not path.exists() and (path.suffix in _LOCAL_BUILDERS or source.startswith((".", "/", "~"))):
+        raise DataError(f"dataset {source}: no such file or folder")
+    else:
+        arguments = {"path": str(path.resolve()) if path.is_dir() else source, "name": name}
+    try:
+        return datasets.load_dataset(**arguments, split=split, streaming=streaming)
+    except Exception as error:  # datasets has no common base class for what goes wrong
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        if not path.exists():
+            hub = _hub_error(error, source)
+            if hub is not None:
+                raise DataError(str(hub)) from hub
+        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        raise DataError(f"dataset {source}: {_first_line(reason or error)}") from error
+
+
+def _hub_error(error: Exception, source: str) -> HubError | None:
+    import datasets
+    import huggingface_hub
+
+    what = f"dataset {source}"
+    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+        # datasets drops the Hub's answer, which tells a wrong name from a missing token; ask again.
+        try:
+            huggingface_hub.HfApi().dataset_info(source)
+        except Exception as answer:
+            return explain(answer, what) or HubError(f"{what}: neither a local path nor on the Hub; check the spelling")
+    return explain(error, what)
+
+
+@contextmanager
+def _progress(verbose: bool) -> Iterator[None]:
+    """Silence the bars and the log lines of `datasets` inside the block, unless `verbose`."""
+    import datasets
+
+    bars = not datasets.are_progress_bars_disabled()
+    level = datasets.logging.get_verbosity()
+    if not verbose:
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(logging.CRITICAL)  # a broken file is logged as an error, then raised
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()
 
 
 def _first_line(error: BaseException) -> str:

@@ -42,6 +42,10 @@ class MLPGate(nn.Module):
         reset_linear(self.hidden, generator)
         reset_linear(self.score, generator)
 
+    def weights_per_token(self) -> int:
+        """Weights that one decision multiplies with, biases left out."""
+        return self.hidden.weight.numel() + self.score.weight.numel()
+
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         return {"scores": self.score(F.silu(self.hidden(a)))}
 
@@ -70,6 +74,12 @@ class JEPAGate(nn.Module):
         nn.init.normal_(self.actions.weight, generator=generator)
         for linear in (self.context, self.predict_hidden, self.predict, self.decide_hidden, self.score):
             reset_linear(linear, generator)
+
+    def weights_per_token(self) -> int:
+        """Weights that one decision multiplies with, biases left out; the predictor runs once per action."""
+        predictor = self.predict_hidden.weight.numel() + self.predict.weight.numel()
+        decision = self.decide_hidden.weight.numel() + self.score.weight.numel()
+        return self.context.weight.numel() + 2 * predictor + decision
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], q [B, T, summary_dim]
         context = self.context(a.detach())

@@ -4,7 +4,7 @@ Shapes: B batch, T positions, d model width.
 
 A routed layer computes, with `a = h + attention(attention_norm(h))`:
 
-    u    = gate(a)                                     score, [B, T], float32
+    u    = gate(ffn_norm(a))  (or gate(a))               score, [B, T], float32
     m    = u among the top k (training) | u >= theta (inference)
     out  = m * (a + ffn(ffn_norm(a))) + (1 - m) * (a + branch(a))
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig
@@ -42,6 +42,8 @@ class RoutePlan:
         adapter: Name of the active adapter, with its `config`.
         rule: `"topk"`, `"threshold"` or `"soft"`.
         budget: The budget in force: the adapter's, or the training schedule's.
+        threshold: The score that a token has to reach, for the rules that use one. Read here, because training moves
+            the quantile tables between a forward pass and its recomputation.
         temperature: `tau` of `p = sigmoid(u / tau)`.
         replayed: Bool `[B, T]`; decisions to use instead of the rule's.
         recorders: Traces that want to know.
@@ -51,6 +53,7 @@ class RoutePlan:
     config: DepthRouteConfig
     rule: str
     budget: float
+    threshold: torch.Tensor | float
     temperature: float
     replayed: torch.Tensor | None
     recorders: tuple[RouteTrace, ...]
@@ -70,12 +73,10 @@ class Routing(nn.Module, BaseTunerLayer):
     other_param_names = ("depth_route_target", "depth_route_quantiles")
 
     # BaseTunerLayer's properties look them up on `base_layer`, which does not exist here.
-    weight = None
-    bias = None
+    weight = None  # type: ignore[assignment]
+    bias = None  # type: ignore[assignment]
 
-    def __init__(
-        self, layer_index: int, family: Family, norm: nn.Module, peft_configs: dict[str, PeftConfig]
-    ) -> None:
+    def __init__(self, layer_index: int, family: Family, norm: nn.Module, peft_configs: dict[str, PeftConfig]) -> None:
         super().__init__()
         self.layer_index = layer_index
         self.family = family
@@ -86,7 +87,7 @@ class Routing(nn.Module, BaseTunerLayer):
         self.depth_route_target = nn.ModuleDict()  # the frozen projection, only in an adapter's first routed layer
         self.depth_route_quantiles = nn.ModuleDict()
         # Held outside the module tree: owned by the base layer and by the first routed layer.
-        self._norm = (norm,)
+        self._norm: tuple[Any] = (norm,)
         self._projections: dict[str, tuple[TargetProjection, ...]] = {}
         # Run-time state, never saved.
         self.recorders: list[RouteTrace] = []
@@ -115,7 +116,7 @@ class Routing(nn.Module, BaseTunerLayer):
             self._initialise(projection, config, "target")
             self.depth_route_target[name] = projection
             self._move_adapter_to_device_of_base_layer(name)
-        self._projections[name] = (owner.depth_route_target[name],)
+        self._projections[name] = (cast(TargetProjection, owner.depth_route_target[name]),)
 
     def adapter(self) -> str | None:
         """Name of the adapter that routes this layer now; None when the layer runs as the base does.
@@ -131,7 +132,22 @@ class Routing(nn.Module, BaseTunerLayer):
         return names[0] if names else None
 
     def config(self, name: str) -> DepthRouteConfig:
-        return self.peft_configs[name]
+        return cast(DepthRouteConfig, self.peft_configs[name])
+
+    def active_config(self) -> DepthRouteConfig:
+        """The configuration of the adapter that routes this layer now; `ValueError` when there is none."""
+        return self.config(self.active_name())
+
+    def active_quantiles(self) -> ScoreQuantiles:
+        """The quantile table of the adapter that routes this layer now; `ValueError` when there is none."""
+        return cast(ScoreQuantiles, self.depth_route_quantiles[self.active_name()])
+
+    def active_name(self) -> str:
+        """Name of the adapter that routes this layer now; `ValueError` when there is none."""
+        name = self.adapter()
+        if name is None:
+            raise ValueError(f"layer {self.layer_index}: no depth-routed adapter is active")
+        return name
 
     def plan(self, training: bool) -> RoutePlan | None:
         """How this forward pass routes; None when it runs as the base does."""
@@ -140,11 +156,18 @@ class Routing(nn.Module, BaseTunerLayer):
             return None
         config = self.config(name)
         scheduled = self.scheduled_budget if training else None
+        budget = config.budget if scheduled is None else scheduled
+        threshold: torch.Tensor | float = -torch.inf
+        if config.threshold is not None:
+            threshold = config.threshold
+        elif budget < 1.0:
+            threshold = self.depth_route_quantiles[name](budget)
         return RoutePlan(
             adapter=name,
             config=config,
             rule=self.selection or (config.selection if training else "threshold"),
-            budget=config.budget if scheduled is None else scheduled,
+            budget=budget,
+            threshold=threshold,
             temperature=(self.scheduled_temperature if training else None) or config.gate_temperature,
             replayed=None if self.replay is None else self.replay[self.layer_index].mask,
             recorders=tuple(self.recorders),
@@ -162,11 +185,7 @@ class Routing(nn.Module, BaseTunerLayer):
         scores = scores.detach()
         if plan.rule == "topk":
             return topk_mask(scores, plan.budget, token_mask)
-        if plan.config.threshold is not None:
-            return threshold_mask(scores, plan.config.threshold, token_mask)
-        if plan.budget == 1.0:
-            return threshold_mask(scores, -torch.inf, token_mask)
-        return threshold_mask(scores, self.depth_route_quantiles[plan.adapter](plan.budget), token_mask)
+        return threshold_mask(scores, plan.threshold, token_mask)
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         """Activate routed adapters. Names of other PEFT methods leave the active one as it is."""
@@ -189,12 +208,13 @@ class Routing(nn.Module, BaseTunerLayer):
         return None
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        device = self._norm[0].weight.device if device is None else device
-        for group in (self.adapter_layer_names + self.other_param_names):
+        target: torch.device = self._norm[0].weight.device if device is None else device
+        for group in self.adapter_layer_names + self.other_param_names:
             modules = getattr(self, group)
-            if adapter_name in modules and device.type != "meta":
-                if not any(parameter.is_meta for parameter in modules[adapter_name].parameters()):
-                    modules[adapter_name].to(device)
+            if adapter_name not in modules or target.type == "meta":
+                continue
+            if not any(parameter.is_meta for parameter in modules[adapter_name].parameters()):
+                modules[adapter_name].to(target)
 
     def _initialise(self, module: Any, config: DepthRouteConfig, part: str) -> None:
         """Draw a part's weights from a generator that depends on the seed, the layer and the part only."""
@@ -246,7 +266,7 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
     def full(x: torch.Tensor) -> torch.Tensor:
         return ffn(ffn_norm(x))
 
-    branch = holder.depth_route_branch[name] if name in holder.depth_route_branch else None
+    branch: Any = holder.depth_route_branch._modules.get(name)
     if layer.training or torch.compiler.is_compiling():
         soft = layer.training and plan.rule == "soft"
         out, after_full, after_cheap = masked_update(a, mask, probs, full, branch, soft)
@@ -264,14 +284,15 @@ def _record(
     holder: Routing, plan: RoutePlan, values: tuple[torch.Tensor, ...], token_mask: torch.Tensor | None
 ) -> None:
     mask, scores, probs, *extras = values
-    names = (*holder.depth_route_gate[plan.adapter].outputs, "z_full", "z_cheap")
+    gate: Any = holder.depth_route_gate[plan.adapter]
+    names = (*gate.outputs, "z_full", "z_cheap")
     record = RouteRecord(mask, scores, probs, token_mask, plan.budget, dict(zip(names, extras)))
     for trace in plan.recorders:
         trace[holder.layer_index] = record
 
 
 @functools.cache
-def routed_class(base: type[nn.Module]) -> type[nn.Module]:
+def routed_class(base: Any) -> Any:
     """The subclass that decoder layers of class `base` are switched to: same name and module, our `forward`."""
     names = tuple(inspect.signature(base.forward).parameters)[2:]
     cls = type(base)(
@@ -293,7 +314,7 @@ def routed_class(base: type[nn.Module]) -> type[nn.Module]:
     return cls
 
 
-def swap(layer: nn.Module) -> None:
+def swap(layer: Any) -> None:
     """Turn a decoder layer into its routed subclass, in place."""
     if not hasattr(layer, "_depth_route_base"):
         _set_class(layer, routed_class(type(layer)))
@@ -306,7 +327,7 @@ def unswap(layer: nn.Module) -> None:
         _set_class(layer, layer._depth_route_base)
 
 
-def _set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
+def _set_class(layer: Any, cls: Any) -> None:
     layer.__class__ = cls
     # accelerate keeps the bound forward of the class it found; rebind it, or routing is silently off.
     if "_old_forward" in layer.__dict__:
@@ -317,6 +338,6 @@ def _reduce(self: Any, protocol: int) -> Any:
     return _rebuild, (self._depth_route_base,), self.__dict__
 
 
-def _rebuild(base: type[nn.Module]) -> nn.Module:
+def _rebuild(base: Any) -> Any:
     cls = routed_class(base)
     return cls.__new__(cls)

@@ -117,7 +117,7 @@ def diagnostics(trace: RouteTrace) -> dict[str, torch.Tensor]:
     `full_ratio` (tokens run full), `gate_prob` (mean `p`), `score_var` (variance of `u`), and for the JEPA gate
     `q_distance` (mean `||q_full - q_cheap||_2`) and `q_cosine` (mean cosine of the two).
     """
-    result = {}
+    result: dict[str, torch.Tensor] = {}
     for index, record in trace.items():
         real = record.real
 

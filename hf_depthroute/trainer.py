@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .calibration import active_routings, quantile_table
+from .calibration import active_routings, quantile_tables
 from .config import ConfigError, check_budget
 from .losses import LOSSES, diagnostics, routing_losses
 from .trace import RouteTrace, record_routes, routings
@@ -87,9 +87,13 @@ class RoutingObjective:
     Args:
         arguments: Weights.
         model: The model with routed layers.
+
+    Raises:
+        ValueError: The model has no active depth-routed adapter.
     """
 
     def __init__(self, arguments: RoutingArguments, model: nn.Module) -> None:
+        active_routings(model)
         self.arguments = arguments
         self.model = model
         self._sums: dict[str, torch.Tensor] = {}
@@ -104,9 +108,9 @@ class RoutingObjective:
             share: This batch's part of the optimizer step, for terms that are means over the batch.
         """
         terms = routing_losses(trace, lm, self.arguments.weights(), self.arguments.alive_min)
-        for holder in active_routings(self.model):
-            record = trace[holder.layer_index]
-            holder.depth_route_quantiles[holder.adapter()].track(quantile_table(record.scores, record.real))
+        holders = active_routings(self.model)
+        for holder, table in zip(holders, quantile_tables([trace[holder.layer_index] for holder in holders])):
+            holder.active_quantiles().track(table)
         self._collect(terms, trace, share)
         zero = lm.new_zeros(())
         return terms.pop("lm", zero) + share * sum(terms.values(), zero)
@@ -115,7 +119,7 @@ class RoutingObjective:
         """Set the budget and the temperature of optimizer step `step`."""
         a = self.arguments
         for holder in active_routings(self.model):
-            config = holder.config(holder.adapter())
+            config = holder.active_config()
             holder.scheduled_budget = _ramp(step, a.budget_schedule_steps, a.budget_start, config.budget)
             holder.scheduled_temperature = _ramp(
                 step, a.temperature_schedule_steps, a.temperature_start, config.gate_temperature
@@ -170,7 +174,8 @@ class DepthRouteCallback(_RoutingCallback):
     While training runs, the model's `loss` output includes the routing losses, and every log entry gets the loss
     terms and the per-layer diagnostics. Without the trainer as an argument it works too
     (`callbacks=[DepthRouteCallback()]`), but reporting integrations that run before it (TensorBoard) do not see the
-    added values; `trainer.state.log_history` has them.
+    added values; `trainer.state.log_history` has them. Nor does the callback know then that the last step of an epoch
+    accumulates fewer batches than the others; its routing losses count for less.
 
     Args:
         trainer: The trainer it is added to.
@@ -184,10 +189,11 @@ class DepthRouteCallback(_RoutingCallback):
         self._open = ExitStack()
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self._open.close()  # left open by a training run that ended in an exception
         model = kwargs["model"]
         self.objective = RoutingObjective(self.arguments, model)
         trace = self._open.enter_context(record_routes(model))
-        hook = _add_losses(self.objective, trace, args)
+        hook = _add_losses(self.objective, trace, args, self.trainer)
         self._open.callback(model.register_forward_hook(hook, with_kwargs=True).remove)
         if self.trainer is not None:
             _move_first(self.trainer, self)
@@ -199,6 +205,13 @@ class DepthRouteCallback(_RoutingCallback):
 
 class DepthRouteTrainerMixin:
     """Adds the routing losses in `compute_loss`, whatever the Trainer class takes its language-model loss from."""
+
+    args: TrainingArguments
+    model: Any
+    add_callback: Any
+    model_accepts_loss_kwargs: bool
+    compute_loss_func: Any
+    current_gradient_accumulation_steps: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -218,14 +231,15 @@ class DepthRouteTrainerMixin:
     ) -> Any:
         """The Trainer's loss plus the routing losses; in evaluation, the Trainer's loss alone."""
         if not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         with record_routes(model) as trace:
-            lm, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            lm, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
         # Where the Trainer knows the tokens of the whole step, the loss is divided by them and not by the number of
         # accumulated batches; the routing terms, means over one batch, have to be.
-        divided = num_items_in_batch is not None and (
-            self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        )
+        divided = getattr(self, "loss_is_scaled_for_ga", None)
+        if divided is None:
+            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            divided = counted or self.compute_loss_func is not None
         share = 1.0 / self.current_gradient_accumulation_steps if divided else 1.0
         loss = self.routing_objective(lm, trace, share)
         return (loss, outputs) if return_outputs else loss
@@ -241,13 +255,16 @@ class DepthRouteTrainer(DepthRouteTrainerMixin, Trainer):
     """
 
 
-def _add_losses(objective: RoutingObjective, trace: RouteTrace, args: TrainingArguments) -> Callable[..., None]:
+def _add_losses(
+    objective: RoutingObjective, trace: RouteTrace, args: TrainingArguments, trainer: Trainer | None
+) -> Callable[..., None]:
     def hook(module: nn.Module, positional: Any, kwargs: dict[str, Any], output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()) or getattr(output, "loss", None) is None:
             return
         share = 1.0
         if kwargs.get("num_items_in_batch") is not None:  # the loss is divided by the tokens of the whole step
-            share = 1.0 / args.gradient_accumulation_steps
+            # The last step of an epoch may accumulate fewer batches.
+            share = 1.0 / (trainer.current_gradient_accumulation_steps if trainer else args.gradient_accumulation_steps)
             if args.average_tokens_across_devices:  # and the Trainer multiplies it by the number of processes
                 share /= args.world_size
         output.loss = objective(output.loss, trace, share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
@@ -17,18 +17,20 @@ from torch import nn
 from .config import ConfigError, DepthRouteConfig, register_peft_type
 from .families import describe_base, find_decoder, find_family
 from .gates import default_hidden
-from .layer import HOLDER, TOKEN_MASK, Routing, swap, unswap
+from .injection import enter, leave
+from .layer import HOLDER, Routing
+from .loading import (
+    PREFIX,
+    AdapterMismatchError,
+    discard,
+    guard,
+    match_tensors,
+    own_tensors,
+    unguard,
+    without_adapter_name,
+)
 
-PREFIX = "depth_route_"
-
-# Checkpoint key: base_model.model.model.layers.3.routing.depth_route_gate.hidden.weight
-# Model key:      base_model.model.model.layers.3.routing.depth_route_gate.default.hidden.weight
-_OWN_KEY = re.compile(rf"\.{HOLDER}\.{PREFIX}[a-z]+\.")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
-class AdapterMismatchError(ValueError):
-    """An adapter does not belong to this model, or its file does not hold exactly the adapter's tensors."""
 
 
 def get_depth_routed_model(
@@ -64,7 +66,6 @@ class DepthRouteModel(BaseTuner):
 
     prefix = PREFIX
     tuner_layer_cls = Routing
-    target_module_mapping: dict[str, list[str]] = {}
 
     def inject_adapter(
         self,
@@ -75,7 +76,7 @@ class DepthRouteModel(BaseTuner):
         state_dict: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """Add adapter `adapter_name`. All checks come first; when one fails, `model` is untouched."""
-        config = self.peft_config[adapter_name]
+        config = cast(DepthRouteConfig, self.peft_config[adapter_name])
         try:
             family = find_family(model)
             decoder = find_decoder(model, family)
@@ -91,10 +92,8 @@ class DepthRouteModel(BaseTuner):
         config.gate_hidden = config.gate_hidden or default_hidden(width)
         config.base_architecture = describe_base(model)
 
-        if not hasattr(layers[0], "_depth_route_base"):
-            decoder.register_forward_pre_hook(_pass_token_mask, with_kwargs=True)
-        for layer in layers:
-            swap(layer)
+        enter(model)
+        guard(model)
         owner: Routing | None = None
         for index in routed:
             layer = layers[index]
@@ -146,15 +145,9 @@ class DepthRouteModel(BaseTuner):
 
     def unload(self) -> nn.Module:
         """Remove every routed adapter; the base model, as it was before injection."""
-        family = find_family(self.model)
-        decoder = find_decoder(self.model, family)
-        for layer in getattr(decoder, family.layers):
-            unswap(layer)
-        for key, hook in list(decoder._forward_pre_hooks.items()):
-            if hook is _pass_token_mask:
-                del decoder._forward_pre_hooks[key]
-                decoder._forward_pre_hooks_with_kwargs.pop(key, None)
-        return super()._unload_and_optionally_merge(merge=False)
+        leave(self.model)
+        unguard(self.model)
+        return cast(nn.Module, super()._unload_and_optionally_merge(merge=False))
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
         raise ValueError(
@@ -175,16 +168,13 @@ class DepthRouteModel(BaseTuner):
         unwanted_adapter_names: list[str],
     ) -> dict[str, torch.Tensor]:
         """This adapter's tensors only, not those of other PEFT methods on the same model."""
-        mine = re.compile(rf"{_OWN_KEY.pattern}{re.escape(adapter_name)}\.")
-        return {key: value for key, value in state_dict.items() if mine.search(key)}
+        return own_tensors(state_dict, adapter_name)
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
         """The name stands behind `depth_route_*`, in front of a nested module, where PEFT does not look for it."""
-        found = _OWN_KEY.search(key)
-        if found is None:
-            return super()._remove_adapter_name_from_key(key, adapter_name)
-        return key[: found.end()] + key[found.end() :].removeprefix(f"{adapter_name}.")
+        bare = without_adapter_name(key, adapter_name)
+        return super()._remove_adapter_name_from_key(key, adapter_name) if bare is None else bare
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -193,52 +183,17 @@ class DepthRouteModel(BaseTuner):
         """Checkpoint keys to model keys.
 
         Raises:
-            AdapterMismatchError: A tensor is missing, left over, of another shape, or not finite. PEFT would load the
-                rest and leave routers random with a warning.
+            AdapterMismatchError: A tensor is missing, left over, of another shape, or not finite; the adapter is taken
+                out of the model again.
         """
-        mine = re.compile(rf"{_OWN_KEY.pattern}{re.escape(adapter_name)}\.")
-        wanted = {}
-        for key, value in model.state_dict().items():
-            if mine.search(key):
-                bare = cls._remove_adapter_name_from_key(key, adapter_name).removeprefix("base_model.model.")
-                wanted[bare] = (key, value)
-        given = {key.removeprefix("base_model.model."): (key, value) for key, value in state_dict.items()}
-        remapped = {}
-        for bare, (key, expected) in wanted.items():
-            if bare not in given:
-                raise AdapterMismatchError(f"adapter file: tensor {bare} is missing")
-            _, value = given.pop(bare)
-            if value.shape != expected.shape:
-                raise AdapterMismatchError(
-                    f"adapter file: tensor {bare} has shape {tuple(value.shape)}, expected {tuple(expected.shape)}"
-                )
-            if value.is_floating_point() and not value.isfinite().all():
-                raise AdapterMismatchError(f"adapter file: tensor {bare} holds values that are not finite")
-            remapped[key] = value
-        saved_modules = tuple(config.modules_to_save or ())
-        for bare, (key, value) in given.items():
-            if not any(f".{name}." in f".{bare}" for name in saved_modules):
-                raise AdapterMismatchError(f"adapter file: unexpected tensor {bare}")
-            remapped[key] = value
-        return remapped
+        try:
+            return match_tensors(model, config, adapter_name, state_dict)
+        except AdapterMismatchError:
+            discard(model, adapter_name)
+            raise
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("depth-routed adapters are injected by inject_adapter")
-
-
-def _pass_token_mask(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of the decoder stack: hand the 2D attention mask down to the layers as a keyword.
-
-    Layers see a 4D mask, a boolean mask, none, or a block mask, depending on the attention implementation.
-    """
-    mask = kwargs.get("attention_mask")
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
-        return None
-    inputs = next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if x is not None), None)
-    if inputs is None or mask.shape[1] < inputs.shape[1]:
-        return None
-    # With a cache, the mask covers past positions too; the new ones come last.
-    return args, {**kwargs, TOKEN_MASK: mask[:, mask.shape[1] - inputs.shape[1] :].bool()}
 
 
 def register() -> None:

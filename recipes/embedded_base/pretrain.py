@@ -3,7 +3,8 @@
     python recipes/embedded_base/pretrain.py --out recipes/embedded_base/model
 
 The text is the Python standard library's own sources on this machine (`hf_depthroute.data.stdlib_files`). One run
-takes about 40 minutes on two CPU cores. Weights are stored in bfloat16 to stay small.
+takes about half an hour on two CPU cores. Weights are stored in bfloat16 to stay small. `--card-only` writes the card
+again from the numbers of the last run.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ import json
 import platform
 import time
 from pathlib import Path
+from string import Template
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
 from hf_depthroute.data import PYTHON_STDLIB, fingerprint, load_text, pack
+from hf_depthroute.evaluation.perplexity import mean_loss
+
+CARDS = Path(__file__).parents[2] / "model_cards"
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -35,13 +41,22 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
 
 
-@torch.no_grad()
-def mean_loss(model: LlamaForCausalLM, blocks_NT: torch.Tensor, batch: int = 16) -> float:
-    """Mean next-token cross-entropy in nats over all blocks, `[N, T]`."""
-    losses = [
-        model(input_ids=b, labels=b).loss * len(b) for b in blocks_NT.split(batch)
-    ]
-    return float(torch.stack(losses).sum() / len(blocks_NT))
+def write_card(folder: Path) -> None:
+    """The model card, with every number from `config.json` and `training.json`."""
+    training = json.loads((folder / "training.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    card = Template((CARDS / "embedded_base.template.md").read_text()).substitute(
+        training,
+        train_tokens=f"{training['train_tokens']:,}",
+        train_tokens_seen=f"{training['train_tokens_seen']:,}",
+        parameters=f"{sum(tensor.numel() for tensor in load_file(folder / 'model.safetensors').values()):,}",
+        minutes=round(training["seconds"] / 60),
+        layers=config["num_hidden_layers"],
+        width=config["hidden_size"],
+        ffn=config["intermediate_size"],
+        vocabulary=f"{config['vocab_size']:,}",
+    )
+    (CARDS / "embedded_base.md").write_text(card)
 
 
 def main() -> None:
@@ -52,7 +67,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--card-only", action="store_true")
     args = parser.parse_args()
+    if args.card_only:
+        return write_card(args.out)
     torch.manual_seed(args.seed)
 
     train, validation = (load_text(PYTHON_STDLIB, split=s) for s in ("train", "validation"))
@@ -97,7 +115,8 @@ def main() -> None:
     model = model.to(torch.bfloat16)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    validation_loss = mean_loss(model.float().eval(), blocks["validation"])
+    batches = [{"input_ids": block} for block in blocks["validation"].split(16)]
+    validation_loss = mean_loss(model.float(), batches)
     result = {
         "validation_loss": round(validation_loss, 4),
         "block_length": args.length,
@@ -110,6 +129,7 @@ def main() -> None:
         "seconds": round(time.time() - start),
     }
     (args.out / "training.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_card(args.out)
     print(json.dumps(result, indent=2))
 
 

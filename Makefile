@@ -1,0 +1,28 @@
+# `make demo` and `make test` do everything from a bare Python 3.10+; set PYTHON to choose the interpreter.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/python recipes/demo/demo.py --out demo_output
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered tests
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# torch comes first and pinned: an unpinned one would pull builds of several gigabytes.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(INSTALLED)
+
+clean:
+	rm -rf $(VENV) demo_output

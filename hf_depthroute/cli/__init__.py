@@ -1,0 +1,55 @@
+"""The command line: `hf-depthroute train | eval | bench | generate`.
+
+Every command ends with exit code 0, or with one line `error: ...` on stderr and a code that says what went wrong:
+2 command line, config or data; 3 the Hub; 4 a corrupt or mismatched adapter; 5 memory or disk; 130 Ctrl-C; 1 the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from .bench import bench
+from .errors import INTERRUPTED, describe, without_tokens
+from .evaluate import evaluate
+from .generate import generate
+from .train import train
+
+app = typer.Typer(
+    name="hf-depthroute",
+    help="Depth routing for pretrained language models: easy tokens skip work, as a PEFT adapter.",
+    add_completion=False,
+    rich_markup_mode=None,
+)
+app.command("train")(train)
+app.command("eval")(evaluate)
+app.command("bench")(bench)
+app.command("generate")(generate)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit.
+
+    Args:
+        argv: Arguments without the program's name; `sys.argv[1:]` when None.
+
+    Raises:
+        SystemExit: Always, with the exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        code = typer.main.get_command(app).main(arguments, prog_name="hf-depthroute", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except Exception as error:
+        code, message = describe(error)
+        if "--debug" in arguments:
+            import traceback
+
+            print(without_tokens(traceback.format_exc()), file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
+    if code == INTERRUPTED:
+        print("error: interrupted", file=sys.stderr)
+    sys.exit(code or 0)

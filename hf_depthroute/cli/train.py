@@ -1,0 +1,266 @@
+"""`hf-depthroute train`: train an adapter, calibrate it, and save it whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import options as o
+from .errors import OTHER, RESOURCES, CliError, disk_full
+
+
+def train(
+    context: typer.Context,
+    model: o.Model,
+    dataset: o.Dataset,
+    out: Annotated[Path, typer.Option(help="Folder for the adapter; made when training is done.")],
+    config: o.ConfigFile = None,
+    dataset_name: o.DatasetName = None,
+    split: Annotated[str, typer.Option(help="Split to train on.")] = "train",
+    column: o.Column = "text",
+    streaming: o.Streaming = False,
+    validation_split: Annotated[str | None, typer.Option(help="Split to evaluate on at the end.")] = None,
+    eval_dataset: Annotated[str | None, typer.Option(help="Dataset to evaluate on at the end.")] = None,
+    validation_blocks: Annotated[int, typer.Option(min=1, help="Blocks to evaluate on.")] = 64,
+    layers: Annotated[str | None, typer.Option(help="last:N, every:N, all or 2,3,5. Default: the last third.")] = None,
+    gate: Annotated[str, typer.Option(help="mlp or jepa.")] = "mlp",
+    gate_input: Annotated[str, typer.Option(help="normed or residual.")] = "normed",
+    gate_hidden: Annotated[int | None, typer.Option(help="Hidden width of the MLP gate. Default: d/4.")] = None,
+    temperature: Annotated[float, typer.Option(help="Gate temperature tau.")] = 2.0,
+    branch: Annotated[str, typer.Option(help="lowrank or none.")] = "lowrank",
+    branch_rank: Annotated[int | None, typer.Option(help="Rank of the cheap branch. Default: d/8.")] = None,
+    budget: Annotated[float, typer.Option(help="Fraction of tokens that run the full FFN, in (0, 1].")] = 0.5,
+    jepa_weight: Annotated[float, typer.Option(help="Weight of the JEPA loss (JEPA gate only).")] = 1.0,
+    budget_weight: Annotated[float, typer.Option(help="Weight of the budget loss.")] = 1.0,
+    alive_weight: Annotated[float, typer.Option(help="Weight of the alive loss.")] = 0.5,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1000,
+    batch_size: o.BatchSize = 8,
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches per optimizer step.")] = 1,
+    length: o.Length = 256,
+    lr: Annotated[float, typer.Option(help="Peak learning rate; cosine to 1 % of it.")] = 2e-4,
+    warmup_steps: Annotated[int | None, typer.Option(min=0, help="Warm-up steps. Default: 5 % of --steps.")] = None,
+    calibration_blocks: Annotated[int, typer.Option(min=1, help="Training blocks that set the thresholds.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 (frozen base and autocast).")] = "float32",
+    seed: Annotated[int, typer.Option(help="Seed of the adapter and of the data order.")] = 0,
+    logging_steps: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 50,
+    report_to: Annotated[str, typer.Option(help="none, or integrations of the Trainer such as tensorboard.")] = "none",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the adapter in --out.")] = False,
+    debug: o.Debug = False,
+) -> None:
+    """Train a routed adapter and calibrate it.
+
+    Writes the adapter, the tokenizer and training.json to --out, all at once at the end: an error or Ctrl-C leaves
+    nothing behind.
+
+    \b
+    Example:
+      hf-depthroute train --model Qwen/Qwen2.5-0.5B --dataset python-stdlib --layers last:12 --budget 0.5 \\
+        --steps 500 --validation-split validation --out routed
+    """
+    out = check_out(out, overwrite)
+    from . import loading
+
+    loading.quiet(debug)
+    import torch
+    import transformers
+
+    from ..calibration import calibrate
+    from ..config import DepthRouteConfig
+    from ..data import load_text, pack
+    from ..evaluation import evaluate_budgets
+    from ..trainer import DepthRouteTrainer, DepthRouteTrainingArguments
+    from ..tuner import get_depth_routed_model
+
+    # Everything that can be refused is refused before the weights are loaded.
+    adapter_config = DepthRouteConfig(
+        layers=o.parse_layers(layers),
+        gate=gate,
+        gate_input=gate_input,
+        gate_hidden=gate_hidden,
+        gate_temperature=temperature,
+        branch=branch,
+        branch_rank=branch_rank,
+        budget=budget,
+        seed=seed,
+    )
+    loading.check_dtype(dtype, ("float32", "bfloat16"))
+    if not 0 < lr < float("inf"):
+        raise CliError(f"--lr {lr}: must be a finite number above 0")
+    training = {
+        "learning_rate": lr,
+        "jepa_weight": jepa_weight,
+        "budget_weight": budget_weight,
+        "alive_weight": alive_weight,
+        "max_steps": steps,
+        "warmup_steps": steps // 20 if warmup_steps is None else warmup_steps,
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": accumulate,
+        "seed": seed,
+        "bf16": dtype == "bfloat16",
+        "use_cpu": not torch.cuda.is_available(),
+        "logging_steps": logging_steps,
+        "report_to": [name.strip() for name in report_to.split(",")],
+        "save_strategy": "no",
+    }
+    with _reported("training arguments"):
+        checked = DepthRouteTrainingArguments(output_dir=str(out), **training)
+        for integration in transformers.integrations.get_reporting_integration_callbacks(checked.report_to):
+            integration()  # says whether its package is installed
+    base_config = loading.load_config(model)
+    adapter_config.routed_layers(base_config.num_hidden_layers)
+    loading.check_length(length, base_config)
+    text = load_text(dataset, split=split, name=dataset_name, column=column, streaming=streaming, verbose=debug)
+    validation_text = None
+    if validation_split or eval_dataset:
+        validation_text = load_text(
+            eval_dataset or dataset,
+            split=validation_split or "train",
+            name=None if eval_dataset else dataset_name,
+            column=column,
+            streaming=streaming,
+            verbose=debug,
+        )
+    tokenizer = loading.load_tokenizer(model, base_config)
+    packed = pack(text, tokenizer, length, verbose=debug)
+    validation = None
+    if validation_text is not None:
+        packed_validation = pack(validation_text, tokenizer, length, verbose=debug)
+        validation = loading.to_batches(packed_validation, batch_size, validation_blocks)
+
+    started = time.time()
+    transformers.set_seed(seed)
+    routed = get_depth_routed_model(loading.load_model(model, dtype), adapter_config)
+    with staged(out) as staging:
+        with _reported("training arguments"):
+            trainer = DepthRouteTrainer(
+                model=routed,
+                args=DepthRouteTrainingArguments(output_dir=str(staging), **training),
+                train_dataset=packed,
+                data_collator=transformers.default_data_collator,
+            )
+        trainer.train()
+        _check_finite(routed)
+        full_ratio = calibrate(routed, loading.to_batches(packed, batch_size, calibration_blocks))
+        rows = [] if validation is None else evaluate_budgets(routed, validation, None, [budget])
+        record = {
+            "arguments": {name: _plain(value) for name, value in context.params.items()},
+            "seconds": round(time.time() - started, 1),
+            "trainable_parameters": sum(p.numel() for p in routed.parameters() if p.requires_grad),
+            "calibrated_full_ratio": {str(index): ratio for index, ratio in full_ratio.items()},
+            "evaluation": [asdict(row) for row in rows],
+            "log_history": trainer.state.log_history,
+            "versions": versions(),
+        }
+        try:
+            routed.save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
+            loading.write_json(staging / "training.json", record)
+        except Exception as error:
+            if not disk_full(error):
+                raise
+            size = sum(p.numel() * p.element_size() for p in routed.parameters() if p.requires_grad)
+            raise CliError(f"{out}: disk full; the adapter needs about {size + 2**20:,} bytes", RESOURCES) from error
+
+    if rows:
+        dense, threshold = rows[0], rows[-1]
+        print(
+            f"validation loss: dense {dense.loss:.4f}, routed {threshold.loss:.4f} "
+            f"({threshold.full_ratio:.1%} of the tokens run full), threshold - top-k {threshold.gap:+.4f}"
+        )
+    print(f"saved {out} in {record['seconds']} s")
+
+
+def check_out(out: Path, overwrite: bool) -> Path:
+    """The absolute output folder, if it may be written.
+
+    Raises:
+        CliError: It is a file; it is not empty and `overwrite` is not given; or it holds something else than an
+            adapter, which is never replaced.
+    """
+    resolved = out.expanduser().resolve()
+    if resolved.is_file():
+        raise CliError(f"--out {out}: is a file; name a folder")
+    if resolved.is_dir() and any(resolved.iterdir()):
+        if not overwrite:
+            raise CliError(f"--out {out}: already exists and is not empty; pass --overwrite or name another folder")
+        if not (resolved / "adapter_config.json").is_file():
+            raise CliError(f"--out {out}: holds files but no adapter; --overwrite replaces adapters only")
+    parent = next(folder for folder in resolved.parents if folder.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CliError(f"--out {out}: no permission to write in {parent}")
+    return resolved
+
+
+@contextlib.contextmanager
+def staged(out: Path) -> Iterator[Path]:
+    """A folder next to `out` to write into; it becomes `out` when the block ends, and vanishes when the block fails.
+
+    A `kill -9` leaves the staging folder behind (its name starts with a dot and says "partial"), never half an `out`.
+    """
+    made = [folder for folder in (out.parent, *out.parent.parents) if not folder.exists()]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    staging = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    previous = out.with_name(f".{out.name}.previous-{os.getpid()}")
+    try:
+        staging.mkdir()
+        yield staging
+        if out.exists():
+            out.rename(previous)
+        try:
+            staging.rename(out)
+        except OSError:
+            if previous.exists():
+                previous.rename(out)
+            raise
+        shutil.rmtree(previous, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on."""
+    import peft
+    import torch
+    import transformers
+
+    from .. import __version__
+
+    return {
+        "hf_depthroute": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _check_finite(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.isfinite().all():
+            raise CliError(f"training diverged: {name} is not finite, nothing was saved; lower --lr", OTHER)
+
+
+@contextlib.contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """The Trainer's complaints about its arguments, such as an integration that is not installed, in one line."""
+    try:
+        yield
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise CliError(f"{what}: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from error
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,176 @@
+"""Next-token loss of the dense base, of top-k routing and of threshold routing, on the same text.
+
+Shapes: B batch, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm.auto import tqdm
+
+from ..calibration import active_routings, calibrate, set_budget, use_selection
+from ..config import check_budget
+from ..trace import record_routes
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class BudgetRow:
+    """One line of an evaluation.
+
+    Attributes:
+        budget: The fraction of tokens that should run full; 1 for the dense base.
+        rule: `"dense"` (adapter disabled), `"topk"` (the training rule, which sees the future) or `"threshold"` (the
+            inference rule).
+        loss: Mean next-token cross-entropy, in nats per token.
+        perplexity: `exp(loss)`.
+        full_ratio: The fraction of real tokens that did run full, mean over routed layers.
+        gap: Threshold rows: their loss minus the top-k loss at the same budget. None in other rows.
+    """
+
+    budget: float
+    rule: str
+    loss: float
+    perplexity: float
+    full_ratio: float
+    gap: float | None = None
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
+    """Mean next-token cross-entropy in nats, every predicted token weighted alike.
+
+    Args:
+        model: A causal language model. It is evaluated in eval mode and left in the mode it was in.
+        blocks: Dicts with `input_ids` and optionally `attention_mask` and `labels`, each `[B, T]`. A token counts when
+            it and the one before it are real, and its label is not -100.
+
+    Raises:
+        ValueError: There is no token to predict.
+    """
+    return _mean_loss(model, blocks, after_batch=lambda: None)
+
+
+def evaluate_budgets(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    calibration_batches: Iterable[Batch] | None,
+    budgets: Sequence[float],
+) -> list[BudgetRow]:
+    """Loss of the dense base, then of top-k and of threshold routing at every budget.
+
+    Args:
+        model: A `PeftModel` with one active depth-routed adapter. Its budget, thresholds and mode are restored.
+        batches: As for `mean_loss`; kept in memory.
+        calibration_batches: Text to calibrate every budget on. With None, the adapter's own thresholds are used.
+        budgets: Each in (0, 1].
+
+    Returns:
+        One dense row, then a top-k and a threshold row for each budget.
+
+    Raises:
+        ConfigError: A budget is out of range.
+        ValueError: `batches` is empty, no routed layer is active, or the adapter has a fixed threshold.
+    """
+    for budget in budgets:
+        check_budget(budget)
+    kept = list(batches)
+    calibration = None if calibration_batches is None else list(calibration_batches)
+    with (
+        _restored(model),
+        tqdm(total=len(kept) * (1 + 2 * len(budgets)), desc="eval", unit="batch", disable=None) as bar,
+    ):
+        with model.disable_adapter():
+            rows = [_row(1.0, "dense", _mean_loss(model, kept, bar.update), 1.0)]
+        for budget in budgets:
+            set_budget(model, budget)
+            if calibration is not None:
+                calibrate(model, calibration)
+            with use_selection(model, "topk"):
+                topk = _row(budget, "topk", *_routed_loss(model, kept, bar.update))
+            loss, full_ratio = _routed_loss(model, kept, bar.update)
+            rows += [topk, _row(budget, "threshold", loss, full_ratio, gap=loss - topk.loss)]
+    return rows
+
+
+def _row(budget: float, rule: str, loss: float, full_ratio: float, gap: float | None = None) -> BudgetRow:
+    perplexity = math.exp(loss) if loss < 700 else math.inf  # exp overflows a float above 709
+    return BudgetRow(float(budget), rule, loss, perplexity, full_ratio, gap)
+
+
+@torch.no_grad()
+def _mean_loss(model: Any, blocks: Iterable[Batch], after_batch: Callable[[], Any]) -> float:
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
+    was_training = model.training
+    model.eval()
+    try:
+        for block in blocks:
+            moved = {name: torch.as_tensor(value).to(device) for name, value in block.items()}
+            loss, tokens = _summed_loss(model, moved)
+            total += loss.double().cpu()
+            count += tokens
+            after_batch()
+    finally:
+        model.train(was_training)
+    if count == 0:
+        raise ValueError("there is no text to evaluate: no block holds two real tokens")
+    return float(total / count)
+
+
+def _summed_loss(model: nn.Module, block: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Summed cross-entropy, and the number of tokens it is over."""
+    ids_BT = block["input_ids"]
+    labels_BT = block.get("labels", ids_BT)[:, 1:]
+    counted_BT = labels_BT != -100
+    inputs = {"input_ids": ids_BT}
+    if "attention_mask" in block:
+        inputs["attention_mask"] = block["attention_mask"]
+        real_BT = block["attention_mask"].bool()
+        counted_BT = counted_BT & real_BT[:, 1:] & real_BT[:, :-1]
+    logits_BTV = model(**inputs, use_cache=False).logits[:, :-1]
+    loss = F.cross_entropy(logits_BTV[counted_BT].float(), labels_BT[counted_BT], reduction="sum")
+    return loss, int(counted_BT.sum())
+
+
+def _routed_loss(model: nn.Module, blocks: list[Batch], after_batch: Callable[[], Any]) -> tuple[float, float]:
+    """The loss, and the fraction of real tokens that ran full, mean over layers."""
+    full: dict[int, int] = {}
+    real: dict[int, int] = {}
+
+    def count() -> None:
+        for index, record in trace.items():
+            full[index] = full.get(index, 0) + int((record.mask & record.real).sum())
+            real[index] = real.get(index, 0) + int(record.real.sum())
+        after_batch()
+
+    with record_routes(model) as trace:
+        loss = _mean_loss(model, blocks, count)
+    return loss, sum(full[index] / real[index] for index in full) / len(full)
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Put the active adapter's budget and quantile tables back."""
+    holders = active_routings(model)
+    configs = [holder.active_config() for holder in holders]
+    tables = [holder.active_quantiles() for holder in holders]
+    budgets = [config.budget for config in configs]
+    states = [{name: value.clone() for name, value in table.state_dict().items()} for table in tables]
+    try:
+        yield
+    finally:
+        for config, budget in zip(configs, budgets):
+            config.budget = budget
+        for table, state in zip(tables, states):
+            table.load_state_dict(state)

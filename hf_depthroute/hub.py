@@ -1,0 +1,77 @@
+"""Why something could not be fetched from the Hugging Face Hub, in one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+
+class HubError(RuntimeError):
+    """A model, adapter or dataset is neither a local path nor available on the Hub. The message is one line."""
+
+
+def explain(error: BaseException, what: str) -> HubError | None:
+    """A `HubError` that says what to do, or None when `error` has nothing to do with the Hub.
+
+    transformers, peft and datasets each wrap the Hub client's exceptions in their own, with messages that blame
+    something else ("Can't find adapter_config.json"); the chain of causes still holds the original. Messages are
+    written here and never copied from it, so no header, and no token, can get into them.
+
+    Args:
+        error: Any exception of these libraries.
+        what: The thing asked for, such as `"model me/tiny"`.
+    """
+    from huggingface_hub import errors
+
+    for cause in causes(error):
+        if isinstance(cause, errors.OfflineModeIsEnabled) or (
+            isinstance(cause, errors.LocalEntryNotFoundError | ConnectionError) and offline()
+        ):
+            return HubError(
+                f"{what}: not a local path and not in the local cache, and HF_HUB_OFFLINE is set; "
+                "unset it to download, or give a local path"
+            )
+        if isinstance(cause, errors.GatedRepoError):
+            return HubError(f"{what}: gated on the Hub; accept its terms on its page there, then run `hf auth login`")
+        if isinstance(cause, errors.RevisionNotFoundError):
+            return HubError(f"{what}: the Hub has no such revision")
+        if isinstance(cause, errors.HfHubHTTPError):
+            status = getattr(cause.response, "status_code", None)
+            if status in (401, 403):
+                return HubError(f"{what}: {_refused()}")
+            if isinstance(cause, errors.RepositoryNotFoundError):
+                return HubError(f"{what}: neither a local path nor on the Hub (404); check the spelling")
+            if not isinstance(cause, errors.RemoteEntryNotFoundError):
+                return HubError(f"{what}: the Hub answered with HTTP status {status}; try again later")
+        if isinstance(cause, errors.LocalEntryNotFoundError | ConnectionError):
+            return HubError(
+                f"{what}: not a local path and not in the local cache, and the Hub cannot be reached; "
+                "check the network, or give a local path"
+            )
+    return None
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """`error`, then what it was raised from or during, outermost first."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def offline() -> bool:
+    """Whether HF_HUB_OFFLINE was set when the Hub client was imported."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE) or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "TRUE", "YES")
+
+
+def _refused() -> str:
+    from huggingface_hub import get_token
+
+    # Without a token the Hub answers 401 for what is private and for what does not exist alike.
+    if get_token() is None:
+        return "the Hub refused access (no token): it is private or does not exist; run `hf auth login` or set HF_TOKEN"
+    return "the Hub refused the token; check that it is valid and may read this repository, or run `hf auth login`"

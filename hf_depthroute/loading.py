@@ -1,0 +1,135 @@
+"""Strict loading: an adapter file holds exactly the adapter's tensors, or it is refused, whoever reads it.
+
+PEFT and transformers load what fits and log the rest: a missing tensor leaves a router random, and a tensor with the
+name of a base weight overwrites it.
+
+Checkpoint key: base_model.model.model.layers.3.routing.depth_route_gate.hidden.weight
+Model key:      base_model.model.model.layers.3.routing.depth_route_gate.default.hidden.weight
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from .injection import leave
+from .layer import HOLDER, Routing
+
+PREFIX = "depth_route_"
+_OWN_KEY = re.compile(rf"\.{HOLDER}\.{PREFIX}[a-z]+\.")
+_WRAPPER = "base_model.model."
+_READER = "_load_pretrained_model"  # the static method with which transformers reads an adapter file
+
+
+class AdapterMismatchError(ValueError):
+    """An adapter does not belong to this model, or its file does not hold exactly the adapter's tensors."""
+
+
+def own_tensors(state_dict: Mapping[str, torch.Tensor], adapter_name: str) -> dict[str, torch.Tensor]:
+    """The entries of a model's state dict that belong to adapter `adapter_name`."""
+    mine = re.compile(rf"{_OWN_KEY.pattern}{re.escape(adapter_name)}\.")
+    return {key: value for key, value in state_dict.items() if mine.search(key)}
+
+
+def without_adapter_name(key: str, adapter_name: str) -> str | None:
+    """A model key as the checkpoint has it; None when it is not one of ours."""
+    found = _OWN_KEY.search(key)
+    return None if found is None else key[: found.end()] + key[found.end() :].removeprefix(f"{adapter_name}.")
+
+
+def match_tensors(
+    model: nn.Module, config: Any, adapter_name: str, state_dict: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint by model key.
+
+    Raises:
+        AdapterMismatchError: A tensor is missing, left over, of another shape, or not finite.
+    """
+    given = {key.removeprefix(_WRAPPER): (key, value) for key, value in state_dict.items()}
+    matched = {}
+    for key, expected in own_tensors(model.state_dict(), adapter_name).items():
+        bare = cast(str, without_adapter_name(key, adapter_name)).removeprefix(_WRAPPER)
+        if bare not in given:
+            raise AdapterMismatchError(f"adapter file: tensor {bare} is missing")
+        _, value = given.pop(bare)
+        if value.shape != expected.shape:
+            raise AdapterMismatchError(
+                f"adapter file: tensor {bare} has shape {tuple(value.shape)}, expected {tuple(expected.shape)}"
+            )
+        if value.is_floating_point() and not value.isfinite().all():
+            raise AdapterMismatchError(f"adapter file: tensor {bare} holds values that are not finite")
+        matched[key] = value
+    saved_modules = tuple(config.modules_to_save or ())
+    for bare, (key, value) in given.items():
+        if not any(f".{name}." in f".{bare}" for name in saved_modules):
+            raise AdapterMismatchError(f"adapter file: unexpected tensor {bare}")
+        matched[key] = value
+    return matched
+
+
+def discard(model: nn.Module, adapter_name: str) -> None:
+    """Take out an adapter that could not be loaded; without another one, the model is as it was before."""
+    base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+    holders = [module for module in base.modules() if isinstance(module, Routing)]
+    for holder in holders:
+        holder.delete_adapter(adapter_name)
+    configs = getattr(base, "peft_config", {})
+    configs.pop(adapter_name, None)
+    if not any(len(holder.depth_route_gate) for holder in holders):
+        leave(base)
+        unguard(base)
+    if not configs:
+        for name in ("peft_config", "_hf_peft_config_loaded"):
+            base.__dict__.pop(name, None)
+
+
+def guard(model: nn.Module) -> None:
+    """Make transformers' own `model.load_adapter` and `from_pretrained(adapter_dir)` as strict as PEFT's path is.
+
+    They read the file without asking the PEFT method, by a static method looked up on the instance: an attribute of
+    the instance stands in front of it. `unguard` removes it.
+    """
+    if isinstance(model, PreTrainedModel):
+        setattr(model, _READER, _read_strictly)
+
+
+def unguard(model: nn.Module) -> None:
+    model.__dict__.pop(_READER, None)
+
+
+def _read_strictly(
+    model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
+) -> Any:
+    name = _adapter_to_load(load_config.weight_mapping or ())
+    if name is not None:
+        try:
+            match_tensors(model, model.peft_config[name], name, state_dict or _read_files(checkpoint_files or []))
+        except AdapterMismatchError:
+            discard(model, name)
+            raise
+    return getattr(type(model), _READER)(model, state_dict, checkpoint_files, load_config, **kwargs)
+
+
+def _adapter_to_load(weight_mapping: Any) -> str | None:
+    """The routed adapter that a load is for: transformers renames `depth_route_*` to `depth_route_*.<name>`."""
+    for entry in weight_mapping:
+        if any(PREFIX in pattern for pattern in entry.source_patterns):
+            return entry.target_patterns[0].removeprefix(r"\1.")
+    return None
+
+
+def _read_files(paths: list[str]) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in paths:
+        try:
+            tensors |= load_file(path)
+        except SafetensorError as error:
+            raise AdapterMismatchError(f"{path}: the adapter file is corrupt or not in safetensors format") from error
+    return tensors

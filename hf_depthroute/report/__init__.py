@@ -1,0 +1,1 @@
+"""Readable reports from result files: `plots` draws, `markdown` writes."""

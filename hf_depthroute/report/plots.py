@@ -1,0 +1,67 @@
+"""Plots of training, quality and speed, as PNG files. Matplotlib is imported on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_SIZE = (6.4, 3.6)
+
+
+def plot_training(path: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
+    """Language-model loss over steps, and the mean gate probability of each routed layer."""
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in log_history if "loss_lm" in row]
+    steps = [row["step"] for row in rows]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    left.plot(steps, [row["loss_lm"] for row in rows])
+    left.set(xlabel="optimizer step", ylabel="training loss (nats)", title="Language-model loss")
+    for key in sorted(k for k in rows[-1] if k.startswith("gate_prob/")):
+        right.plot(steps, [row[key] for row in rows], label=key.removeprefix("gate_prob/").replace("_", " "))
+    right.set(xlabel="optimizer step", ylabel="mean gate probability", ylim=(0, 1.02), title="Gate probability")
+    right.legend()
+    _save(figure, path)
+
+
+def plot_quality(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Loss against budget for top-k and causal-threshold selection, with the dense loss as a line."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=_SIZE, layout="constrained")
+    dense = next(row["loss"] for row in rows if row["rule"] == "dense")
+    axes.axhline(dense, color="black", linestyle="--", label="dense")
+    for rule, marker, label in (("topk", "o", "top-k (sees the future)"), ("threshold", "s", "causal threshold")):
+        picked = sorted((row["full_ratio"], row["loss"]) for row in rows if row["rule"] == rule)
+        if picked:
+            axes.plot(*zip(*picked), marker=marker, label=label)
+    axes.set(xlabel="share of tokens run full in routed layers", ylabel="validation loss (nats)", title="Quality")
+    axes.legend()
+    _save(figure, path)
+
+
+def plot_speed(path: Path, bench: Mapping[str, Any]) -> None:
+    """Measured time over dense time against budget, for prefill and decode, with the FLOP ratio."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=_SIZE, layout="constrained")
+    axes.axhline(1.0, color="black", linestyle="--", label="dense")
+    for part, color in (("prefill", "tab:blue"), ("decode", "tab:orange")):
+        if part not in bench:
+            continue
+        rows = sorted(bench[part]["budgets"].values(), key=lambda row: row["full_ratio"])
+        shares = [row["full_ratio"] for row in rows]
+        axes.plot(shares, [row["ratio"] for row in rows], marker="o", color=color, label=f"{part}, measured")
+        flops = [row["flops_routed_over_dense"] for row in rows]
+        axes.plot(shares, flops, linestyle=":", color=color, label=f"{part}, FLOPs")
+    axes.set(xlabel="share of tokens run full in routed layers", ylabel="time / dense time", title="Speed")
+    axes.legend()
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

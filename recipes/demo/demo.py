@@ -1,0 +1,77 @@
+"""The main job on the embedded default, as `make demo` runs it; needs no network.
+
+    python recipes/demo/demo.py --out demo_output
+
+Every step is one command of `hf-depthroute`, in a process of its own, so what is evaluated and generated with is
+always the adapter as loaded from disk. The folder gets the adapter, `results.json` and `report.md` with plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hf_depthroute.report.markdown import write_report
+
+ROOT = Path(__file__).parents[2]
+BASE = ROOT / "recipes" / "embedded_base" / "model"
+BUDGETS = "0.25,0.5,0.75"
+PROMPT = "def read_lines(path):\n"
+
+
+def command(*arguments: object) -> str:
+    """Run `hf-depthroute ARGUMENTS`; what it printed on stdout."""
+    words = [str(argument) for argument in arguments]
+    print(f"\n$ hf-depthroute {shlex.join(words)}", flush=True)
+    done = subprocess.run([sys.executable, "-m", "hf_depthroute", *words], stdout=subprocess.PIPE, text=True)
+    print(done.stdout, end="", flush=True)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return done.stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("demo_output"))
+    parser.add_argument("--config", type=Path, default=Path(__file__).with_name("train.yaml"))
+    args = parser.parse_args()
+    start = time.time()
+    shutil.rmtree(args.out, ignore_errors=True)
+    args.out.mkdir(parents=True)
+    adapter = args.out / "adapter"
+
+    command("train", "--config", args.config, "--model", BASE, "--out", adapter)
+    command(
+        "eval", "--model", BASE, "--adapter", adapter, "--dataset", "python-stdlib", "--split", "validation",
+        "--length", 256, "--blocks", 128, "--budgets", BUDGETS, "--json", args.out / "eval.json",
+    )  # fmt: skip
+    command(
+        "bench", "--model", BASE, "--adapter", adapter, "--budgets", BUDGETS, "--dtype", "bfloat16",
+        "--batch", 4, "--length", 256, "--json", args.out / "bench.json",
+    )  # fmt: skip
+    generate = ("generate", "--model", BASE, "--adapter", adapter, "--prompt", PROMPT, "--max-new-tokens", 60)
+    samples = [
+        {"label": "full model", "text": command(*generate, "--full")},
+        {"label": "routed, budget 0.5", "text": command(*generate, "--budget", 0.5)},
+    ]
+
+    results = {
+        "title": "Demo: routing a small Llama on Python source code",
+        "training": json.loads((adapter / "training.json").read_text()),
+        "eval": json.loads((args.out / "eval.json").read_text()),
+        "bench": json.loads((args.out / "bench.json").read_text()),
+        "samples": samples,
+    }
+    (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    report = write_report(args.out, results)
+    print(f"\nDone in {time.time() - start:.0f} s. Read {report}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Fixtures shared by all tests. No test needs the network or a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from models import build_base
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+
+@pytest.fixture(autouse=True)
+def fixed_global_state() -> Iterator[None]:
+    """One thread and a fixed global seed: results do not depend on the order of the tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(1234)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def saved_base(tmp_path: Path) -> Callable[..., Path]:
+    """Build a base model of a family and save it: `saved_base("llama") -> folder`."""
+
+    def save(family: str, **kwargs: object) -> Path:
+        folder = tmp_path / f"base-{family}"
+        build_base(family, **kwargs).save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture
+def saved_adapter(tmp_path: Path) -> Callable[[PeftModel | PreTrainedModel], Path]:
+    """Save a model's adapter: `saved_adapter(model) -> folder`."""
+
+    def save(model: PeftModel) -> Path:
+        folder = tmp_path / "adapter"
+        model.save_pretrained(folder)
+        return folder
+
+    return save

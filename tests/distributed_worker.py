@@ -1,0 +1,163 @@
+"""What two processes compute for test_distributed.py.
+
+    accelerate launch --multi_gpu --num_processes 2 distributed_worker.py FOLDER
+
+Every rank saves what it found as FOLDER/<name>-<rank>.pt. The scenarios are functions of the rank and the number of
+processes, so the test runs them in one process for comparison.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import build_routed
+from torch.nn.parallel import DistributedDataParallel
+from training import Row, adapter_state, gradients, make_trainer, rows, stacked, step_logs
+from transformers import Trainer
+
+from hf_depthroute import DepthRouteCallback, DepthRouteTrainer, record_routes, replay_routes
+from hf_depthroute.losses import routing_losses
+from hf_depthroute.trace import RouteRecord, RouteTrace, routings
+from hf_depthroute.trainer import RoutingArguments
+
+Result = dict[str, Any]
+GLOBAL_BATCH = 4
+
+
+def share(value: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """Rank `rank`'s rows of a global batch."""
+    return value.chunk(world)[rank]
+
+
+def step(
+    rank: int, world: int, batch: Row, full_rows: list[bool] | None = None, checkpointing: bool | None = None
+) -> Result:
+    """Loss, gradients and masks of one global batch; `full_rows` fixes which of its rows run full."""
+    model = build_routed("llama", "jepa").train()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    wrapped = DistributedDataParallel(model) if world > 1 else model
+    # As the Trainer does it: the sum over this rank's tokens, over the tokens of all ranks, times their number.
+    targets = (batch["labels"][:, 1:] != -100).sum()
+    mine = {name: share(value, rank, world) for name, value in batch.items()}
+    with ExitStack() as stack:
+        if full_rows is not None:
+            mask = torch.tensor(full_rows)[:, None].expand(batch["input_ids"].shape)
+            fixed = RouteRecord(share(mask, rank, world), torch.empty(0), torch.empty(0), None, 0.5)
+            replayed = RouteTrace({holder.layer_index: fixed for holder in routings(model)})
+            stack.enter_context(replay_routes(wrapped, replayed))
+        trace = stack.enter_context(record_routes(wrapped))
+        lm = wrapped(**mine, num_items_in_batch=targets).loss * world
+        terms = routing_losses(trace, lm, {"alive": 1.0}, alive_min=0.99)
+        sum(terms.values()).backward()
+    return {
+        "terms": {name: term.item() for name, term in terms.items()},
+        "gradients": gradients(model),
+        "ratio": trace.full_ratio(),
+    }
+
+
+def plain(rank: int, world: int) -> Result:
+    return step(rank, world, stacked(rows(GLOBAL_BATCH, padding=(0, 5, 2, 0))))
+
+
+def checkpointed(rank: int, world: int) -> Result:
+    return step(rank, world, stacked(rows(GLOBAL_BATCH, padding=(0, 5, 2, 0))), checkpointing=False)
+
+
+def checkpointed_reentrant(rank: int, world: int) -> Result:
+    return step(rank, world, stacked(rows(GLOBAL_BATCH, padding=(0, 5, 2, 0))), checkpointing=True)
+
+
+def one_rank_routes_nothing(rank: int, world: int) -> Result:
+    return step(rank, world, stacked(rows(GLOBAL_BATCH)), full_rows=[True, True, False, False])
+
+
+def one_rank_is_padding(rank: int, world: int) -> Result:
+    return step(rank, world, stacked(rows(GLOBAL_BATCH, padding=(0, 3, 12, 12))))
+
+
+def train(rank: int, world: int, cls: type[Trainer]) -> Result:
+    """Two steps of two accumulated batches; rank order is the order of rows in the global batch."""
+    model = build_routed("llama", "jepa")
+    fields: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": GLOBAL_BATCH // world,
+        "budget_schedule_steps": 2,
+        "alive_min": 0.99,
+    }
+    examples = rows(4 * GLOBAL_BATCH, padding=(0, 5, 2, 0, 12, 12))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, kept = make_trainer(model, examples, Path(folder), cls, **fields)
+        if cls is Trainer:
+            trainer.add_callback(DepthRouteCallback(trainer, RoutingArguments(alive_min=0.99, budget_schedule_steps=2)))
+        trainer.train()
+    return {"logs": step_logs(trainer), "gradients": kept.steps[0], "state": adapter_state(model)}
+
+
+def trainer(rank: int, world: int) -> Result:
+    return train(rank, world, DepthRouteTrainer)
+
+
+def callback(rank: int, world: int) -> Result:
+    return train(rank, world, Trainer)
+
+
+STEPS: tuple[Callable[[int, int], Result], ...] = (
+    plain,
+    checkpointed,
+    checkpointed_reentrant,
+    one_rank_routes_nothing,
+    one_rank_is_padding,
+)
+RUNS: tuple[Callable[[int, int], Result], ...] = (trainer, callback)
+
+
+def accelerate_loop() -> Result:
+    """The plain loop of the README, on a tiny model."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = build_routed("llama", "jepa")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    loader = torch.utils.data.DataLoader(rows(16, padding=(0, 3)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    losses = []
+    model.train()
+    for batch in loader:
+        with record_routes(model) as trace:
+            output = model(**batch)
+        loss = sum(routing_losses(trace, lm=output.loss).values())
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {
+        "world": accelerator.num_processes,
+        "wrapped": type(model).__name__,
+        "losses": losses,
+        "state": adapter_state(model),
+    }
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    found = {"accelerate_loop": accelerate_loop()}  # comes first: it starts the process group
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found |= {scenario.__name__: scenario(rank, world) for scenario in (*STEPS, *RUNS)}
+    for name, result in found.items():
+        torch.save(result, folder / f"{name}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

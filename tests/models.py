@@ -1,0 +1,153 @@
+"""Tiny random models of every supported family, with and without an adapter whose decisions matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from hf_depthroute import DepthRouteConfig, get_depth_routed_model
+from hf_depthroute.calibration import quantile_table
+from hf_depthroute.families import FAMILIES, find_decoder, find_family
+from hf_depthroute.layer import Routing
+from hf_depthroute.trace import record_routes, routings
+
+VOCABULARY = 64
+WIDTH = 32
+DEPTH = 4
+GATES = ("mlp", "jepa")
+FAMILY_NAMES = tuple(FAMILIES)
+ATTENTIONS = ("sdpa", "eager")
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GPT2_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "n_embd": WIDTH,
+    "n_layer": DEPTH,
+    "n_head": 4,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+CONFIGS: dict[str, tuple[type[PreTrainedModel], Any]] = {
+    "llama": (LlamaForCausalLM, lambda: LlamaConfig(**_SIZES)),
+    "qwen2": (Qwen2ForCausalLM, lambda: Qwen2Config(**_SIZES)),
+    "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**_SIZES, head_dim=8)),
+    "mistral": (MistralForCausalLM, lambda: MistralConfig(**_SIZES, sliding_window=None)),
+    "olmoe": (OlmoeForCausalLM, lambda: OlmoeConfig(**_SIZES, num_experts=4, num_experts_per_tok=2)),
+    "gpt2": (GPT2LMHeadModel, lambda: GPT2Config(**_GPT2_SIZES)),
+}
+
+
+def build_base(
+    family: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> PreTrainedModel:
+    """A random model of `family` in eval mode, with weights large enough that every sublayer changes the logits."""
+    cls, config = CONFIGS[family]
+    return randomised(cls(config()), attention, dtype, seed)
+
+
+def randomised(model: Any, attention: str, dtype: torch.dtype, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1 and bool((parameter == 1).all()):  # norm weights stay around one
+                parameter.copy_(1 + 0.1 * noise)
+            else:
+                parameter.copy_(noise * 0.1)
+    model.set_attn_implementation(attention)
+    return model.to(dtype).eval()
+
+
+def routed(
+    base: Any, gate: str = "mlp", budget: float = 0.5, adapter_name: str = "default", seed: int = 0, **fields: Any
+) -> PeftModel:
+    """`base` with an adapter in eval mode: random branches, spread scores, thresholds of a real batch.
+
+    A fresh adapter's branch adds nothing; here it adds noise, so that a wrong decision shows in the logits.
+    """
+    fields = {"layers": [1, 2, 3], "context_dim": 16, "summary_dim": 8, "action_dim": 4} | fields
+    model = get_depth_routed_model(base, DepthRouteConfig(gate=gate, budget=budget, seed=seed, **fields), adapter_name)
+    make_consequential(model, adapter_name, seed)
+    return model.eval()
+
+
+def make_consequential(model: nn.Module, adapter_name: str = "default", seed: int = 0) -> None:
+    """Give the active adapter random branches, scores with a standard deviation of one, and fitting thresholds."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    holders = [holder for holder in routings(model) if holder.adapter() == adapter_name]
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        for holder in holders:
+            if adapter_name in holder.depth_route_branch:
+                down = holder.depth_route_branch[adapter_name].down.weight
+                down.copy_(0.5 * torch.randn(down.shape, generator=generator))
+        for fitted in holders:  # in layer order: a layer's scores depend on the decisions before it
+            with record_routes(model) as trace:
+                model(tokens(8, 16, seed=99))
+            spread = trace[fitted.layer_index].scores.std()
+            for parameter in fitted.depth_route_gate[adapter_name].score.parameters():
+                parameter.div_(spread)
+            table = quantile_table(trace[fitted.layer_index].scores / spread)
+            fitted.depth_route_quantiles[adapter_name].set(table)
+    model.train(training)
+
+
+def build_routed(family: str, gate: str = "mlp", attention: str = "sdpa", **fields: Any) -> PeftModel:
+    """A random model of `family` with a consequential adapter; both depend on nothing but the arguments."""
+    return routed(build_base(family, attention), gate, **fields)
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[batch, length]`, none of them a special token."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    family = find_family(base)
+    return getattr(find_decoder(base, family), family.layers)
+
+
+def adapter_parts(holder: Routing) -> set[str]:
+    """Names of the adapters that own anything in `holder`."""
+    names: set[str] = set()
+    for group in (*holder.adapter_layer_names, *holder.other_param_names):
+        names |= set(getattr(holder, group))
+    return names

@@ -1,0 +1,125 @@
+"""Comparing two runs of a routed model: pinned (P), free in float32 (F), free in bfloat16 (B).
+
+Hard routing is discontinuous, so outputs are compared with the decisions of one run replayed in the other, and the
+decisions themselves are compared apart from that, up to ties within the arithmetic's noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from peft import PeftModel
+
+from hf_depthroute.trace import RouteTrace, routings
+
+FREE_MARGIN = 1e-4
+PINNED_BAR = 1e-5
+
+
+def thresholds(model: PeftModel) -> dict[int, float]:
+    """The score threshold in force in every routed layer."""
+    found = {}
+    for holder in routings(model):
+        name = holder.adapter()
+        if name is not None:
+            found[holder.layer_index] = float(holder.depth_route_quantiles[name](holder.config(name).budget))
+    return found
+
+
+def gap(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first.detach().float() - second.detach().float()).abs().max())
+
+
+def assert_pinned(routed_gap: float, base_gap: float, rounding: float = PINNED_BAR) -> None:
+    """P: with the same decisions, routing adds no more error than the base model has in the same comparison.
+
+    `rounding` is the gap that the arithmetic alone may leave; in bfloat16, `bfloat16_rounding` of the logits.
+    """
+    bar = max(2 * base_gap, rounding)
+    assert routed_gap <= bar, f"pinned gap {routed_gap:.2e} is above {bar:.2e}; the base's own gap is {base_gap:.2e}"
+
+
+def bfloat16_rounding(logits: torch.Tensor) -> float:
+    """One unit in the last place of the largest logit: the base's own gap may happen to be zero."""
+    return float(logits.float().abs().max()) * torch.finfo(torch.bfloat16).eps
+
+
+def assert_free(model: PeftModel, first: RouteTrace, second: RouteTrace) -> None:
+    """F: in float32, no decision differs where the score is further than 1e-4 from the threshold."""
+    assert list(first) == list(second)
+    for index, threshold in thresholds(model).items():
+        assert first[index].mask.shape == second[index].mask.shape
+        differs = first[index].mask != second[index].mask
+        clear = (first[index].scores - threshold).abs() > FREE_MARGIN
+        assert not bool((differs & clear).any()), f"layer {index}: a clear decision differs"
+
+
+def assert_first_flips_are_close(model: PeftModel, first: RouteTrace, second: RouteTrace) -> None:
+    """B: a flip with none before it in depth or position has a margin under 0.05 standard deviations of the scores."""
+    flipped_before: torch.Tensor | None = None
+    for index, threshold in thresholds(model).items():
+        differs = first[index].mask != second[index].mask
+        before = torch.zeros_like(differs) if flipped_before is None else flipped_before
+        margin = (first[index].scores - threshold).abs() / first[index].scores.std()
+        first_flips = differs & ~before
+        assert bool((margin[first_flips] < 0.05).all()), f"layer {index}: a first flip is not close"
+        # A flip reaches all later positions of its sequence, from the next layer on.
+        seen = differs.int().cumsum(dim=1).bool()
+        flipped_before = seen if flipped_before is None else flipped_before | seen
+
+
+def take(trace: RouteTrace, rows: torch.Tensor) -> RouteTrace:
+    """The trace of the sequences `rows`, in that order."""
+    return RouteTrace(
+        {
+            index: replace(
+                record,
+                mask=record.mask[rows],
+                scores=record.scores[rows],
+                probs=record.probs[rows],
+                token_mask=None if record.token_mask is None else record.token_mask[rows],
+                extras={name: value[rows] for name, value in record.extras.items()},
+            )
+            for index, record in trace.items()
+        }
+    )
+
+
+def spread(trace: RouteTrace, columns: torch.Tensor, length: int) -> RouteTrace:
+    """The trace laid out in a longer run: position `i` of row `b` goes to `columns[b, i]`, false elsewhere."""
+
+    def widen(values: torch.Tensor) -> torch.Tensor:
+        out = values.new_zeros(values.shape[0], length)
+        return out.scatter(1, columns, values)
+
+    return RouteTrace(
+        {
+            index: replace(
+                record,
+                mask=widen(record.mask),
+                scores=widen(record.scores),
+                probs=widen(record.probs),
+                token_mask=None,
+                extras={},
+            )
+            for index, record in trace.items()
+        }
+    )
+
+
+def narrow(trace: RouteTrace, columns: torch.Tensor) -> RouteTrace:
+    """The inverse of `spread`: the entries at `columns`, `[B, n]`."""
+    return RouteTrace(
+        {
+            index: replace(
+                record,
+                mask=record.mask.gather(1, columns),
+                scores=record.scores.gather(1, columns),
+                probs=record.probs.gather(1, columns),
+                token_mask=None,
+                extras={},
+            )
+            for index, record in trace.items()
+        }
+    )

@@ -1,0 +1,722 @@
+"""The command line: one line and the right exit code for every mistake, and a whole path from text to text."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+
+import peft
+import pytest
+import torch
+import transformers
+from models import build_base, routed
+from text_models import save_base, word_tokenizer, write_text
+
+from hf_depthroute.cli import errors, main
+from hf_depthroute.cli.train import staged
+
+REPOSITORY = Path(__file__).parent.parent
+PROMPT = ("--prompt", "the", "--max-new-tokens", 4)
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The only line on stderr, without its `error: `."""
+        (line,) = self.err.splitlines()
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """`run("train", "--model", folder) -> Ended`, in this process."""
+    level = transformers.logging.get_verbosity()
+
+    def call(*arguments: object) -> Ended:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), out, err)
+
+    yield call
+    transformers.logging.set_verbosity(level)
+    transformers.logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path) -> Path:
+    """A consequential adapter of `base`, not trained by the command line."""
+    model = routed(transformers.AutoModelForCausalLM.from_pretrained(base))
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.fixture
+def train_arguments(base: Path, text: Path, tmp_path: Path) -> list[object]:
+    """A run of two steps into `tmp_path / "out"`."""
+    return [
+        *("train", "--model", base, "--dataset", text, "--out", tmp_path / "out"),
+        *("--steps", 2, "--batch-size", 2, "--length", 16, "--calibration-blocks", 4),
+    ]
+
+
+def write_yaml(folder: Path, content: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(content)
+    return path
+
+
+def started(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "hf_depthroute", *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# The whole path
+
+
+def test_train_eval_generate(run: Run, base: Path, text: Path, tmp_path: Path) -> None:
+    out, rows_file = tmp_path / "deep" / "out", tmp_path / "rows.json"
+    trained = run(
+        *("train", "--model", base, "--dataset", text, "--split", "train[:80%]", "--validation-split", "train[80%:]"),
+        *("--out", out, "--layers", "1,2,3", "--budget", "0.5", "--steps", 8, "--batch-size", 4, "--length", 16),
+        *("--logging-steps", 4, "--lr", "2e-3"),
+    )
+    assert trained.code == 0, trained.err
+    assert "validation loss: dense" in trained.out
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "training.json"} <= {
+        path.name for path in out.iterdir()
+    }
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+    record = json.loads((out / "training.json").read_text())
+    assert record["arguments"]["layers"] == "1,2,3"
+    assert [entry["step"] for entry in record["log_history"] if "loss_budget" in entry] == [4, 8]
+    assert record["seconds"] > 0
+    assert record["versions"]["torch"] == torch.__version__
+    assert set(record["calibrated_full_ratio"]) == {"1", "2", "3"}
+
+    evaluated = run(
+        *("eval", "--adapter", out, "--dataset", text, "--length", 16, "--budgets", "0.25,1", "--json", rows_file)
+    )
+    assert evaluated.code == 0, evaluated.err
+    rows = json.loads(rows_file.read_text())["rows"]
+    assert [(row["budget"], row["rule"]) for row in rows] == [
+        *[(1.0, "dense"), (0.25, "topk"), (0.25, "threshold"), (1.0, "topk"), (1.0, "threshold")]
+    ]
+    assert rows[0]["loss"] == rows[-1]["loss"]
+    for row in rows:
+        assert f"{row['loss']:.4f}" in evaluated.out
+
+    prompt = "the cat sat"
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(base).generate(
+        **word_tokenizer()(prompt, return_tensors="pt", return_token_type_ids=False), max_new_tokens=6, do_sample=False
+    )
+    for extra in (["--full"], ["--budget", "1"]):
+        generated = run("generate", "--adapter", out, "--prompt", prompt, "--max-new-tokens", 6, *extra)
+        assert generated.code == 0, generated.err
+        assert generated.out.strip() == word_tokenizer().decode(wanted[0], skip_special_tokens=True).strip()
+        assert re.fullmatch(r"\d+ tokens, [\d.]+ tokens/s, full ratio 1\.000\n", generated.err)
+
+
+def test_generate_reports_the_share_of_all_steps(run: Run, adapter: Path) -> None:
+    ended = run("generate", "--adapter", adapter, "--prompt", "the cat sat on the mat", "--max-new-tokens", 20)
+    assert ended.code == 0, ended.err
+    ratio = float(re.search(r"full ratio ([\d.]+)", ended.err)[1])
+    assert 0 < ratio < 1
+    assert ratio * 3 % 1 != 0  # not the three layers' decisions on one last token
+
+
+def test_sampling_repeats_with_its_seed_and_changes_with_another(run: Run, adapter: Path) -> None:
+    sample = ["generate", "--adapter", adapter, "--prompt", "the", "--max-new-tokens", 16, "--sample", "--seed"]
+    assert run(*sample, 1).out == run(*sample, 1).out != run(*sample, 2).out
+
+
+def test_generate_reads_stdin(run: Run, adapter: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("the cat\n")
+    with (tmp_path / "prompt").open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        ended = run("generate", "--adapter", adapter, "--max-new-tokens", 2)
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("the cat")
+
+
+def test_eval_calibrates_on_the_split_it_is_told(run: Run, adapter: Path, text: Path, tmp_path: Path) -> None:
+    ratios = []
+    for extra in ([], ["--calibrate-on", "train[:50%]"]):
+        path = tmp_path / "rows.json"
+        common = ("--length", 16, "--budgets", "0.5", "--split", "train[:50%]", "--json", path)
+        ended = run("eval", "--adapter", adapter, "--dataset", text, *common, *extra)
+        assert ended.code == 0, ended.err
+        ratios.append(json.loads(path.read_text())["rows"][2]["full_ratio"])
+    assert abs(ratios[1] - 0.5) < min(0.03, abs(ratios[0] - 0.5))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--dtype", "bfloat16"],
+        ["--streaming"],
+        ["--gate", "jepa", "--branch", "none", "--gate-input", "residual", "--accumulate", 2],
+        ["--report-to", "tensorboard", "--logging-steps", 1],
+    ],
+    ids=["bfloat16", "streaming", "jepa", "tensorboard"],
+)
+def test_train_variants_save_a_loadable_adapter(
+    extra: list[object], run: Run, train_arguments: list[object], base: Path, tmp_path: Path
+) -> None:
+    ended = run(*train_arguments, *extra)
+    assert ended.code == 0, ended.err
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    assert peft.PeftModel.from_pretrained(model, tmp_path / "out")
+    assert bool(list((tmp_path / "out").rglob("events.out.tfevents*"))) == ("tensorboard" in extra)
+
+
+def test_the_same_seed_trains_the_same_adapter(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
+    weights = []
+    for seed in (1, 1, 2):
+        assert run(*train_arguments, "--seed", seed, "--overwrite").code == 0
+        weights.append((tmp_path / "out" / "adapter_model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_bench_prints_and_writes_both_phases(run: Run, adapter: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    sizes = ("--batch", 1, "--length", 8, "--decode-steps", 2, "--repeats", 1, "--budgets", "0.5")
+    ended = run("bench", "--adapter", adapter, *sizes, "--json", path)
+    assert ended.code == 0, ended.err
+    assert {"prefill", "decode", "machine", "setting"} <= set(json.loads(path.read_text()))
+    assert "prefill" in ended.out and "decode" in ended.out
+
+
+# YAML
+
+
+def test_yaml_sets_options_and_the_command_line_overrides_them(
+    run: Run, train_arguments: list[object], tmp_path: Path
+) -> None:
+    config = write_yaml(tmp_path, "budget: 0.75\nlayers: [1, 3]\nlr: 2e-4\ngate-hidden: 4\nseed: 5\noverwrite: true\n")
+    assert run(*train_arguments, "--config", config, "--seed", 7).code == 0
+    arguments = json.loads((tmp_path / "out" / "training.json").read_text())["arguments"]
+    wanted = {"budget": 0.75, "layers": "1,3", "lr": 2e-4, "gate_hidden": 4, "seed": 7, "overwrite": True}
+    assert {name: arguments[name] for name in wanted} == wanted
+    saved = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (saved["layers"], saved["budget"], saved["gate_hidden"]) == ([1, 3], 0.75, 4)
+
+
+def test_yaml_can_give_required_options(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
+    command, *rest = map(str, train_arguments)
+    keys = "".join(f"{name.removeprefix('--')}: {value}\n" for name, value in zip(rest[::2], rest[1::2]))
+    assert run(command, "--config", write_yaml(tmp_path, keys)).code == 0
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("stepz: 3", "unknown key 'stepz'; did you mean 'steps'?"),
+        ("config: other.yaml", "unknown key 'config'"),
+        ("steps: 3\nsteps: 4", "key 'steps' appears twice"),
+        ("batch-size: 3\nbatch_size: 4", "appears twice"),
+        ("steps: many", "Invalid value 'many' for '--steps'"),
+        ("steps: 2.5", "Invalid value '2.5' for '--steps'"),
+        ("steps: 0", "Invalid value '0' for '--steps'"),
+        ("lr: true", "lr=True"),
+        ("split: yes", "quote it"),
+        ("streaming: 1", "streaming=1 must be true or false"),
+        ("gate: {kind: mlp}", "gate must be a single value"),
+        ("layers: [a, b]", "layers must be a single value or a list of numbers"),
+        ("- steps", "must be a mapping"),
+        ("gate: [", "not valid YAML"),
+        ("gate: " + "[" * 5000, "not valid YAML"),
+        ("gate: &a mlp\nbranch: *a", "aliases are not supported"),
+        ("gate: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("gate: mlp\n" + "#" * (1 << 20), "larger than 1 MiB"),
+    ],
+)
+def test_yaml_is_refused_also_where_the_command_line_overrides_it(
+    content: str, message: str, run: Run, train_arguments: list[object], tmp_path: Path
+) -> None:
+    ended = run(*train_arguments, "--lr", "1e-4", "--config", write_yaml(tmp_path, content))
+    assert ended.code == errors.USAGE
+    assert message in ended.error
+    assert "config.yaml" in ended.error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_yaml_file_is_named(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
+    ended = run(*train_arguments, "--config", tmp_path / "none.yaml")
+    assert ended.code == errors.USAGE
+    assert "none.yaml: No such file" in ended.error
+
+
+# Mistakes: exit code 2
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        (["--budget", "0"], "budget=0.0 must be a finite number in (0, 1]"),
+        (["--budget", "nan"], "budget=nan"),
+        (["--budget", "half"], "Invalid value 'half' for '--budget'"),
+        (["--layers", "7"], "7 is out of range; the model has layers 0 to 3"),
+        (["--layers", "-1"], "layers=[-1]"),
+        (["--layers", "last:9"], "the model has only 4 decoder layers"),
+        (["--layers", "some"], "'last:N', 'every:N', 'all'"),
+        (["--gate", "magic"], "use one of: mlp, jepa"),
+        (["--branch-rank", "0"], "branch_rank=0"),
+        (["--budget-weight", "-1"], "budget_weight=-1.0"),
+        (["--lr", "nan"], "--lr nan"),
+        (["--dtype", "int8"], "use one of: float32, bfloat16"),
+        (["--length", "4096"], "the model has 64 positions; use at most 64"),
+        (["--steps", "0"], "Invalid value '0' for '--steps'"),
+        (["--report-to", "smoke-signals"], "smoke-signals is not supported"),
+        (["--stepz", "3"], "No such option: --stepz"),
+        (["--dataset", "absent.txt"], "dataset absent.txt: no such file"),
+        (["--eval-dataset", "absent.txt"], "dataset absent.txt: no such file"),
+        (["--split", "test"], "split"),
+        (["--column", "body"], "no column 'body'; it has text"),
+        (["--length", "60", "--split", "train[:2]"], "shorter than one block of 60 tokens"),
+        (["--model", "/absent/model"], "model /absent/model: no such folder"),
+        (["--model", "."], "cannot be loaded"),
+    ],
+)
+def test_a_mistake_ends_training_before_it_starts(
+    extra: list[str], message: str, run: Run, train_arguments: list[object], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def load(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    ended = run(*train_arguments, *extra)
+    assert ended.code == errors.USAGE
+    assert message in ended.error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_family_is_refused_with_the_supported_ones(
+    run: Run, train_arguments: list[object], tmp_path: Path
+) -> None:
+    folder = tmp_path / "bloom"
+    transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=1).save_pretrained(folder)
+    ended = run(*train_arguments, "--model", folder)
+    assert ended.code == errors.USAGE
+    assert "family 'bloom' is not supported" in ended.error
+    assert "llama" in ended.error
+
+
+def test_a_tokenizer_of_another_model_is_refused(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
+    folder = save_base(tmp_path / "other")
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens([f"word{i}" for i in range(100)])
+    tokenizer.save_pretrained(folder)
+    ended = run(*train_arguments, "--model", folder)
+    assert ended.code == errors.USAGE
+    assert "does not fit the model's vocabulary of 64" in ended.error
+
+
+@pytest.mark.parametrize("missing", ["--model", "--dataset", "--out"])
+def test_a_missing_option_is_named(missing: str, run: Run, train_arguments: list[object]) -> None:
+    index = train_arguments.index(missing)
+    ended = run(*train_arguments[:index], *train_arguments[index + 2 :])
+    assert ended.code == errors.USAGE
+    assert f"Missing option '{missing}'" in ended.error
+
+
+def test_a_mistyped_command_gets_a_suggestion(run: Run) -> None:
+    ended = run("trian")
+    assert ended.code == errors.USAGE
+    assert "'train'" in ended.error
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "the", "--temperature", "0"], "--temperature 0.0"),
+        (["--prompt", "the", "--top-p", "2"], "--top-p 2.0"),
+        (["--prompt", "the", "--budget", "2"], "budget=2.0"),
+        (["--prompt", "the", "--budget", "0.5", "--full"], "no effect with --full"),
+        (["--prompt", "the", "--max-new-tokens", "1000"], "the model has 64 positions"),
+    ],
+)
+def test_generate_refuses(extra: list[str], message: str, run: Run, adapter: Path) -> None:
+    ended = run("generate", "--adapter", adapter, *extra)
+    assert ended.code == errors.USAGE
+    assert message in ended.error
+
+
+@pytest.mark.parametrize("budgets, message", [("0.5,x", "such as 0.25,0.5"), ("0,0.5", "budget=0.0"), ("", "such as")])
+def test_eval_refuses_budgets(budgets: str, message: str, run: Run, adapter: Path, text: Path) -> None:
+    ended = run("eval", "--adapter", adapter, "--dataset", text, "--budgets", budgets)
+    assert ended.code == errors.USAGE
+    assert message in ended.error
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "either --adapter"),
+        (["--shape", "x"], "use one of: qwen2.5-0.5b"),
+        (["--shape", "x", "--model", "y"], "does not go with --shape"),
+        (["--adapter", "x", "--gate", "mlp"], "go with --shape"),
+    ],
+)
+def test_bench_refuses(arguments: list[str], message: str, run: Run) -> None:
+    ended = run("bench", *arguments)
+    assert ended.code == errors.USAGE
+    assert message in ended.error
+
+
+def test_an_adapter_given_as_model_is_recognised(run: Run, train_arguments: list[object], adapter: Path) -> None:
+    ended = run(*train_arguments, "--model", adapter)
+    assert ended.code == errors.USAGE
+    assert "pass it as --adapter" in ended.error
+
+
+# The output folder
+
+
+def test_an_existing_folder_is_kept_without_overwrite(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").write_text("mine")
+    assert "--overwrite" in run(*train_arguments).error
+    assert "holds files but no adapter" in run(*train_arguments, "--overwrite").error
+    assert (tmp_path / "out" / "notes").read_text() == "mine"
+
+
+def test_overwrite_replaces_an_adapter_whole(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
+    assert run(*train_arguments).code == 0
+    (tmp_path / "out" / "left-over").touch()
+    assert run(*train_arguments, "--overwrite").code == 0
+    assert not (tmp_path / "out" / "left-over").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "failure, code",
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "weights"), errors.RESOURCES),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), errors.RESOURCES),
+        (KeyboardInterrupt(), errors.INTERRUPTED),
+        (ZeroDivisionError("unforeseen"), errors.OTHER),
+    ],
+    ids=["disk", "memory", "ctrl-c", "bug"],
+)
+@pytest.mark.parametrize("moment", ["training", "saving"])
+def test_a_failure_leaves_the_earlier_adapter_and_nothing_else(
+    failure: BaseException, code: int, moment: str, run: Run, train_arguments: list[object], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def fail(self: object, *args: object, **kwargs: object) -> None:
+        raise failure
+
+    owner, method = {
+        "training": (transformers.Trainer, "training_step"),
+        "saving": (transformers.PreTrainedTokenizerBase, "save_pretrained"),
+    }[moment]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, fail)
+        ended = run(*train_arguments)
+        assert ended.code == code
+        assert ended.error
+        assert list(tmp_path.iterdir()) == []
+
+    assert run(*train_arguments).code == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(owner, method, fail)
+    assert run(*train_arguments, "--overwrite", "--seed", 3).code == code
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk_names_the_path_and_the_size(
+    run: Run, train_arguments: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object, *args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(peft.PeftModel, "save_pretrained", fail)
+    ended = run(*train_arguments)
+    assert ended.code == errors.RESOURCES
+    assert re.search(rf"{tmp_path / 'out'}: disk full; the adapter needs about [\d,]+ bytes", ended.error)
+
+
+def test_a_staged_folder_takes_its_place_only_when_whole(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b" / "out"
+    with pytest.raises(ZeroDivisionError), staged(out) as folder:
+        (folder / "half").touch()
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with staged(out) as folder:
+        (folder / "whole").touch()
+        assert not out.exists()
+    assert [path.name for path in out.iterdir()] == ["whole"]
+
+
+def test_a_killed_training_leaves_no_adapter(train_arguments: list[object], tmp_path: Path) -> None:
+    processes = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGKILL):
+            endless = ("--steps", 10**6, "--logging-steps", 1, "--out", tmp_path / number.name / "out")
+            processes[number] = started(*train_arguments, *endless)
+        ended = {}
+        for number, process in processes.items():
+            assert process.stdout is not None
+            assert any("'loss'" in line for line in process.stdout)  # training has begun
+            process.send_signal(number)
+            out, err = process.communicate(timeout=60)
+            ended[number] = Ended(process.returncode, out, err)
+    finally:
+        for process in processes.values():
+            process.kill()
+
+    interrupted, killed = ended[signal.SIGINT], ended[signal.SIGKILL]
+    assert interrupted.code == errors.INTERRUPTED
+    assert interrupted.err.splitlines()[-1] == "error: interrupted"
+    assert "Traceback" not in interrupted.out + interrupted.err
+    assert not (tmp_path / "SIGINT").exists()
+    assert killed.code == -signal.SIGKILL
+    assert not (tmp_path / "SIGKILL" / "out").exists()
+
+
+# Adapters that do not fit: exit code 4
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:500])
+
+
+def change_config(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (truncate, "corrupt"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config.json"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json is corrupt"),
+        (change_config(peft_type="LORA"), "a LORA adapter, not a depth-routed one"),
+        (change_config(peft_type="LATER"), "peft_type 'LATER' is unknown"),
+        (change_config(budget=0), "budget=0"),
+        (change_config(layers=[77]), "77 is out of range"),
+        (change_config(gate_hidden=3), "shape"),
+    ],
+    ids=["truncated", "no weights", "no config", "json", "lora", "type", "budget", "layers", "shape"],
+)
+def test_a_damaged_adapter_is_named(
+    damage: Callable[[Path], object], message: str, run: Run, adapter: Path, text: Path
+) -> None:
+    damage(adapter)
+    for command in (
+        ["eval", "--dataset", text, "--length", 16],
+        ["generate", "--prompt", "the", "--max-new-tokens", 4],
+    ):
+        ended = run(*command, "--adapter", adapter)
+        assert ended.code == errors.ADAPTER
+        assert message in ended.error
+        assert str(adapter) in ended.error
+
+
+def test_an_adapter_of_another_base_is_refused(run: Run, adapter: Path, tmp_path: Path) -> None:
+    other = save_base(tmp_path / "other", "mistral")
+    ended = run("generate", "--adapter", adapter, "--model", other, *PROMPT)
+    assert ended.code == errors.ADAPTER
+    assert "another base model" in ended.error
+
+
+def test_an_adapter_that_names_no_base_asks_for_it(run: Run, adapter: Path) -> None:
+    change_config(base_model_name_or_path=None)(adapter)
+    ended = run("generate", "--adapter", adapter, "--prompt", "the")
+    assert ended.code == errors.USAGE
+    assert "pass --model" in ended.error
+
+
+def test_a_missing_adapter_folder_is_a_usage_error(run: Run) -> None:
+    ended = run("generate", "--adapter", "./absent", "--prompt", "the")
+    assert ended.code == errors.USAGE
+    assert "adapter ./absent: no such folder" in ended.error
+
+
+# The Hub: exit code 3
+
+
+def test_offline_says_so_for_models_datasets_and_adapters(run: Run, train_arguments: list[object]) -> None:
+    for ended in (
+        run(*train_arguments, "--model", "someone/model"),
+        run(*train_arguments, "--dataset", "someone/dataset"),
+        run("generate", "--adapter", "someone/adapter", "--prompt", "the"),
+    ):
+        assert ended.code == errors.HUB
+        assert re.match(r"(model|dataset|adapter) someone/\1: .*HF_HUB_OFFLINE is set", ended.error)
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """Answers as the Hub does; the repository's name says how."""
+
+    def do_GET(self) -> None:
+        status, code, message = 404, "RepoNotFound", "Repository not found"
+        if "/gated" in self.path:
+            status, code, message = 403, "GatedRepo", "Access to this repository is restricted"
+        elif "/private" in self.path:
+            status, code, message = 401, "RepoNotFound", "Invalid username or password."
+        elif "/badtoken" in self.path:
+            status, code, message = 401, "", "Invalid credentials in Authorization header"
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("X-Error-Message", f"{message} {self.headers.get('Authorization', '')}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+HUB_SCRIPT = """
+import contextlib, io, json, os, sys
+from hf_depthroute.cli import main
+base, text, out, token = sys.argv[1:]
+train = ["train", "--steps", "1", "--length", "16", "--out", out]
+answers = []
+for label in ("token", "none"):
+    os.environ.pop("HF_TOKEN", None)
+    if label == "token":
+        os.environ["HF_TOKEN"] = token
+    for name in ("absent", "private", "badtoken", "gated"):
+        for kind, command in {
+            "model": [*train, "--dataset", text, "--model", "someone/" + name],
+            "dataset": [*train, "--model", base, "--dataset", "someone/" + name],
+            "adapter": ["generate", "--prompt", "the", "--adapter", "someone/" + name],
+            "debug": ["generate", "--prompt", "the", "--adapter", "someone/" + name, "--debug"],
+        }.items():
+            with contextlib.redirect_stderr(io.StringIO()) as stderr:
+                try:
+                    main(command)
+                except SystemExit as ended:
+                    answers.append([label, name, kind, ended.code, stderr.getvalue()])
+print(json.dumps(answers))
+"""
+
+HUB_MESSAGES = {
+    ("token", "absent"): "neither a local path nor on the Hub",
+    ("token", "private"): "refused the token",
+    ("token", "badtoken"): "refused the token",
+    ("token", "gated"): "accept its terms",
+    ("none", "absent"): "neither a local path nor on the Hub",
+    ("none", "private"): "no token",
+    ("none", "badtoken"): "no token",
+    ("none", "gated"): "accept its terms",
+}
+
+
+def test_the_hubs_refusals_have_their_own_messages_and_show_no_token(base: Path, text: Path, tmp_path: Path) -> None:
+    """In a process of its own: the Hub client reads its address when it is imported."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    hidden = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "NO_PROXY": "127.0.0.1"}
+    environment |= {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(
+        [sys.executable, "-c", HUB_SCRIPT, base, text, tmp_path / "out", TOKEN],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    server.shutdown()
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert TOKEN not in ended.stdout
+    answers = json.loads(ended.stdout)
+    assert len(answers) == 4 * len(HUB_MESSAGES)
+    for label, name, kind, code, err in answers:
+        lines = err.splitlines()
+        assert code == errors.HUB, err
+        assert len(lines) == 1 or kind == "debug"
+        assert lines[-1].startswith(f"error: {'adapter' if kind == 'debug' else kind} someone/{name}: ")
+        assert HUB_MESSAGES[label, name] in lines[-1]
+    assert not (tmp_path / "out").exists()
+
+
+# Help, debug, exit codes of a real process
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "bench", "generate"])
+def test_help_has_an_example_and_every_command_takes_yaml(command: str, run: Run) -> None:
+    ended = run(command, "--help")
+    assert ended.code == 0
+    assert f"hf-depthroute {command} --" in ended.out
+    assert "--config FILE" in ended.out
+    assert "--debug" in ended.out
+
+
+def test_no_arguments_print_the_help(run: Run) -> None:
+    ended = run()
+    assert ended.code == 0
+    assert all(command in ended.out for command in ("train", "eval", "bench", "generate"))
+
+
+def test_debug_shows_the_traceback_above_the_line(run: Run, train_arguments: list[object]) -> None:
+    ended = run(*train_arguments, "--column", "body", "--debug")
+    assert ended.code == errors.USAGE
+    assert "Traceback (most recent call last)" in ended.err
+    assert ended.err.splitlines()[-1].startswith("error: dataset")
+
+
+def test_a_process_ends_with_the_code_and_one_line(train_arguments: list[object], tmp_path: Path) -> None:
+    truncated = tmp_path / "adapter"
+    routed(build_base("llama")).save_pretrained(truncated)
+    truncate(truncated)
+    processes = {
+        errors.HUB: started(*train_arguments, "--model", "someone/model"),
+        errors.ADAPTER: started("generate", "--adapter", truncated, "--model", train_arguments[2], *PROMPT),
+    }
+    for code, process in processes.items():
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, out) == (code, "")
+        assert re.fullmatch(r"error: [^\n]+\n", err)

@@ -1,0 +1,184 @@
+"""Configurations: bad values are refused in one line and no time; good ones survive every round trip."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import build_base
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+from hf_depthroute import DepthRouteConfig, get_depth_routed_model
+from hf_depthroute.config import ConfigError, check_budget, register_peft_type
+from hf_depthroute.tuner import register
+
+NAN, INF = float("nan"), float("inf")
+
+BAD_FIELDS: dict[str, list[Any]] = {
+    "budget": [0, 0.0, -0.5, 1.0001, NAN, INF, -INF, "x", "0.5", True, None, [0.5], 10**400],
+    "layers": [
+        [10**9],
+        [1, 1],
+        [-1],
+        [True],
+        [1.0],
+        ["1"],
+        [],
+        [[1]],
+        list(range(5000)),
+        5,
+        0.5,
+        {"last": 2},
+        "last:0",
+        "last:-1",
+        "last:99999",
+        "every:",
+        "some",
+        "",
+        "all ",
+        "(a+)+$",
+        "a" * 1_000_000 + "!",
+        "last:" + "1" * 1_000_000,
+    ],
+    "target": ["attention", "block", "experts", "", None, 3, ["ffn"]],
+    "granularity": ["sequence", "word", None],
+    "gate": ["linear", "halting", "os.system", None, 1],
+    "gate_input": ["raw", None],
+    "branch": ["highrank", None],
+    "selection": ["random", None],
+    "gate_temperature": [0, -1.0, NAN, INF, "2", True, None],
+    "threshold": [NAN, INF, "0", True],
+    "gate_hidden": [0, -1, 1.5, True, "8", 10**9],
+    "branch_rank": [0, -1, 1.5, True, "8", 10**9],
+    "context_dim": [0, -1, 1.5, True, None, 10**9],
+    "summary_dim": [0, -1, 1.5, True, None, 10**9],
+    "action_dim": [0, -1, 1.5, True, None, 10**9],
+    "seed": [-1, 2**63, 1.0, True, "0", None],
+    "trainable_token_indices": [[1]],
+}
+GOOD_LAYERS = {"all": [0, 1, 2, 3], "last:2": [2, 3], "every:2": [1, 3], "every:3": [2], None: [3]}
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in BAD_FIELDS.items() for value in values],
+    ids=lambda value: repr(value)[:24],
+)
+def test_bad_field_is_refused_quickly_in_one_line_that_names_it(name: str, value: Any) -> None:
+    start = time.perf_counter()
+    with pytest.raises(ConfigError) as caught:
+        DepthRouteConfig(**{name: value})
+    assert time.perf_counter() - start < 0.1
+    message = str(caught.value)
+    assert name in message
+    assert "\n" not in message
+    assert len(message) < 300
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.sampled_from(sorted(BAD_FIELDS)), anything)
+def test_any_value_is_accepted_or_refused_with_a_config_error(name: str, value: Any) -> None:
+    try:
+        config = DepthRouteConfig(**{name: value})
+    except ConfigError:
+        return
+    json.dumps(config.to_dict(), default=list)
+
+
+@pytest.mark.parametrize("budget", [1, 1.0, 0.5, 1e-9])
+def test_budget_is_returned_as_a_float(budget: float) -> None:
+    assert check_budget(budget) == budget
+    assert isinstance(check_budget(budget), float)
+
+
+@pytest.mark.parametrize("layers", GOOD_LAYERS)
+def test_layer_rules(layers: str | None) -> None:
+    assert DepthRouteConfig(layers=layers).routed_layers(4) == GOOD_LAYERS[layers]
+
+
+def test_default_layers_are_the_last_third() -> None:
+    assert DepthRouteConfig().routed_layers(24) == list(range(16, 24))
+    assert DepthRouteConfig().routed_layers(1) == [0]
+
+
+@pytest.mark.parametrize("layers", ["last:5", "every:5", [4], [0, 99_999]])
+def test_layers_outside_the_model_are_refused(layers: str | list[int]) -> None:
+    with pytest.raises(ConfigError, match="layers="):
+        DepthRouteConfig(layers=layers).routed_layers(4)
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    config = DepthRouteConfig(layers=[2, 1], gate="jepa", budget=0.07, threshold=-0.5, seed=2**62, branch_rank=3)
+    config.save_pretrained(tmp_path)
+    for loaded in (DepthRouteConfig.from_pretrained(tmp_path), peft.PeftConfig.from_pretrained(tmp_path)):
+        assert type(loaded) is DepthRouteConfig
+        assert loaded.to_dict() == config.to_dict() | {"inference_mode": loaded.inference_mode}
+
+
+def test_saved_file_is_plain_json_without_a_path_to_import(tmp_path: Path) -> None:
+    get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers="last:2")).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["peft_type"] == "DEPTH_ROUTE"
+    assert saved["layers"] == [2, 3]
+    assert saved["base_architecture"] == {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "vocab_size": 64,
+    }
+
+
+@pytest.mark.parametrize(("name", "value"), [("budget", NAN), ("layers", [10**9]), ("gate", "os.system")])
+def test_hostile_file_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    DepthRouteConfig().save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ConfigError, match=name):
+        peft.PeftConfig.from_pretrained(tmp_path)
+
+
+def test_config_given_to_a_model_is_not_changed() -> None:
+    config = DepthRouteConfig(layers="last:2")
+    before = copy.deepcopy(config.to_dict())
+    get_depth_routed_model(build_base("llama"), config)
+    assert config.to_dict() == before
+
+
+def test_registration_is_idempotent() -> None:
+    members, mapping = list(peft.PeftType), dict(PEFT_TYPE_TO_TUNER_MAPPING)
+    first = register_peft_type()
+    register()
+    assert register_peft_type() is first
+    assert list(peft.PeftType) == members
+    assert mapping == PEFT_TYPE_TO_TUNER_MAPPING
+    assert members.count(first) == 1
+
+
+def test_registered_type_behaves_like_a_built_in_one() -> None:
+    member = register_peft_type()
+    assert isinstance(member, peft.PeftType)
+    assert member == "DEPTH_ROUTE"
+    assert peft.PeftType("DEPTH_ROUTE") is peft.PeftType["DEPTH_ROUTE"] is peft.PeftType.DEPTH_ROUTE is member
+    assert (member.name, member.value) == ("DEPTH_ROUTE", "DEPTH_ROUTE")
+    assert pickle.loads(pickle.dumps(member)) is member
+    assert copy.deepcopy(member) is member
+    assert {member: 1}[peft.PeftType.DEPTH_ROUTE] == 1
+
+
+def test_config_pickles() -> None:
+    config = DepthRouteConfig(layers=[1], gate="jepa")
+    assert pickle.loads(pickle.dumps(config)) == config

@@ -1,0 +1,186 @@
+"""Text in, packed blocks out; what cannot be used is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from text_models import word_tokenizer
+
+from hf_depthroute.data import PYTHON_STDLIB, DataError, fingerprint, load_text, pack, stdlib_files
+
+WORDS = "the cat sat on the mat and the dog ran to the cat"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    return cache
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "user" / "text.txt"
+    path.parent.mkdir()
+    path.write_text("\n".join([WORDS] * 20))
+    return path
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def only_line(error: pytest.ExceptionInfo[DataError]) -> str:
+    (line,) = str(error.value).splitlines()
+    return line
+
+
+def test_every_line_of_a_text_file_is_a_text(text_file: Path) -> None:
+    assert load_text(str(text_file))["text"][:] == [WORDS] * 20
+
+
+def test_a_slice_of_a_split_is_loaded(text_file: Path) -> None:
+    assert len(load_text(str(text_file), split="train[:25%]")) == 5
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+def test_every_file_type_gives_the_same_texts(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    table = datasets.Dataset.from_dict({"body": ["a b", "c d"], "id": [1, 2]})
+    {"csv": table.to_csv, "parquet": table.to_parquet}.get(suffix, table.to_json)(str(path))
+    loaded = load_text(str(path), column="body")
+    assert loaded.column_names == ["text"]
+    assert loaded["text"][:] == ["a b", "c d"]
+
+
+def test_nothing_is_written_next_to_the_file(text_file: Path, own_cache: Path) -> None:
+    pack(load_text(str(text_file)), word_tokenizer(), 8)
+    assert list(text_file.parent.iterdir()) == [text_file]
+    assert own_cache.exists()
+
+
+def test_nothing_is_printed(text_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pack(load_text(str(text_file)), word_tokenizer(), 8)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_progress_bars_are_as_before_afterwards(text_file: Path) -> None:
+    assert not datasets.are_progress_bars_disabled()
+    load_text(str(text_file))
+    assert not datasets.are_progress_bars_disabled()
+
+
+def test_stdlib_splits_do_not_overlap() -> None:
+    train, validation = (set(stdlib_files(split)) for split in ("train", "validation"))
+    assert not train & validation
+    assert len(train) > 10 * len(validation) > 0
+
+
+def test_stdlib_streams_the_same_texts() -> None:
+    streamed = load_text(PYTHON_STDLIB, split="validation", streaming=True)
+    stored = load_text(PYTHON_STDLIB, split="validation")
+    assert fingerprint([row["text"] for row in streamed]) == fingerprint(stored["text"][:])
+
+
+def test_fingerprint_depends_on_where_texts_end() -> None:
+    assert fingerprint(["ab", "c"]) != fingerprint(["a", "bc"])
+
+
+def test_blocks_are_the_token_stream_with_end_tokens(text_file: Path) -> None:
+    tokenizer = word_tokenizer()
+    packed = pack(load_text(str(text_file)), tokenizer, 8)
+    stream = (tokenizer(WORDS)["input_ids"] + [tokenizer.eos_token_id]) * 20
+    joined = [token for row in packed for token in row["input_ids"]]
+    assert joined == stream[: len(stream) // 8 * 8]
+    assert all(row["labels"] == row["input_ids"] and row["attention_mask"] == [1] * 8 for row in packed)
+
+
+def test_streaming_gives_the_same_blocks(text_file: Path) -> None:
+    tokenizer = word_tokenizer()
+    stored = pack(load_text(str(text_file)), tokenizer, 8)
+    streamed = pack(load_text(str(text_file), streaming=True), tokenizer, 8)
+    assert list(streamed) == list(stored)
+
+
+def test_a_stream_can_be_read_twice(text_file: Path) -> None:
+    streamed = pack(load_text(str(text_file), streaming=True), word_tokenizer(), 8)
+    assert list(streamed) == list(streamed)
+
+
+def test_empty_and_missing_texts_are_left_out(tmp_path: Path) -> None:
+    rows = [{"text": WORDS}, {"text": None}, {"text": ""}, {"text": WORDS}]
+    tokenizer = word_tokenizer()
+    with_gaps = pack(load_text(str(write_jsonl(tmp_path / "a.jsonl", rows))), tokenizer, 14)
+    assert with_gaps["input_ids"][:] == [tokenizer(WORDS)["input_ids"] + [tokenizer.eos_token_id]] * 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_text_shorter_than_a_block_is_refused(text_file: Path, streaming: bool) -> None:
+    text = load_text(str(text_file), streaming=streaming)
+    with pytest.raises(DataError, match="shorter than one block of 1000 tokens"):
+        pack(text, word_tokenizer(), 1000)
+
+
+def test_a_block_of_one_token_is_refused(text_file: Path) -> None:
+    with pytest.raises(DataError, match="at least 2"):
+        pack(load_text(str(text_file)), word_tokenizer(), 1)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_empty_file_is_refused(tmp_path: Path, streaming: bool) -> None:
+    path = tmp_path / "empty.txt"
+    path.touch()
+    with pytest.raises(DataError, match="empty"):
+        load_text(str(path), streaming=streaming)
+
+
+def test_missing_file_folder_split_column_and_type_have_their_own_messages(text_file: Path, tmp_path: Path) -> None:
+    empty_folder = tmp_path / "nothing"
+    empty_folder.mkdir()
+    other = tmp_path / "text.doc"
+    other.write_text("words")
+    numbers = write_jsonl(tmp_path / "numbers.jsonl", [{"text": 1}])
+    requests = {
+        "no such file": {"source": str(tmp_path / "absent.txt")},
+        "no such file or folder": {"source": "./absent"},
+        "any data files": {"source": str(empty_folder)},
+        "unknown file type; use one of .txt": {"source": str(other)},
+        "split": {"source": str(text_file), "split": "test"},
+        "no column 'body'; it has text": {"source": str(text_file), "column": "body"},
+        "holds int64, not text": {"source": str(numbers)},
+        "use train or validation": {"source": PYTHON_STDLIB, "split": "test"},
+    }
+    messages = set()
+    for expected, request in requests.items():
+        with pytest.raises(DataError, match="dataset") as error:
+            load_text(**request)
+        assert expected in only_line(error)
+        messages.add(str(error.value))
+    assert len(messages) == len(requests)
+
+
+@pytest.mark.parametrize("name, content", [("a.jsonl", b'{"text": broken\n'), ("a.parquet", b"not parquet")])
+def test_a_broken_file_is_refused_without_log_lines(
+    name: str, content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=name) as error:
+        load_text(str(tmp_path / name))
+    assert "An error occurred" not in only_line(error)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_stream_without_the_column_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    with pytest.raises(DataError, match="no column 'body'"):
+        load_text(str(path), column="body", streaming=True)
+
+
+def test_a_hub_dataset_is_refused_when_offline() -> None:
+    with pytest.raises(DataError, match="HF_HUB_OFFLINE is set") as error:
+        load_text("someone/dataset")
+    assert "someone/dataset" in only_line(error)

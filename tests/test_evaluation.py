@@ -1,0 +1,168 @@
+"""Losses over budgets: every token counts once, and the model is left as it was found."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import build_base, build_routed, tokens
+from peft import PeftModel
+
+from hf_depthroute import record_routes, set_budget
+from hf_depthroute.calibration import active_routings, use_selection
+from hf_depthroute.config import ConfigError
+from hf_depthroute.evaluation import evaluate_budgets, mean_loss
+
+
+@pytest.fixture
+def model() -> PeftModel:
+    return build_routed("llama", budget=0.4)
+
+
+def batch(rows: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    ids = tokens(rows, length, seed)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def state(model: PeftModel) -> list[object]:
+    found: list[object] = [model.training]
+    for holder in active_routings(model):
+        found += [holder.config(holder.adapter()).budget, holder.selection]
+        found += [t.tolist() for t in holder.depth_route_quantiles.state_dict().values()]
+    return found
+
+
+def test_mean_loss_equals_the_models_own_loss() -> None:
+    base = build_base("llama")
+    block = batch(3, 12)
+    with torch.no_grad():
+        own = base(**block, labels=block["input_ids"]).loss
+    assert mean_loss(base, [block]) == pytest.approx(float(own), abs=1e-5)
+
+
+def test_every_token_weighs_the_same_whatever_the_batch_sizes() -> None:
+    base = build_base("llama")
+    block = batch(5, 12)
+    split = [{name: value[part] for name, value in block.items()} for part in (slice(0, 4), slice(4, 5))]
+    assert mean_loss(base, split) == pytest.approx(mean_loss(base, [block]), abs=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_does_not_count(side: str) -> None:
+    base = build_base("llama")
+    block = batch(2, 10)
+    padding = (4, 0) if side == "left" else (0, 4)
+    padded = {name: F.pad(value, padding) for name, value in block.items()}
+    assert mean_loss(base, [padded]) == pytest.approx(mean_loss(base, [block]), abs=1e-4)
+
+
+def test_masked_labels_do_not_count() -> None:
+    base = build_base("llama")
+    block = batch(2, 10)
+    labels = block["input_ids"].clone()
+    labels[:, 6:] = -100
+    short = {name: value[:, :6] for name, value in block.items()}
+    assert mean_loss(base, [block | {"labels": labels}]) == pytest.approx(mean_loss(base, [short]), abs=1e-5)
+
+
+def test_no_text_is_an_error() -> None:
+    base = build_base("llama")
+    for blocks in ([], [batch(2, 1)]):
+        with pytest.raises(ValueError, match="no text to evaluate"):
+            mean_loss(base, blocks)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_mean_loss_keeps_the_mode_also_after_an_error(training: bool) -> None:
+    base = build_base("llama").train(training)
+    mean_loss(base, [batch(1, 4)])
+    assert base.training is training
+    with pytest.raises(IndexError):
+        mean_loss(base, [{"input_ids": torch.full((1, 4), 10_000)}])
+    assert base.training is training
+
+
+def test_mean_loss_makes_no_graph(model: PeftModel) -> None:
+    mean_loss(model, [batch(1, 4)])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_dense_row_is_the_base(model: PeftModel) -> None:
+    blocks = [batch(4, 16)]
+    dense = evaluate_budgets(model, blocks, None, [0.5])[0]
+    assert (dense.budget, dense.rule, dense.full_ratio, dense.gap) == (1.0, "dense", 1.0, None)
+    assert dense.loss == mean_loss(build_base("llama"), blocks)
+    assert dense.perplexity == pytest.approx(math.exp(dense.loss))
+
+
+def test_rows_are_what_each_rule_gives_at_each_budget(model: PeftModel) -> None:
+    blocks = [batch(4, 16), batch(2, 16, seed=1)]
+    rows = evaluate_budgets(model, blocks, None, [0.25, 0.75])
+    assert [(row.budget, row.rule) for row in rows[1:]] == [
+        (0.25, "topk"),
+        (0.25, "threshold"),
+        (0.75, "topk"),
+        (0.75, "threshold"),
+    ]
+    for topk, threshold in (rows[1:3], rows[3:5]):
+        set_budget(model, topk.budget)
+        assert threshold.loss == mean_loss(model, blocks)
+        assert threshold.gap == threshold.loss - topk.loss
+        with use_selection(model, "topk"):
+            assert topk.loss == mean_loss(model, blocks)
+        assert topk.loss != threshold.loss
+        assert topk.full_ratio == topk.budget  # 16 tokens times a quarter is exact
+
+
+def test_full_ratio_is_the_mean_over_layers_and_real_tokens(model: PeftModel) -> None:
+    block = batch(2, 12)
+    block["attention_mask"][0, 7:] = 0
+    row = evaluate_budgets(model, [block], None, [0.4])[2]
+    with record_routes(model) as trace, torch.no_grad():
+        model(**block)
+    ratios = trace.full_ratio().values()
+    assert row.full_ratio == pytest.approx(sum(ratios) / len(ratios), abs=1e-6)
+
+
+def test_budget_one_has_the_dense_loss(model: PeftModel) -> None:
+    dense, topk, threshold = evaluate_budgets(model, [batch(2, 8)], None, [1.0])
+    assert dense.loss == topk.loss == threshold.loss
+    assert topk.full_ratio == threshold.full_ratio == 1.0
+
+
+def test_calibration_text_sets_the_share(model: PeftModel) -> None:
+    with torch.no_grad():
+        for holder in active_routings(model):
+            holder.depth_route_quantiles["default"].values.add_(100)  # no score reaches these
+    blocks = [batch(8, 16)]
+    assert evaluate_budgets(model, blocks, None, [0.5])[2].full_ratio == 0.0
+    assert evaluate_budgets(model, blocks, blocks, [0.5])[2].full_ratio == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_the_adapter_is_left_as_it_was(model: PeftModel, calibrated: bool) -> None:
+    model.train()
+    before = state(model)
+    evaluate_budgets(model, [batch(2, 8)], [batch(4, 8)] if calibrated else None, [0.25, 0.75])
+    assert state(model) == before
+
+
+def test_the_adapter_is_left_as_it_was_after_an_error(model: PeftModel) -> None:
+    before = state(model)
+    broken = batch(1, 4) | {"input_ids": torch.full((1, 4), 10_000)}
+    with pytest.raises(IndexError):
+        evaluate_budgets(model, [batch(1, 4)], [batch(4, 8), broken], [0.25])
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.5, float("nan")])
+def test_a_budget_out_of_range_is_refused_before_anything_runs(model: PeftModel, budget: float) -> None:
+    with pytest.raises(ConfigError, match="budget"):
+        evaluate_budgets(model, [], None, [0.5, budget])
+
+
+def test_batches_may_be_a_generator(model: PeftModel) -> None:
+    rows = evaluate_budgets(model, (batch(2, 8, seed) for seed in range(3)), None, [0.5])
+    assert rows == evaluate_budgets(model, [batch(2, 8, seed) for seed in range(3)], None, [0.5])

@@ -1,0 +1,176 @@
+"""The family table: one row is enough for a new family, and a family without a row is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ATTENTIONS, FAMILY_NAMES, GATES, build_base, decoder_layers, randomised, routed, tokens
+from peft import PeftModel
+from protocol import assert_free, assert_pinned, gap
+from test_invariants_execution import assert_only_decided_rows_ran, counted_rows
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    PreTrainedModel,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, replay_routes, set_budget
+from hf_depthroute.families import FAMILIES, Family, UnsupportedModelError, describe_base, find_decoder, find_family
+from hf_depthroute.trace import RouteTrace
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# Families that are not in the table but share its layout.
+NEW_FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "starcoder2": lambda: Starcoder2ForCausalLM(
+        Starcoder2Config(**SIZES, sliding_window=None, residual_dropout=0.0, embedding_dropout=0.0)
+    ),
+    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**SIZES)),
+}
+UNSUPPORTED: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt_neox": lambda: GPTNeoXForCausalLM(
+        GPTNeoXConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    ),
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    ),
+    "gpt2 with cross-attention": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, add_cross_attention=True)
+    ),
+}
+
+
+@pytest.fixture(params=NEW_FAMILIES)
+def new_base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """A random model of a family that only this test's row describes."""
+    monkeypatch.setitem(FAMILIES, request.param, Family())
+    return randomised(NEW_FAMILIES[request.param](), "sdpa", torch.float32, seed=0)
+
+
+@torch.no_grad()
+def run(model: PeftModel, **inputs: Any) -> tuple[torch.Tensor, RouteTrace]:
+    with record_routes(model) as trace:
+        return model(**inputs).logits, trace
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_one_row_adds_a_family(new_base: PreTrainedModel, gate: str, tmp_path: Path) -> None:
+    ids = tokens(3, 12)
+    with torch.no_grad():
+        base_logits = new_base(ids).logits
+    keys = list(new_base.state_dict())
+    model = routed(new_base, gate)
+    whole, trace = run(model, input_ids=ids)
+    assert gap(whole, base_logits) > 0.1
+
+    with counted_rows(model) as counts:
+        run(model, input_ids=ids)
+    assert_only_decided_rows_ran(counts)
+
+    def decode(pinned: RouteTrace | None) -> tuple[torch.Tensor, RouteTrace]:
+        cache, pieces = None, []
+        for t in range(12):
+            with torch.no_grad(), record_routes(model) as step:
+                inputs = {"input_ids": ids[:, t : t + 1], "past_key_values": cache, "use_cache": True}
+                if pinned is None:
+                    out = model(**inputs)
+                else:
+                    with replay_routes(model, pinned.positions(t, t + 1)):
+                        out = model(**inputs)
+            cache = out.past_key_values
+            pieces.append((out.logits, step))
+        return torch.cat([piece[0] for piece in pieces], dim=1), RouteTrace.cat([piece[1] for piece in pieces])
+
+    assert_pinned(gap(decode(trace)[0], whole), base_gap=0.0)
+    assert_free(model, trace, decode(None)[1])
+
+    model.save_pretrained(tmp_path)
+    with model.disable_adapter(), torch.no_grad():
+        assert torch.equal(model(ids).logits, base_logits)
+    set_budget(model, 1.0)
+    assert torch.equal(run(model, input_ids=ids)[0], base_logits)
+    base = model.unload()
+    with torch.no_grad():
+        assert torch.equal(base(ids).logits, base_logits)
+    assert list(base.state_dict()) == keys
+    assert torch.equal(run(PeftModel.from_pretrained(base, tmp_path), input_ids=ids)[0], whole)
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_unsupported_model_is_refused_and_untouched(kind: str) -> None:
+    model = UNSUPPORTED[kind]()
+    classes = [type(module) for module in model.modules()]
+    keys = list(model.state_dict())
+    values = {key: value.clone() for key, value in model.state_dict().items()}
+    attributes = [set(vars(module)) for module in model.modules()]
+    trains = [parameter.requires_grad for parameter in model.parameters()]
+    with pytest.raises(UnsupportedModelError) as caught:
+        get_depth_routed_model(model, DepthRouteConfig())
+    assert "\n" not in str(caught.value)
+    assert [type(module) for module in model.modules()] == classes
+    assert list(model.state_dict()) == keys
+    assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert [parameter.requires_grad for parameter in model.parameters()] == trains
+
+
+def test_refusal_lists_the_supported_families() -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        get_depth_routed_model(UNSUPPORTED["gpt_neox"](), DepthRouteConfig())
+    for name in ("gpt_neox", *FAMILIES):
+        assert name in str(caught.value)
+
+
+def test_module_without_a_config_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="supported families"):
+        find_family(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_row_names_the_parts_of_the_layer(family: str) -> None:
+    base = build_base(family)
+    row = find_family(base)
+    assert len(decoder_layers(base)) == len(getattr(find_decoder(base, row), row.layers)) == 4
+    for layer in decoder_layers(base):
+        for name in (row.attention_norm, row.attention, row.ffn_norm, row.ffn):
+            assert isinstance(getattr(layer, name), torch.nn.Module)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_routed_layer_with_every_token_full_is_the_familys_layer(family: str, attention: str) -> None:
+    """Replaying an all-full decision runs the generic forward, not the base's own, and must equal it."""
+    base, ids = build_base(family, attention), tokens(2, 8)
+    with torch.no_grad():
+        expected = base(ids).logits
+    model = routed(base, layers="all")
+    set_budget(model, 1.0)
+    assert torch.equal(run(model, input_ids=ids)[0], expected)
+
+
+def test_base_is_described_by_its_sizes() -> None:
+    description = describe_base(build_base("gpt2"))
+    assert description == {"model_type": "gpt2", "hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64}

@@ -1,0 +1,247 @@
+"""Invariants 9, 19, 22 and 24: skipped rows are not computed, and odd numbers and shapes do no harm."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILY_NAMES, GATES, WIDTH, build_base, build_routed, decoder_layers, routed, tokens
+from peft import PeftModel
+from protocol import gap
+from torch import nn
+
+from hf_depthroute import record_routes, replay_routes
+from hf_depthroute.execution import gathered_update, masked_update
+from hf_depthroute.families import find_decoder, find_family
+from hf_depthroute.trace import RouteTrace, routings
+
+every_model = pytest.mark.parametrize(("family", "gate"), [(f, g) for f in FAMILY_NAMES for g in GATES])
+
+
+@functools.cache
+def shared(family: str, gate: str) -> PeftModel:
+    """A routed model that no test of this file changes."""
+    return build_routed(family, gate)
+
+
+@contextmanager
+def counted_rows(model: PeftModel) -> Iterator[dict[str, dict[int, int]]]:
+    """Per routed layer: rows that its FFN really computed, rows that the trace says ran full, and all rows."""
+    base = model.get_base_model()
+    family = find_family(base)
+    layers = decoder_layers(model)
+    counts: dict[str, dict[int, int]] = {
+        kind: {holder.layer_index: 0 for holder in routings(model)} for kind in ("computed", "decided", "all")
+    }
+    handles = []
+
+    def count_computed(index: int, inputs: tuple[torch.Tensor, ...]) -> None:
+        counts["computed"][index] += inputs[0].numel() // WIDTH
+
+    for index in counts["computed"]:
+        ffn = getattr(layers[index], family.ffn)
+        handles.append(ffn.register_forward_pre_hook(lambda _, inputs, i=index: count_computed(i, inputs)))
+    with record_routes(model) as trace:
+
+        def count_decided(*_: object) -> None:
+            for index, record in trace.items():
+                counts["decided"][index] += int(record.mask.sum())
+                counts["all"][index] += record.mask.numel()
+
+        handles.append(find_decoder(base, family).register_forward_hook(count_decided))
+        try:
+            yield counts
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def assert_only_decided_rows_ran(counts: dict[str, dict[int, int]]) -> None:
+    assert counts["computed"] == counts["decided"]
+    assert 0 < sum(counts["computed"].values()) < sum(counts["all"].values())
+
+
+@every_model
+def test_prefill_runs_the_ffn_on_the_chosen_rows_only(family: str, gate: str) -> None:
+    model = shared(family, gate)
+    with torch.no_grad(), counted_rows(model) as counts:
+        model(tokens(3, 12))
+    assert_only_decided_rows_ran(counts)
+
+
+@every_model
+def test_decode_runs_the_ffn_on_the_chosen_rows_only(family: str, gate: str) -> None:
+    model, ids = shared(family, gate), tokens(3, 12)
+    with torch.no_grad():
+        cache = model(ids[:, :1], use_cache=True).past_key_values
+        with counted_rows(model) as counts:
+            for position in range(1, 12):
+                model(ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+    assert_only_decided_rows_ran(counts)
+
+
+GENERATIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 10},
+    "beam": {"do_sample": False, "num_beams": 2},
+    "greedy, static cache": {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
+    "beam, static cache": {
+        "do_sample": False,
+        "num_beams": 2,
+        "cache_implementation": "static",
+        "disable_compile": True,
+    },
+}
+
+
+@every_model
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "left-padded"])
+def test_generate_runs_the_ffn_on_the_chosen_rows_only(family: str, gate: str, generation: str, padded: bool) -> None:
+    model, ids = shared(family, gate), tokens(2, 6)
+    mask = torch.ones_like(ids)
+    if padded:
+        ids[0, :3], mask[0, :3] = 0, 0
+    with torch.no_grad(), counted_rows(model) as counts:
+        out = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, **GENERATIONS[generation]
+        )
+    assert out.shape == (2, 11)
+    assert_only_decided_rows_ran(counts)
+
+
+@every_model
+def test_left_padding_changes_no_generated_token(family: str, gate: str) -> None:
+    model, ids = shared(family, gate), tokens(2, 6)
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
+    mask = (padded != 0).long()
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    alone = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+    assert torch.equal(model.generate(input_ids=padded, attention_mask=mask, **options)[:, 3:], alone)
+
+
+@every_model
+def test_static_cache_generates_what_the_dynamic_cache_does(family: str, gate: str) -> None:
+    model, ids = shared(family, gate), tokens(2, 6)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    static = model.generate(input_ids=ids, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(static, model.generate(input_ids=ids, **options))
+
+
+@every_model
+def test_gathered_forward_and_gradients_equal_masked(family: str, gate: str) -> None:
+    """With the same decisions. The gates' own gradient exists in training only, so their weights are left out."""
+    model, ids = build_routed(family, gate), tokens(3, 12)
+    with record_routes(model) as trace:
+        gathered = model(ids).logits
+    for holder in routings(model):  # a gate without an input gradient: what is left is the gradient of the paths
+        holder.depth_route_gate["default"].register_forward_pre_hook(lambda _, inputs: (inputs[0].detach(),))
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad and "_branch." in name}
+    direction = torch.randn(gathered.shape, generator=torch.Generator().manual_seed(3)) / gathered.numel()
+
+    def gradients(logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(weights, torch.autograd.grad((logits * direction).sum(), list(weights.values()))))
+
+    with replay_routes(model, trace):
+        expected = gradients(model(ids).logits)
+        masked = model.train()(ids).logits
+        found = gradients(masked)
+    assert gap(gathered, masked) < 1e-5
+    assert any(float(gradient.abs().max()) > 1e-5 for gradient in expected.values())
+    for name in expected:
+        assert gap(found[name], expected[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("with_branch", [True, False])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_gathered_update_equals_masked_update(share: float, with_branch: bool) -> None:
+    torch.manual_seed(0)
+    full, cheap = nn.Linear(8, 8), nn.Linear(8, 8) if with_branch else None
+    a, mask = torch.randn(3, 7, 8, requires_grad=True), torch.rand(3, 7) < share
+    inputs = [a, *full.parameters(), *(cheap.parameters() if cheap else ())]
+    gathered = gathered_update(a, mask, full, cheap)
+    masked, _, _ = masked_update(a, mask, torch.rand(3, 7), full, cheap)
+    assert gap(gathered, masked) < 1e-6
+    direction = torch.randn(3, 7, 8)
+    for one, other in zip(
+        torch.autograd.grad((gathered * direction).sum(), inputs, allow_unused=True, materialize_grads=True),
+        torch.autograd.grad((masked * direction).sum(), inputs, allow_unused=True, materialize_grads=True),
+    ):
+        assert gap(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_model
+def test_low_precision_is_finite_with_float32_scores(family: str, gate: str, dtype: torch.dtype) -> None:
+    model = routed(build_base(family, dtype=dtype), gate)
+    for training in (False, True):
+        model.train(training)
+        with torch.no_grad(), record_routes(model) as trace:
+            logits = model(tokens(3, 12)).logits
+        assert logits.dtype == dtype
+        assert bool(logits.isfinite().all())
+        for record in trace.values():
+            assert record.scores.dtype == record.probs.dtype == torch.float32
+            assert bool(record.scores.isfinite().all())
+            assert 0 < int(record.mask.sum()) < record.mask.numel()
+
+
+@every_model
+def test_autocast_is_finite_with_float32_scores(family: str, gate: str) -> None:
+    model = shared(family, gate)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), record_routes(model) as trace:
+        logits = model(tokens(3, 12)).logits
+    assert bool(logits.isfinite().all())
+    assert all(record.scores.dtype == torch.float32 for record in trace.values())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@every_model
+def test_bad_row_stays_in_its_own_sequence_and_is_never_selected(family: str, gate: str, value: float) -> None:
+    model, ids = shared(family, gate), tokens(3, 8)
+
+    @torch.no_grad()
+    def run(embeddings: torch.Tensor) -> tuple[torch.Tensor, RouteTrace]:
+        with record_routes(model) as trace:
+            return model(inputs_embeds=embeddings).logits, trace
+
+    embeddings = model.get_input_embeddings()(ids).detach()
+    bad = embeddings.clone()
+    bad[1, 4] = value
+    (logits, trace), (bad_logits, bad_trace) = run(embeddings), run(bad)
+    others = torch.tensor([0, 2])
+    assert gap(bad_logits[others], logits[others]) < 1e-5
+    for index, record in bad_trace.items():
+        assert torch.equal(record.mask[others], trace[index].mask[others])
+        assert not bool(record.mask[1, 4:].any())
+
+
+@every_model
+def test_one_token_and_all_padding_rows_run(family: str, gate: str) -> None:
+    model = shared(family, gate)
+    with torch.no_grad():
+        assert model(tokens(1, 1)).logits.shape == (1, 1, 64)
+        ids, mask = tokens(2, 5), torch.ones(2, 5, dtype=torch.long)
+        mask[1] = 0
+        with record_routes(model) as trace:
+            logits = model(input_ids=ids, attention_mask=mask).logits
+        assert bool(logits[0].isfinite().all())
+        assert gap(logits[:1], model(ids[:1]).logits) < 1e-5
+        for index, ratio in trace.full_ratio().items():
+            assert not bool(trace[index].mask[1].any())
+            assert 0 <= ratio <= 1
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_no_token_at_all_runs(gate: str) -> None:
+    model = shared("llama", gate)
+    layer = decoder_layers(model)[1]
+    empty = torch.empty(2, 0, WIDTH)
+    out = gathered_update(empty, torch.empty(2, 0, dtype=torch.bool), layer.mlp, None)
+    assert out.shape == (2, 0, WIDTH)
+    scores = layer.routing.depth_route_gate["default"](empty)["scores"]
+    assert scores.shape == (2, 0)

@@ -1,0 +1,108 @@
+"""Invariants 1, 2 and 17: the base model comes back bit for bit, and adapters do not disturb each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import FAMILY_NAMES, GATES, build_base, make_consequential, routed, tokens
+from peft import PeftModel
+
+from hf_depthroute import DepthRouteConfig, record_routes, replay_routes, set_budget
+from hf_depthroute.calibration import use_selection
+from hf_depthroute.trace import routings
+
+pytestmark = [pytest.mark.parametrize("family", FAMILY_NAMES), pytest.mark.parametrize("gate", GATES)]
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
+    return model(tokens(3, 12, seed)).logits
+
+
+def pair(family: str, gate: str, **fields: object) -> tuple[PeftModel, torch.Tensor, torch.Tensor]:
+    """A routed model, the base's logits and the routed logits; they differ."""
+    base = build_base(family)
+    expected = logits(base)
+    model = routed(base, gate, **fields)
+    changed = logits(model)
+    assert (changed - expected).abs().max() > 0.1
+    return model, expected, changed
+
+
+def test_disabled_adapter_equals_base(family: str, gate: str) -> None:
+    model, base_logits, routed_logits = pair(family, gate)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), base_logits)
+    assert torch.equal(logits(model), routed_logits)
+
+
+def test_state_is_restored_after_an_exception(family: str, gate: str) -> None:
+    model, _, routed_logits = pair(family, gate)
+    with record_routes(model) as trace:
+        logits(model, seed=1)
+    with pytest.raises(KeyboardInterrupt), model.disable_adapter():
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), replay_routes(model, trace):
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), record_routes(model):
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), use_selection(model, "topk"):
+        raise KeyboardInterrupt
+    assert torch.equal(logits(model), routed_logits)
+    for holder in routings(model):
+        assert (holder.recorders, holder.replay, holder.selection) == ([], None, None)
+
+
+def test_unloaded_model_equals_base(family: str, gate: str) -> None:
+    model, base_logits, _ = pair(family, gate)
+    assert torch.equal(logits(model.unload()), base_logits)
+
+
+def test_deleted_adapter_equals_base(family: str, gate: str) -> None:
+    model, base_logits, _ = pair(family, gate)
+    model.delete_adapter("default")
+    assert torch.equal(logits(model.base_model.model), base_logits)
+
+
+def test_full_budget_equals_base(family: str, gate: str) -> None:
+    model, base_logits, _ = pair(family, gate)
+    set_budget(model, 1.0)
+    assert torch.equal(logits(model), base_logits)
+
+
+def test_full_budget_equals_base_in_training_mode(family: str, gate: str) -> None:
+    model, base_logits, _ = pair(family, gate)
+    set_budget(model, 1.0)
+    assert torch.equal(logits(model.train()), base_logits)
+
+
+def test_full_budget_without_a_branch_equals_base(family: str, gate: str) -> None:
+    model, base_logits, _ = pair(family, gate, branch="none")
+    set_budget(model, 1.0)
+    assert torch.equal(logits(model), base_logits)
+
+
+def test_recording_changes_no_output(family: str, gate: str) -> None:
+    model, _, routed_logits = pair(family, gate)
+    with record_routes(model):
+        assert torch.equal(logits(model), routed_logits)
+
+
+def test_switching_adapters_back_restores_the_first(family: str, gate: str) -> None:
+    model, base_logits, first_logits = pair(family, gate)
+    other = DepthRouteConfig(gate=GATES[1 - GATES.index(gate)], layers=[0, 3], seed=5)
+    model.add_adapter("other", other)
+    assert torch.equal(logits(model), first_logits)
+    model.set_adapter("other")
+    make_consequential(model, "other", seed=5)
+    other_logits = logits(model)
+    assert not torch.equal(other_logits, first_logits)
+    assert not torch.equal(other_logits, base_logits)
+    model.set_adapter("default")
+    assert torch.equal(logits(model), first_logits)
+    model.set_adapter("other")
+    assert torch.equal(logits(model), other_logits)
+    model.delete_adapter("default")
+    assert torch.equal(logits(model), other_logits)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), base_logits)
