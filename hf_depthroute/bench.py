@@ -24,7 +24,7 @@ from torch import nn
 from .calibration import active_routings, calibrate
 from .config import DepthRouteConfig
 from .cost import route_cost
-from .trace import record_routes
+from .trace import count_routes
 from .tuner import get_depth_routed_model
 
 # Random weights at the shape of a released model. Speed does not depend on the values.
@@ -264,9 +264,9 @@ def _measure(
 
 def _full_ratio(model: nn.Module, case: _Case) -> dict[int, float]:
     state = case.setup(model)
-    with record_routes(model) as trace:
+    with count_routes(model) as counter:
         case.run(state)
-    return trace.full_ratio()
+    return counter.full_ratio()
 
 
 def _prefilled(prompt: torch.Tensor) -> Callable[[nn.Module], tuple[nn.Module, Any, torch.Tensor]]:

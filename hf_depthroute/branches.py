@@ -61,9 +61,16 @@ def copy_norm(norm: nn.Module) -> nn.Module:
             copied.__dict__[name] = copy.copy(value)
     with align_module_device(norm):  # fetches the values of an offloaded norm
         for name, parameter in norm._parameters.items():
-            value = None if parameter is None else nn.Parameter(parameter.detach().clone().float())
-            copied.register_parameter(name, value)
+            copied.register_parameter(name, None if parameter is None else nn.Parameter(_known_values(name, parameter)))
     return copied
+
+
+def _known_values(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """A float32 copy; of a parameter without values (on the meta device), a norm's usual starting values."""
+    if parameter.is_meta:
+        start = 0.0 if name == "bias" else 1.0
+        return torch.full(parameter.shape, start, dtype=torch.float32)
+    return parameter.detach().clone().float()
 
 
 def reset_linear(linear: nn.Linear, generator: torch.Generator) -> None:

@@ -99,7 +99,7 @@ GATES: dict[str, type[MLPGate] | type[JEPAGate]] = {"mlp": MLPGate, "jepa": JEPA
 
 
 class TargetProjection(nn.Linear):
-    """`T: d -> summary_dim`, orthogonal, without bias, frozen: `z = sg(T(h))`. One per adapter, shared by its layers."""
+    """`T: d -> summary_dim`, orthogonal, without bias, frozen: `z = sg(T(h))`. One per adapter, for all its layers."""
 
     def __init__(self, width: int, summary_dim: int) -> None:
         super().__init__(width, summary_dim, bias=False)

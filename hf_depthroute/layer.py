@@ -28,7 +28,7 @@ from .execution import gathered_update, masked_update
 from .families import Family
 from .gates import GATES, TargetProjection
 from .selection import threshold_mask, topk_mask
-from .trace import RouteRecord, RouteTrace
+from .trace import RouteCounter, RouteRecord, RouteTrace
 
 HOLDER = "routing"  # the attribute of a decoder layer that holds its adapter state
 TOKEN_MASK = "depth_route_token_mask"  # keyword that carries the 2D attention mask to the layers
@@ -46,7 +46,7 @@ class RoutePlan:
             the quantile tables between a forward pass and its recomputation.
         temperature: `tau` of `p = sigmoid(u / tau)`.
         replayed: Bool `[B, T]`; decisions to use instead of the rule's.
-        recorders: Traces that want to know.
+        recorders: Traces and counters that want to know.
     """
 
     adapter: str
@@ -56,7 +56,7 @@ class RoutePlan:
     threshold: torch.Tensor | float
     temperature: float
     replayed: torch.Tensor | None
-    recorders: tuple[RouteTrace, ...]
+    recorders: tuple[RouteTrace | RouteCounter, ...]
 
 
 class Routing(nn.Module, BaseTunerLayer):
@@ -90,7 +90,7 @@ class Routing(nn.Module, BaseTunerLayer):
         self._norm: tuple[Any] = (norm,)
         self._projections: dict[str, tuple[TargetProjection, ...]] = {}
         # Run-time state, never saved.
-        self.recorders: list[RouteTrace] = []
+        self.recorders: list[RouteTrace | RouteCounter] = []
         self.replay: RouteTrace | None = None
         self.selection: str | None = None  # overrides the rule: "topk" or "threshold"
         self.scheduled_budget: float | None = None  # training schedules
@@ -317,7 +317,8 @@ def routed_class(base: Any) -> Any:
 def swap(layer: Any) -> None:
     """Turn a decoder layer into its routed subclass, in place."""
     if not hasattr(layer, "_depth_route_base"):
-        _set_class(layer, routed_class(type(layer)))
+        base: Any = type(layer)
+        _set_class(layer, routed_class(base))
 
 
 def unswap(layer: nn.Module) -> None:
@@ -328,10 +329,16 @@ def unswap(layer: nn.Module) -> None:
 
 
 def _set_class(layer: Any, cls: Any) -> None:
+    # accelerate keeps the bound forward of the class it found, and leaves it on the instance when its hook is removed.
+    # Rebind both, or routing is silently off.
+    stale = [
+        name
+        for name in ("_old_forward", "forward")
+        if getattr(layer.__dict__.get(name), "__func__", None) is type(layer).forward
+    ]
     layer.__class__ = cls
-    # accelerate keeps the bound forward of the class it found; rebind it, or routing is silently off.
-    if "_old_forward" in layer.__dict__:
-        layer._old_forward = cls.forward.__get__(layer)
+    for name in stale:
+        setattr(layer, name, cls.forward.__get__(layer))
 
 
 def _reduce(self: Any, protocol: int) -> Any:

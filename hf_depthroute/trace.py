@@ -92,6 +92,23 @@ class RouteTrace(Mapping[int, RouteRecord]):
         return RouteTrace({i: _cat([trace[i] for trace in traces]) for i in traces[0]})
 
 
+class RouteCounter:
+    """Tokens run full and tokens seen, per layer, summed over forward passes; the sums stay on the device."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __setitem__(self, layer_index: int, record: RouteRecord) -> None:
+        full, seen = (record.mask & record.real).sum(), record.real.sum()
+        if layer_index in self._counts:
+            full, seen = full + self._counts[layer_index][0], seen + self._counts[layer_index][1]
+        self._counts[layer_index] = (full, seen)
+
+    def full_ratio(self) -> dict[int, float]:
+        """`{layer_index: fraction of real tokens that ran full}`, over everything counted."""
+        return {index: float(full / seen.clamp(min=1)) for index, (full, seen) in sorted(self._counts.items())}
+
+
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[RouteTrace]:
     """Record what every routed layer of `model` decides; changes no output.
@@ -105,15 +122,21 @@ def record_routes(model: nn.Module) -> Iterator[RouteTrace]:
     Raises:
         ValueError: `model` has no routed layer.
     """
-    holders = routings(model)
     trace = RouteTrace()
-    for holder in holders:
-        holder.recorders.append(trace)
-    try:
+    with _attached(model, trace):
         yield trace
-    finally:
-        for holder in holders:
-            holder.recorders[:] = [t for t in holder.recorders if t is not trace]
+
+
+@contextmanager
+def count_routes(model: nn.Module) -> Iterator[RouteCounter]:
+    """Count what every routed layer of `model` decides over all forward passes in the block, such as a generation.
+
+    Raises:
+        ValueError: `model` has no routed layer.
+    """
+    counter = RouteCounter()
+    with _attached(model, counter):
+        yield counter
 
 
 @contextmanager
@@ -132,6 +155,18 @@ def replay_routes(model: nn.Module, trace: RouteTrace) -> Iterator[None]:
     finally:
         for holder, previous in zip(holders, before):
             holder.replay = previous
+
+
+@contextmanager
+def _attached(model: nn.Module, recorder: RouteTrace | RouteCounter) -> Iterator[None]:
+    holders = routings(model)
+    for holder in holders:
+        holder.recorders.append(recorder)
+    try:
+        yield
+    finally:
+        for holder in holders:
+            holder.recorders[:] = [r for r in holder.recorders if r is not recorder]
 
 
 def routings(model: nn.Module) -> list[Routing]:

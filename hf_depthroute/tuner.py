@@ -67,6 +67,10 @@ class DepthRouteModel(BaseTuner):
     prefix = PREFIX
     tuner_layer_cls = Routing
 
+    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        _check_name_is_free(model, adapter_name)  # first: PEFT overwrites the config of an adapter of the same name
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+
     def inject_adapter(
         self,
         model: nn.Module,
@@ -126,15 +130,7 @@ class DepthRouteModel(BaseTuner):
             raise ConfigError(f"adapter {name!r}: expected a DepthRouteConfig, got {type(config).__name__}")
         if not _NAME.fullmatch(name):
             raise ConfigError(f"adapter name {name!r} must be 1 to 64 letters, digits, '_' or '-'")
-        for module in model.modules():
-            if isinstance(module, Routing):
-                if name in module.depth_route_gate:
-                    raise ConfigError(f"there already is a depth-routed adapter named {name!r}; choose another name")
-            elif isinstance(module, BaseTunerLayer) and name in module._get_available_adapters():
-                kind = type(module).__module__.split(".")[-2]
-                raise ConfigError(
-                    f"adapter name {name!r} is taken by a {kind} adapter on this model; pass adapter_name='depth_route'"
-                )
+        _check_name_is_free(model, name)
         here = describe_base(model)
         for key, wanted in (config.base_architecture or {}).items():
             if key not in here or here[key] != wanted:
@@ -144,9 +140,13 @@ class DepthRouteModel(BaseTuner):
         return config.routed_layers(depth)
 
     def unload(self) -> nn.Module:
-        """Remove every routed adapter; the base model, as it was before injection."""
+        """Remove every routed adapter; the model as it was before injection, other PEFT methods included."""
         leave(self.model)
         unguard(self.model)
+        for name in [name for name, config in self.peft_config.items() if isinstance(config, DepthRouteConfig)]:
+            del self.peft_config[name]
+        if self.peft_config:
+            return cast(nn.Module, self.model)
         return cast(nn.Module, super()._unload_and_optionally_merge(merge=False))
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -194,6 +194,18 @@ class DepthRouteModel(BaseTuner):
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("depth-routed adapters are injected by inject_adapter")
+
+
+def _check_name_is_free(model: nn.Module, name: str) -> None:
+    for module in model.modules():
+        if isinstance(module, Routing):
+            if name in module.depth_route_gate:
+                raise ConfigError(f"there already is a depth-routed adapter named {name!r}; choose another name")
+        elif isinstance(module, BaseTunerLayer) and name in module._get_available_adapters():
+            kind = type(module).__module__.split(".")[-2]
+            raise ConfigError(
+                f"adapter name {name!r} is taken by a {kind} adapter on this model; pass adapter_name='depth_route'"
+            )
 
 
 def register() -> None:

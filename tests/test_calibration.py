@@ -162,9 +162,9 @@ def test_calibrate_hits_the_budget_on_its_own_data(budget: float, gate: str) -> 
     returned = calibrate(model, batches, budget)
     measured = run_ratio(model, batches)
     assert list(measured) == list(returned) == [1, 2, 3]
-    for index, ratio in measured.items():
-        assert ratio == pytest.approx(budget, abs=0.03)
-        assert returned[index] == pytest.approx(budget, abs=0.05)  # with the thresholds of the first pass
+    # The first routed layer's scores do not depend on decisions; the others' move with those of the layers before.
+    assert measured[1] == pytest.approx(budget, abs=0.01) and returned[1] == pytest.approx(budget, abs=0.01)
+    assert all(ratio == pytest.approx(budget, abs=0.02) for ratio in measured.values())
     assert model.peft_config["default"].budget == budget
 
 
@@ -172,7 +172,7 @@ def test_calibrate_hits_the_budget_on_its_own_data(budget: float, gate: str) -> 
 def test_calibrate_works_on_other_families(family: str) -> None:
     model, batches = build_routed(family), text_batches()
     calibrate(model, batches, 0.3)
-    assert all(ratio == pytest.approx(0.3, abs=0.03) for ratio in run_ratio(model, batches).values())
+    assert all(ratio == pytest.approx(0.3, abs=0.02) for ratio in run_ratio(model, batches).values())
 
 
 def test_calibrate_fits_the_stream_of_inference_and_not_of_top_k() -> None:
@@ -206,7 +206,7 @@ def test_calibrate_keeps_the_adapters_budget_when_none_is_given() -> None:
     model, batches = build_routed("llama", budget=0.3), text_batches()
     calibrate(model, batches)
     assert model.peft_config["default"].budget == 0.3
-    assert all(ratio == pytest.approx(0.3, abs=0.03) for ratio in run_ratio(model, batches).values())
+    assert all(ratio == pytest.approx(0.3, abs=0.02) for ratio in run_ratio(model, batches).values())
 
 
 def test_calibrate_at_budget_one_runs_everything_full() -> None:

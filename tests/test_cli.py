@@ -501,7 +501,7 @@ def test_a_killed_training_leaves_no_adapter(train_arguments: list[object], tmp_
             assert process.stdout is not None
             assert any("'loss'" in line for line in process.stdout)  # training has begun
             process.send_signal(number)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=200)
             ended[number] = Ended(process.returncode, out, err)
     finally:
         for process in processes.values():
@@ -667,7 +667,7 @@ def test_the_hubs_refusals_have_their_own_messages_and_show_no_token(base: Path,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     server.shutdown()
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -717,6 +717,6 @@ def test_a_process_ends_with_the_code_and_one_line(train_arguments: list[object]
         errors.ADAPTER: started("generate", "--adapter", truncated, "--model", train_arguments[2], *PROMPT),
     }
     for code, process in processes.items():
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=400)
         assert (process.returncode, out) == (code, "")
         assert re.fullmatch(r"error: [^\n]+\n", err)

@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
-from accelerate.hooks import remove_hook_from_submodules
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module, remove_hook_from_submodules
 from models import (
     ATTENTIONS,
     DEPTH,
@@ -360,6 +360,24 @@ def test_hooks_added_after_injection_and_removed_after_unload(family: str) -> No
     model.unload()
     remove_hook_from_submodules(base)
     assert torch.equal(logits(base), base_logits)
+
+
+@every_family
+def test_hooks_removed_before_injection_or_before_unload(family: str) -> None:
+    """accelerate leaves a bound forward on the instance when it removes a hook."""
+    expected, base = logits(build_routed(family)), build_base(family)
+    base_logits = logits(base)
+    cpu_offload(base, execution_device=torch.device("cpu"), state_dict=dict(base.state_dict()))
+    remove_hook_from_submodules(base)
+    base.load_state_dict(build_base(family).state_dict(), assign=True)
+    base.tie_weights()
+    model = routed(base)
+    assert torch.equal(logits(model), expected)
+    for layer in decoder_layers(model):
+        add_hook_to_module(layer, ModelHook())
+        remove_hook_from_module(layer)
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model.unload()), base_logits)
 
 
 @every_family

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -56,6 +55,7 @@ def generate(
 
     from ..calibration import set_budget
     from ..config import check_budget
+    from ..trace import count_routes
 
     if budget is not None:
         check_budget(budget)
@@ -80,32 +80,11 @@ def generate(
     if sample:
         choice = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    with routed.disable_adapter() if full else nullcontext(), torch.no_grad(), _counted(routed) as counts:
+    with routed.disable_adapter() if full else nullcontext(), torch.no_grad(), count_routes(routed) as counter:
         start = time.perf_counter()
         ids = routed.generate(**inputs.to(routed.device), max_new_tokens=max_new_tokens, pad_token_id=pad, **choice)
         seconds = time.perf_counter() - start
     print(tokenizer.decode(ids[0], skip_special_tokens=True))
-    ratio = sum(float(ran / seen) for ran, seen in counts.values()) / len(counts) if counts else 1.0
+    shares = list(counter.full_ratio().values()) or [1.0]
     new = ids.shape[1] - length
-    print(f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio {ratio:.3f}", file=sys.stderr)
-
-
-@contextmanager
-def _counted(model: Any) -> Iterator[dict[int, list[Any]]]:
-    """`{layer: [tokens run full, tokens]}` over every forward pass in the block; a trace holds the last one only."""
-    from ..trace import record_routes
-
-    counts: dict[int, list[Any]] = {}
-
-    def count(module: Any, arguments: Any, output: Any) -> None:
-        for index, record in trace.items():
-            entry = counts.setdefault(index, [0, 0])
-            entry[0] += (record.mask & record.real).sum()  # stays on the device until the end
-            entry[1] += record.real.sum()
-
-    with record_routes(model) as trace:
-        hook = model.get_base_model().register_forward_hook(count)
-        try:
-            yield counts
-        finally:
-            hook.remove()
+    print(f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio {sum(shares) / len(shares):.3f}", file=sys.stderr)

@@ -6,10 +6,11 @@ import contextlib
 import itertools
 import json
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import ADAPTER, CliError
+from .errors import ADAPTER, USAGE, CliError
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,7 @@ def load_model(model: str, dtype: str) -> Any:
 
     check_dtype(dtype, DTYPES)
     with _explained(f"model {model}", model):
-        base = transformers.AutoModelForCausalLM.from_pretrained(
+        base: Any = transformers.AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
         )
     return base.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -160,7 +161,7 @@ def write_json(path: Path, content: Any) -> None:
         staged.unlink(missing_ok=True)
 
 
-def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """A table on stdout; numbers to the right."""
     from rich.console import Console
     from rich.table import Table
@@ -193,7 +194,7 @@ def quiet(debug: bool) -> None:
 
 
 @contextlib.contextmanager
-def _explained(what: str, source: str, code: int = 2) -> Any:
+def _explained(what: str, source: str, code: int = USAGE) -> Iterator[None]:
     """Turn whatever the libraries raise while loading `source` into a `CliError` or a `HubError` about `what`."""
     import safetensors
     from huggingface_hub.errors import HFValidationError

@@ -95,7 +95,7 @@ def train(
     loading.check_dtype(dtype, ("float32", "bfloat16"))
     if not 0 < lr < float("inf"):
         raise CliError(f"--lr {lr}: must be a finite number above 0")
-    training = {
+    training: dict[str, Any] = {
         "learning_rate": lr,
         "jepa_weight": jepa_weight,
         "budget_weight": budget_weight,
@@ -161,7 +161,7 @@ def train(
             "versions": versions(),
         }
         try:
-            routed.save_pretrained(staging)
+            routed.save_pretrained(str(staging))
             tokenizer.save_pretrained(staging)
             loading.write_json(staging / "training.json", record)
         except Exception as error:

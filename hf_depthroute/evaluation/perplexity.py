@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from torch import nn
 from tqdm.auto import tqdm
 
 from ..calibration import active_routings, calibrate, set_budget, use_selection
 from ..config import check_budget
-from ..trace import record_routes
+from ..trace import count_routes
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -61,7 +62,7 @@ def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
 
 
 def evaluate_budgets(
-    model: nn.Module,
+    model: PeftModel,
     batches: Iterable[Batch],
     calibration_batches: Iterable[Batch] | None,
     budgets: Sequence[float],
@@ -145,18 +146,10 @@ def _summed_loss(model: nn.Module, block: dict[str, torch.Tensor]) -> tuple[torc
 
 def _routed_loss(model: nn.Module, blocks: list[Batch], after_batch: Callable[[], Any]) -> tuple[float, float]:
     """The loss, and the fraction of real tokens that ran full, mean over layers."""
-    full: dict[int, int] = {}
-    real: dict[int, int] = {}
-
-    def count() -> None:
-        for index, record in trace.items():
-            full[index] = full.get(index, 0) + int((record.mask & record.real).sum())
-            real[index] = real.get(index, 0) + int(record.real.sum())
-        after_batch()
-
-    with record_routes(model) as trace:
-        loss = _mean_loss(model, blocks, count)
-    return loss, sum(full[index] / real[index] for index in full) / len(full)
+    with count_routes(model) as counter:
+        loss = _mean_loss(model, blocks, after_batch)
+    shares = counter.full_ratio().values()
+    return loss, sum(shares) / len(shares)
 
 
 @contextmanager

@@ -41,11 +41,11 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
 
 
-def write_card(folder: Path) -> None:
-    """The model card, with every number from `config.json` and `training.json`."""
+def card(folder: Path) -> str:
+    """The model card, with every number from the files of the model in `folder`."""
     training = json.loads((folder / "training.json").read_text())
     config = json.loads((folder / "config.json").read_text())
-    card = Template((CARDS / "embedded_base.template.md").read_text()).substitute(
+    return Template((CARDS / "embedded_base.template.md").read_text()).substitute(
         training,
         train_tokens=f"{training['train_tokens']:,}",
         train_tokens_seen=f"{training['train_tokens_seen']:,}",
@@ -56,7 +56,6 @@ def write_card(folder: Path) -> None:
         ffn=config["intermediate_size"],
         vocabulary=f"{config['vocab_size']:,}",
     )
-    (CARDS / "embedded_base.md").write_text(card)
 
 
 def main() -> None:
@@ -70,7 +69,8 @@ def main() -> None:
     parser.add_argument("--card-only", action="store_true")
     args = parser.parse_args()
     if args.card_only:
-        return write_card(args.out)
+        (CARDS / "embedded_base.md").write_text(card(args.out))
+        return
     torch.manual_seed(args.seed)
 
     train, validation = (load_text(PYTHON_STDLIB, split=s) for s in ("train", "validation"))
@@ -129,7 +129,7 @@ def main() -> None:
         "seconds": round(time.time() - start),
     }
     (args.out / "training.json").write_text(json.dumps(result, indent=2) + "\n")
-    write_card(args.out)
+    (CARDS / "embedded_base.md").write_text(card(args.out))
     print(json.dumps(result, indent=2))
 
 

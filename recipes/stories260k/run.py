@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -22,17 +23,22 @@ CASES = [("mlp", "normed"), ("jepa", "normed"), ("mlp", "residual"), ("jepa", "r
 
 
 def command(*arguments: object) -> None:
-    subprocess.run([sys.executable, "-m", "hf_depthroute", *map(str, arguments)], check=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "hf_depthroute", *map(str, arguments)], check=True, env=environment)
 
 
 def train_and_eval(data: Path, folder: Path, gate: str, gate_input: str, seed: int) -> dict:
     """One run; the rows of `hf-depthroute eval --json`."""
     adapter, result = folder / f"{gate}_{gate_input}_{seed}", folder / f"{gate}_{gate_input}_{seed}.json"
     base, text = data / "stories260k", data / "stories.txt"
-    command("train", "--config", HERE / "train.yaml", "--model", base, "--dataset", text, "--gate", gate,
-            "--gate-input", gate_input, "--seed", seed, "--out", adapter)  # fmt: skip
-    command("eval", "--model", base, "--adapter", adapter, "--dataset", text, "--split", "train[90%:]",
-            "--length", 256, "--batch-size", 32, "--blocks", 1000, "--budgets", "0.25,0.5,0.75", "--json", result)  # fmt: skip
+    command(
+        "train", "--config", HERE / "train.yaml", "--model", base, "--dataset", text, "--gate", gate,
+        "--gate-input", gate_input, "--seed", seed, "--out", adapter,
+    )  # fmt: skip
+    command(
+        "eval", "--model", base, "--adapter", adapter, "--dataset", text, "--split", "train[90%:]", "--length", 256,
+        "--batch-size", 32, "--blocks", 1000, "--budgets", "0.25,0.5,0.75", "--json", result,
+    )  # fmt: skip
     return {"gate": gate, "gate_input": gate_input, "seed": seed, "rows": json.loads(result.read_text())["rows"]}
 
 

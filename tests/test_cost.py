@@ -1,0 +1,71 @@
+"""`route_cost`: the paper's accounting and whole-model FLOPs."""
+
+import pytest
+import torch
+from models import build_base
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_depthroute import DepthRouteConfig, get_depth_routed_model, route_cost
+from hf_depthroute.config import ConfigError
+
+
+def paper_model(gate):
+    config = GPT2Config(vocab_size=151_665, n_embd=640, n_layer=12, n_head=10, n_inner=2560, n_positions=768)
+    with torch.device("meta"):
+        base = GPT2LMHeadModel(config)
+        return get_depth_routed_model(base, DepthRouteConfig(layers="last:4", gate=gate, branch_rank=80))
+
+
+@pytest.mark.parametrize(("gate", "digits", "ratio"), [("mlp", 3, 0.547), ("jepa", 4, 0.5525)])
+def test_ffn_ratio_is_the_papers(gate, digits, ratio):
+    assert round(route_cost(paper_model(gate), budget=0.5).ffn_ratio, digits) == ratio
+
+
+def test_parameters_are_split_into_base_and_adapter():
+    cost = route_cost(paper_model("jepa"))
+    assert (cost.parameters_base, cost.parameters_trainable) == (156_640_640, 849_348)
+    assert cost.parameters_adapter == 849_348 + 640 * 64
+
+
+def test_dense_flops_are_two_per_weight_and_token_plus_attention():
+    base = build_base("llama")
+    layer = base.model.layers[0]
+    matrices = sum(p.numel() for p in layer.parameters() if p.ndim == 2)
+    tokens, pairs, width = 2 * 8, 8 * 9 // 2, 32
+    expected = 2 * tokens * matrices * 4 + 4 * 4 * 2 * pairs * width + 2 * 2 * width * 64
+    model = get_depth_routed_model(base, DepthRouteConfig())
+    assert route_cost(model, batch_size=2, length=8).flops_dense == expected
+
+
+def test_a_full_budget_saves_nothing_and_still_pays_the_gate():
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig())
+    cost = route_cost(model, budget=1.0)
+    assert cost.flops_ideal == cost.flops_dense < cost.flops_routed
+
+
+def test_experts_count_by_the_share_a_token_meets():
+    model = get_depth_routed_model(build_base("olmoe"), DepthRouteConfig(layers="all", branch="none"))
+    cost = route_cost(model, batch_size=1, length=1, budget=0.5)
+    per_expert = 3 * 32 * 64
+    skipped = 4 * (2 * per_expert + 4 * 32)  # 4 layers, top-2 of 4 experts, and the experts' own router
+    assert cost.flops_dense - cost.flops_ideal == 2 * 0.5 * skipped
+
+
+def test_measured_shares_override_the_budget():
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[2, 3]))
+    even = route_cost(model, budget=0.5)
+    assert route_cost(model, full_ratio={2: 0.25, 3: 0.75}).flops_routed == pytest.approx(even.flops_routed)
+    assert route_cost(model, full_ratio={2: 0.25, 3: 0.25}).flops_routed < even.flops_routed
+
+
+def test_decode_attends_to_the_cache_and_keeps_every_key():
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig())
+    first, later = route_cost(model, length=1), route_cost(model, length=1, cached=100)
+    assert later.flops_dense - first.flops_dense == 4 * 4 * 100 * 32
+    assert later.kv_bytes == 2 * 4 * 101 * 2 * 8 * 4
+
+
+def test_a_budget_out_of_range_is_refused():
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig())
+    with pytest.raises(ConfigError, match="budget=0"):
+        route_cost(model, budget=0)

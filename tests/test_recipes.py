@@ -1,0 +1,85 @@
+"""Committed models and results are what their cards and recipes say."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, DepthRouteTrainingArguments, get_depth_routed_model
+from hf_depthroute.data import PYTHON_STDLIB, fingerprint, load_text, pack
+from hf_depthroute.evaluation import evaluate_budgets, mean_loss
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "recipes"
+BASE = RECIPES / "embedded_base" / "model"
+SHARED = ROOT.parent / "shared" / "data"
+
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is absent")
+
+
+def load_script(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def batches(source, folder, split, length, size):
+    text = load_text(source, split=split)
+    blocks = torch.tensor(pack(text, AutoTokenizer.from_pretrained(folder), length)["input_ids"])
+    return [{"input_ids": block, "attention_mask": torch.ones_like(block)} for block in blocks.split(size)]
+
+
+def test_embedded_base_has_the_loss_its_card_says():
+    stated = json.loads((BASE / "training.json").read_text())
+    same_text = fingerprint(list(load_text(PYTHON_STDLIB, split="validation")["text"])) == stated["validation_text"]
+    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    loss = mean_loss(model, batches(PYTHON_STDLIB, BASE, "validation", stated["block_length"], 16))
+    # Another Python release ships other sources.
+    assert loss == pytest.approx(stated["validation_loss"], abs=0.002 if same_text else 0.2)
+
+
+def test_embedded_base_card_is_made_from_its_files():
+    card = load_script(RECIPES / "embedded_base" / "pretrain.py").card(BASE)
+    assert (ROOT / "model_cards" / "embedded_base.md").read_text() == card
+
+
+def test_readme_figures_are_made_from_the_committed_results():
+    assert load_script(RECIPES / "tables.py").block() in (ROOT / "README.md").read_text()
+
+
+def test_weights_in_the_repository_stay_under_12_megabytes():
+    assert sum(path.stat().st_size for path in ROOT.glob("recipes/**/*.safetensors")) < 12e6
+
+
+def test_stories_results_meet_their_bars():
+    result = json.loads((RECIPES / "stories260k" / "results.json").read_text())
+    assert result["random_routing_without_branch"] == pytest.approx(2.77, abs=0.02)
+    for run in result["runs"]:
+        loss = {(row["rule"], row["budget"]): row["loss"] for row in run["rows"]}
+        assert loss["dense", 1.0] == pytest.approx(1.448, abs=0.001)
+        if run["gate_input"] == DepthRouteConfig().gate_input:
+            assert loss["topk", 0.5] <= 2.03
+            assert loss["threshold", 0.5] <= 2.08
+
+
+@needs_shared
+def test_a_short_training_on_a_real_model_beats_random_routing(tmp_path):
+    folder, text = SHARED / "stories260k", str(SHARED / "stories.txt")
+    train = batches(text, folder, "train[:20%]", 128, 1)
+    rows = [{"input_ids": b["input_ids"][0], "labels": b["input_ids"][0]} for b in train]
+    config = DepthRouteConfig(layers=[2, 3, 4], branch_rank=8)
+    model = get_depth_routed_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    arguments = DepthRouteTrainingArguments(
+        output_dir=str(tmp_path), max_steps=60, per_device_train_batch_size=16, learning_rate=4e-3, save_strategy="no",
+        report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    DepthRouteTrainer(model=model, args=arguments, train_dataset=rows).train()
+
+    dense, topk, threshold = evaluate_budgets(model, batches(text, folder, "train[98%:]", 256, 16), train[:64], [0.5])
+    assert dense.loss == pytest.approx(1.45, abs=0.05)
+    assert threshold.full_ratio == pytest.approx(0.5, abs=0.05)
+    assert max(topk.loss, threshold.loss) < 2.6  # random routing without a branch: 2.77
