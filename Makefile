@@ -10,7 +10,7 @@ demo: $(INSTALLED)
 	$(BIN)/python recipes/demo/demo.py --out demo_output
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=term:skip-covered tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

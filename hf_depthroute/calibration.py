@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .config import DepthRouteConfig, check_budget
-from .trace import record_routes, routings
+from .trace import count_routes, record_routes, routings
 
 if TYPE_CHECKING:
     from .layer import Routing
@@ -112,11 +112,11 @@ def calibrate(
     Args:
         model: A model with one active depth-routed adapter.
         batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`. A few thousand tokens suffice;
-            they are kept in memory for the second pass.
+            they are kept in memory for the later passes.
         budget: In (0, 1]; becomes the adapter's budget. Default: the adapter's.
 
     Returns:
-        `{layer_index: fraction of real tokens that ran full}` in the second pass.
+        `{layer_index: fraction of real tokens that runs full}`, measured in a third pass with the final thresholds.
 
     Raises:
         ValueError: No routed layer is active, the adapter has a fixed threshold, or `batches` holds no real token.
@@ -139,12 +139,15 @@ def calibrate(
     try:
         for rule in ("topk", "threshold"):
             with use_selection(model, rule):
-                scores, chosen = _collect(model, kept)
+                scores = _collect(model, kept)
             for holder in holders:
                 holder.active_quantiles().set(quantile_table(scores[holder.layer_index]))
+        with count_routes(model) as counter:
+            for batch in kept:
+                model(**batch, use_cache=False)
     finally:
         model.train(was_training)
-    return {index: float(mask.float().mean()) for index, mask in chosen.items()}
+    return counter.full_ratio()
 
 
 def set_budget(model: nn.Module, budget: float) -> None:
@@ -198,16 +201,12 @@ def use_selection(model: nn.Module, rule: str) -> Iterator[None]:
             holder.selection = previous
 
 
-def _collect(
-    model: nn.Module, batches: list[dict[str, torch.Tensor]]
-) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """Scores and masks of all real tokens, `[number of tokens]` per layer."""
-    scores: dict[int, list[Any]] = {}
-    masks: dict[int, list[Any]] = {}
+def _collect(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Scores of all real tokens, `[number of tokens]` per layer."""
+    scores: dict[int, list[torch.Tensor]] = {}
     for batch in batches:
         with record_routes(model) as trace:
             model(**batch, use_cache=False)
         for index, record in trace.items():
             scores.setdefault(index, []).append(record.scores[record.real])
-            masks.setdefault(index, []).append(record.mask[record.real])
-    return {i: torch.cat(s) for i, s in scores.items()}, {i: torch.cat(m) for i, m in masks.items()}
+    return {index: torch.cat(parts) for index, parts in scores.items()}

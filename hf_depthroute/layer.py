@@ -258,23 +258,23 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
     normed = getattr(layer, family.attention_norm)(hidden_states)
     a = hidden_states + getattr(layer, family.attention)(normed, **kwargs)[0]  # [B, T, d]
 
-    gate_out = holder.depth_route_gate[name](a if plan.config.gate_input == "residual" else ffn_norm(a))
+    gate, branch = holder.depth_route_gate[name], holder.depth_route_branch._modules.get(name)
+    x, full = a, lambda rows: ffn(ffn_norm(rows))
+    if plan.config.gate_input == "normed":
+        x, full = ffn_norm(a), ffn  # the gate and the FFN share the normed stream
+    gate_out = gate(x)
     scores = gate_out.pop("scores")
     probs = torch.sigmoid(scores / plan.temperature)
     mask = holder.decide(plan, scores, token_mask)
 
-    def full(x: torch.Tensor) -> torch.Tensor:
-        return ffn(ffn_norm(x))
-
-    branch: Any = holder.depth_route_branch._modules.get(name)
     if layer.training or torch.compiler.is_compiling():
         soft = layer.training and plan.rule == "soft"
-        out, after_full, after_cheap = masked_update(a, mask, probs, full, branch, soft)
+        out, after_full, after_cheap = masked_update(a, x, mask, probs, full, branch, soft)
         if plan.recorders and name in holder._projections:
             project = holder._projections[name][0]
             gate_out |= {"z_full": project(after_full), "z_cheap": project(after_cheap)}
     else:
-        out = gathered_update(a, mask, full, branch)
+        out = gathered_update(a, x, mask, full, branch)
     if not plan.recorders:
         return (out,)
     return out, mask, scores, probs, *gate_out.values()

@@ -13,9 +13,10 @@ import torch
 def budget_count(budget: float, count: torch.Tensor) -> torch.Tensor:
     """`ceil(budget * count)` in exact arithmetic, elementwise on an integer tensor.
 
-    The budget is read as the decimal number that it prints as: 0.07 of 100 tokens is 7 (floating point gives 8).
+    The budget is read as the decimal number that it prints as: 0.07 of 100 tokens is 7 (floating point gives 8). A
+    schedule's budgets have many digits; the nearest fraction with a denominator up to 10^9 keeps products in 64 bits.
     """
-    exact = Fraction(str(budget))
+    exact = max(Fraction(str(budget)).limit_denominator(10**9), Fraction(1, 10**9))
     return (count * exact.numerator + exact.denominator - 1) // exact.denominator
 
 

@@ -139,6 +139,12 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
 
 
+@torch.no_grad()
+def logits(model: Any, seed: int = 0) -> torch.Tensor:
+    """The model's logits `[3, 12, vocabulary]` on fixed random tokens."""
+    return model(tokens(3, 12, seed)).logits
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     family = find_family(base)

@@ -79,10 +79,10 @@ anything = st.recursive(
     ids=lambda value: repr(value)[:24],
 )
 def test_bad_field_is_refused_quickly_in_one_line_that_names_it(name: str, value: Any) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError) as caught:
         DepthRouteConfig(**{name: value})
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
     message = str(caught.value)
     assert name in message
     assert "\n" not in message

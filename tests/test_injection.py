@@ -1,17 +1,14 @@
-"""How the adapter enters a model and leaves it again, and how it lives with PEFT, accelerate and other adapters."""
+"""How the adapter enters a model and leaves it again, and PEFT's own surface."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from accelerate import cpu_offload, dispatch_model
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module, remove_hook_from_submodules
 from models import (
     ATTENTIONS,
     DEPTH,
@@ -21,34 +18,18 @@ from models import (
     build_base,
     build_routed,
     decoder_layers,
-    make_consequential,
+    logits,
     routed,
     tokens,
 )
-from peft import LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes
+from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.config import ConfigError
-from hf_depthroute.families import find_decoder, find_family
 from hf_depthroute.layer import Routing
 from hf_depthroute.trace import routings
 
 every_model = pytest.mark.parametrize(("family", "gate"), [(f, g) for f in FAMILY_NAMES for g in GATES])
 every_family = pytest.mark.parametrize("family", FAMILY_NAMES)
-LORA_TARGETS = {"gpt2": ["c_attn"]}
-
-
-@torch.no_grad()
-def logits(model: Any, seed: int = 0) -> torch.Tensor:
-    return model(tokens(3, 12, seed)).logits
-
-
-def lora_config(family: str) -> LoraConfig:
-    targets = LORA_TARGETS.get(family, ["q_proj"])
-    return LoraConfig(
-        target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2"
-    )
 
 
 def fingerprint(model: Any) -> tuple[Any, ...]:
@@ -192,85 +173,6 @@ def test_refused_second_adapter_leaves_the_first(capsys: pytest.CaptureFixture[s
     assert torch.equal(logits(model), expected)
 
 
-# Other adapters -----------------------------------------------------------------------------------------------------
-
-
-@every_family
-def test_name_taken_by_lora_is_refused_with_advice(family: str) -> None:
-    model = peft.get_peft_model(build_base(family), lora_config(family))
-    expected = logits(model.eval())
-    with pytest.raises(ConfigError, match=r"'default' is taken by a lora adapter.*adapter_name='depth_route'"):
-        get_depth_routed_model(model.base_model.model, DepthRouteConfig())
-    assert torch.equal(logits(model), expected)
-
-
-@every_family
-def test_lora_below_is_kept(family: str) -> None:
-    lora = peft.get_peft_model(build_base(family), lora_config(family)).eval()
-    expected = logits(lora)
-    model = routed(lora.base_model.model, adapter_name="depth_route")
-    assert not torch.equal(logits(model), expected)
-    assert torch.equal(logits(model.unload()), expected)
-
-
-@every_family
-def test_lora_on_top_reaches_routed_layers_and_can_be_merged(family: str) -> None:
-    model = routed(build_base(family), adapter_name="depth_route")
-    plain = logits(model)
-    target = LORA_TARGETS.get(family, ["q_proj"])[0]
-    lora = peft.get_peft_model(model.base_model.model, lora_config(family)).eval()
-    reached = {name.split(".routing")[0] for name, _ in lora.named_modules() if name.endswith(f"{target}.lora_A")}
-    assert len(reached) == DEPTH
-    both = logits(lora)
-    assert not torch.equal(both, plain)
-    merged = lora.merge_and_unload()
-    assert (logits(merged) - both).abs().max() < 1e-4
-    with record_routes(merged) as trace:
-        logits(merged)
-    assert list(trace) == [1, 2, 3]
-
-
-@every_family
-def test_switching_lora_does_not_switch_routing_off(family: str) -> None:
-    model = routed(build_base(family), adapter_name="depth_route")
-    lora = peft.get_peft_model(model.base_model.model, lora_config(family), adapter_name="lora").eval()
-    lora.add_adapter("other", lora_config(family))
-    lora.set_adapter("lora")
-    with record_routes(lora) as trace:
-        first = logits(lora)
-    assert list(trace) == [1, 2, 3]
-    lora.set_adapter("other")
-    with record_routes(lora) as trace:
-        assert not torch.equal(logits(lora), first)
-    assert list(trace) == [1, 2, 3]
-    assert {holder.adapter() for holder in routings(lora)} == {"depth_route"}
-
-
-@every_model
-def test_two_adapters_with_different_layers_switch(family: str, gate: str) -> None:
-    model = build_routed(family, gate, layers=[1, 2])
-    model.add_adapter("second", DepthRouteConfig(gate=gate, layers=[0, 2, 3], seed=3))
-    seen = {}
-    for name, layers in (("default", [1, 2]), ("second", [0, 2, 3]), ("default", [1, 2])):
-        model.set_adapter(name)
-        if name == "second":
-            make_consequential(model, "second", seed=3)
-        with record_routes(model) as trace:
-            out = logits(model)
-        assert list(trace) == layers
-        assert torch.equal(out, seen.setdefault(name, out))
-    assert not torch.equal(seen["default"], seen["second"])
-
-
-def test_one_more_adapter_of_the_same_name_is_refused() -> None:
-    model = build_routed("llama")
-    with pytest.raises(ValueError, match="default"):
-        get_depth_routed_model(model.base_model.model, DepthRouteConfig())
-
-
-# PEFT's own surface ---------------------------------------------------------------------------------------------------
-
-
 @every_family
 def test_merging_points_to_unload(family: str) -> None:
     model = build_routed(family)
@@ -304,89 +206,6 @@ def test_get_peft_model_is_the_same_as_ours(family: str) -> None:
     first, second = theirs.state_dict(), ours.state_dict()
     assert list(first) == list(second)
     assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-# accelerate -----------------------------------------------------------------------------------------------------------
-
-
-def hooked(base: PreTrainedModel, how: str, folder: Path) -> Any:
-    if how == "cpu_offload":
-        return cpu_offload(base, execution_device=torch.device("cpu"))
-    family = find_family(base)
-    names = {id(module): name for name, module in base.named_modules()}
-    decoder = find_decoder(base, family)
-    first_layer = names[id(getattr(decoder, family.layers)[0])]
-    stack = first_layer.rsplit(".", 1)[0]
-    device_map: dict[str, str] = {f"{stack}.{i}": "disk" if i == 2 else "cpu" for i in range(DEPTH)}
-    for name, module in decoder.named_children():
-        if name != family.layers:
-            device_map[f"{names[id(module)]}"] = "cpu"
-    device_map["lm_head"] = "cpu"
-    return dispatch_model(base, device_map, main_device="cpu", offload_dir=folder, force_hooks=True)
-
-
-@pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
-@every_family
-def test_routing_works_over_offloaded_weights(family: str, how: str, tmp_path: Path) -> None:
-    expected, base_logits = logits(build_routed(family)), logits(build_base(family))
-    saved = tmp_path / "adapter"
-    build_routed(family).save_pretrained(saved)
-    base = hooked(build_base(family), how, tmp_path / "offload")
-    old = type(decoder_layers(base)[1])
-    assert torch.equal(logits(base), base_logits)
-    model = PeftModel.from_pretrained(base, saved)
-    assert torch.equal(logits(model), expected)
-    with record_routes(model) as trace:
-        logits(model)
-    assert list(trace) == [1, 2, 3]
-    with model.disable_adapter():
-        assert torch.equal(logits(model), base_logits)
-    unloaded = model.unload()
-    for layer in decoder_layers(unloaded):
-        assert type(layer) is old
-        if "_old_forward" in vars(layer):
-            assert layer._old_forward.__func__ is old.forward
-    assert torch.equal(logits(unloaded), base_logits)
-
-
-@every_family
-def test_hooks_added_after_injection_and_removed_after_unload(family: str) -> None:
-    base = build_base(family)
-    base_logits = logits(base)
-    model = routed(base)
-    expected = logits(model)
-    cpu_offload(base, execution_device=torch.device("cpu"))
-    assert torch.equal(logits(model), expected)
-    model.unload()
-    remove_hook_from_submodules(base)
-    assert torch.equal(logits(base), base_logits)
-
-
-@every_family
-def test_hooks_removed_before_injection_or_before_unload(family: str) -> None:
-    """accelerate leaves a bound forward on the instance when it removes a hook."""
-    expected, base = logits(build_routed(family)), build_base(family)
-    base_logits = logits(base)
-    cpu_offload(base, execution_device=torch.device("cpu"), state_dict=dict(base.state_dict()))
-    remove_hook_from_submodules(base)
-    base.load_state_dict(build_base(family).state_dict(), assign=True)
-    base.tie_weights()
-    model = routed(base)
-    assert torch.equal(logits(model), expected)
-    for layer in decoder_layers(model):
-        add_hook_to_module(layer, ModelHook())
-        remove_hook_from_module(layer)
-    assert torch.equal(logits(model), expected)
-    assert torch.equal(logits(model.unload()), base_logits)
-
-
-@every_family
-def test_device_map_while_loading(family: str, tmp_path: Path) -> None:
-    build_base(family).save_pretrained(tmp_path / "base")
-    model = routed(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
-    model.save_pretrained(tmp_path / "adapter")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map={"": "cpu"})
-    assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "adapter")), logits(model))
 
 
 @every_model

@@ -163,8 +163,8 @@ def test_gathered_update_equals_masked_update(share: float, with_branch: bool) -
     full, cheap = nn.Linear(8, 8), nn.Linear(8, 8) if with_branch else None
     a, mask = torch.randn(3, 7, 8, requires_grad=True), torch.rand(3, 7) < share
     inputs = [a, *full.parameters(), *(cheap.parameters() if cheap else ())]
-    gathered = gathered_update(a, mask, full, cheap)
-    masked, _, _ = masked_update(a, mask, torch.rand(3, 7), full, cheap)
+    gathered = gathered_update(a, a, mask, full, cheap)
+    masked, _, _ = masked_update(a, a, mask, torch.rand(3, 7), full, cheap)
     assert gap(gathered, masked) < 1e-6
     direction = torch.randn(3, 7, 8)
     for one, other in zip(
@@ -241,7 +241,7 @@ def test_no_token_at_all_runs(gate: str) -> None:
     model = shared("llama", gate)
     layer = decoder_layers(model)[1]
     empty = torch.empty(2, 0, WIDTH)
-    out = gathered_update(empty, torch.empty(2, 0, dtype=torch.bool), layer.mlp, None)
+    out = gathered_update(empty, empty, torch.empty(2, 0, dtype=torch.bool), layer.mlp, None)
     assert out.shape == (2, 0, WIDTH)
     scores = layer.routing.depth_route_gate["default"](empty)["scores"]
     assert scores.shape == (2, 0)

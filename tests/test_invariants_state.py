@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import FAMILY_NAMES, GATES, build_base, make_consequential, routed, tokens
+from models import FAMILY_NAMES, GATES, build_base, logits, make_consequential, routed
 from peft import PeftModel
 
 from hf_depthroute import DepthRouteConfig, record_routes, replay_routes, set_budget
@@ -12,11 +12,6 @@ from hf_depthroute.calibration import use_selection
 from hf_depthroute.trace import routings
 
 pytestmark = [pytest.mark.parametrize("family", FAMILY_NAMES), pytest.mark.parametrize("gate", GATES)]
-
-
-@torch.no_grad()
-def logits(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
-    return model(tokens(3, 12, seed)).logits
 
 
 def pair(family: str, gate: str, **fields: object) -> tuple[PeftModel, torch.Tensor, torch.Tensor]:

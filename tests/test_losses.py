@@ -225,7 +225,7 @@ def test_the_straight_through_mask_has_hard_values_and_the_gradient_of_p() -> No
     scores = torch.randn(2, 4, generator=generator).requires_grad_()
     mask = scores > 0
     full, cheap = nn.Linear(3, 3), nn.Linear(3, 3)
-    out, after_full, after_cheap = masked_update(a, mask, torch.sigmoid(scores / TAU), full, cheap)
+    out, after_full, after_cheap = masked_update(a, a, mask, torch.sigmoid(scores / TAU), full, cheap)
     assert torch.equal(out, torch.where(mask[..., None], a + full(a), a + cheap(a)))
     out.backward(grad_out)
     p = torch.sigmoid(scores / TAU)

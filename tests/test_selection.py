@@ -22,6 +22,10 @@ rows = st.integers(0, 24).flatmap(
 property_test = settings(max_examples=200, deadline=None, derandomize=True)
 
 
+def exact_count(budget: float, n: int) -> int:
+    return math.ceil(Fraction(str(budget)).limit_denominator(10**9) * n)
+
+
 def choose(scores: list[float], real: list[bool] | None, budget: float) -> list[bool]:
     token_mask = None if real is None else torch.tensor([real], dtype=torch.bool).reshape(1, -1)
     return topk_mask(torch.tensor([scores]).reshape(1, -1), budget, token_mask)[0].tolist()
@@ -29,7 +33,7 @@ def choose(scores: list[float], real: list[bool] | None, budget: float) -> list[
 
 def chosen_by_definition(scores: list[float], real: list[bool], budget: float) -> list[bool]:
     """The rule written out: real scores that are numbers, highest first, lowest index first among equals."""
-    count = math.ceil(Fraction(str(budget)) * sum(real))
+    count = exact_count(budget, sum(real))
     eligible = [i for i, (score, is_real) in enumerate(zip(scores, real)) if is_real and not math.isnan(score)]
     best = set(sorted(eligible, key=lambda i: (-scores[i], i))[:count])
     return [i in best for i in range(len(scores))]
@@ -40,6 +44,20 @@ def test_count_is_exact_for_every_percent_and_length(percent: int) -> None:
     lengths = torch.arange(201)
     expected = [-(-percent * n // 100) for n in range(201)]
     assert budget_count(percent / 100, lengths).tolist() == expected
+
+
+@property_test
+@given(st.floats(1e-9, 1.0), st.integers(0, 10**6))
+def test_count_of_a_scheduled_budget_does_not_overflow(budget: float, n: int) -> None:
+    count = int(budget_count(budget, torch.tensor([n])))
+    assert budget * n - 1e-3 <= count <= min(n, budget * n + 1 + 1e-3)
+    assert count >= min(n, 1)
+
+
+@pytest.mark.parametrize(("parts", "whole"), [(1, 3), (2, 3), (5, 6), (6, 7), (1, 7)])
+def test_a_simple_fraction_of_a_multiple_is_exact(parts: int, whole: int) -> None:
+    lengths = torch.arange(0, 100 * whole, whole)
+    assert budget_count(parts / whole, lengths).tolist() == [parts * n for n in range(100)]
 
 
 @pytest.mark.parametrize("percent", range(1, 101))
@@ -69,7 +87,7 @@ def test_threshold_follows_its_definition(row: tuple[list[float], list[bool]], t
 @property_test
 @given(st.integers(1, 40), st.sampled_from([0.0, 1.0, INF, -INF]), budgets)
 def test_ties_go_to_the_lowest_indices_and_the_count_is_exact(n: int, value: float, budget: float) -> None:
-    count = math.ceil(Fraction(str(budget)) * n)
+    count = exact_count(budget, n)
     assert choose([value] * n, None, budget) == [i < count for i in range(n)]
 
 

@@ -12,15 +12,18 @@ import torch
 Path = Callable[[torch.Tensor], torch.Tensor]
 
 
-def gathered_update(a: torch.Tensor, mask: torch.Tensor, full: Path, cheap: Path | None) -> torch.Tensor:
-    """`a + full(a)` at the rows in `mask`, `a + cheap(a)` at the others; each row goes through one path only.
+def gathered_update(
+    a: torch.Tensor, x: torch.Tensor, mask: torch.Tensor, full: Path, cheap: Path | None
+) -> torch.Tensor:
+    """`a + full(x)` at the rows in `mask`, `a + cheap(a)` at the others; each row goes through one path only.
 
     Args:
         a: The residual stream, `[B, T, d]`. It may be overwritten when no gradient is recorded.
+        x: What the full path reads, `[B, T, d]`: the stream, or its norm where that is known already.
         mask: Bool `[B, T]`.
-        full: From rows of the stream to the full path's update, `[1, F, d] -> [1, F, d]`: three dimensions, because
+        full: From rows of `x` to the full path's update, `[1, F, d] -> [1, F, d]`: three dimensions, because
             mixture-of-experts blocks take nothing else.
-        cheap: The same for the cheap path; None when it adds nothing.
+        cheap: The same from rows of the stream; None when the cheap path adds nothing.
 
     Returns:
         `[B, T, d]`.
@@ -30,9 +33,9 @@ def gathered_update(a: torch.Tensor, mask: torch.Tensor, full: Path, cheap: Path
     flat = mask.reshape(-1)
     full_index = flat.nonzero().squeeze(-1)  # [F]
     if full_index.numel() == rows.shape[0]:
-        return a + full(a)  # nothing is skipped: no gather, and bit for bit what the base computes
+        return a + full(x)  # nothing is skipped: no gather, and bit for bit what the base computes
     if full_index.numel():
-        full_update = full(rows.index_select(0, full_index)[None]).squeeze(0)  # [F, d]
+        full_update = full(x.reshape(-1, width).index_select(0, full_index)[None]).squeeze(0)  # [F, d]
     if cheap is not None:
         cheap_index = (~flat).nonzero().squeeze(-1)  # [C]
         cheap_update = cheap(rows.index_select(0, cheap_index)[None]).squeeze(0)  # [C, d]
