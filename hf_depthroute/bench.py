@@ -3,7 +3,7 @@
     eta = (T_dense - T_routed) / (T_dense - T_ideal),   T_ideal = T_dense * FLOPs_routed / FLOPs_dense
 
 `eta` is 1 when every skipped FLOP shows on the clock. All variants share one set of weights and one process; their
-runs are interleaved, and medians are reported.
+runs are interleaved in random order, and medians are reported.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -100,7 +101,7 @@ def bench(
         length: Prompt length, in tokens.
         decode_batch: Sequences in decode.
         decode_steps: Timed decoding steps after the prompt; 0 leaves decode out.
-        repeats: Rounds; each times every variant once, in turn.
+        repeats: Rounds; each times every variant once, in random order.
         recalibrate: Calibrate each budget on the prompts, so that random routers select the share asked for. Leave it
             off for an adapter whose own thresholds are to be measured.
         progress: Called with one line per finished part.
@@ -147,10 +148,13 @@ def bench(
         "machine": describe_machine(device),
     }
     try:
-        prefill = _Case(lambda m: m(input_ids, use_cache=True, logits_to_keep=1))
-        cost_args = {"batch_size": input_ids.shape[0], "length": input_ids.shape[1]}
+        # All logits: taking the last ones of several sequences makes PyTorch copy the head's weights on CPUs, a cost
+        # that would dilute every ratio.
+        prefill = _Case(lambda m: m(input_ids, use_cache=True))
+        rows, length = input_ids.shape
+        cost_args = {"batch_size": rows, "length": length, "logits_to_keep": length}
         result["prefill"] = _measure(model, base, prefill, budgets, use, repeats, cost_args, input_ids.numel())
-        _say(progress, f"prefill {input_ids.shape[0]} x {input_ids.shape[1]} done")
+        _say(progress, f"prefill {rows} x {length} done")
         if decode_steps:
             prompt = input_ids[:1].expand(decode_batch, -1).contiguous()
             if decode_batch <= input_ids.shape[0]:
@@ -204,6 +208,8 @@ class _Case:
         self.run, self.setup = run, setup
 
     def seconds(self, model: nn.Module) -> float:
+        # What ran before leaves its mark on caches and on the allocator: run once untimed, as in steady use.
+        self.run(self.setup(model))
         state = self.setup(model)
         _synchronise(model)
         start = time.perf_counter()
@@ -224,9 +230,9 @@ def _measure(
     steps: int = 1,
 ) -> dict[str, Any]:
     times: dict[Any, list[float]] = {}
+    variants: list[Any] = [*(["base"] if base is not None else []), "disabled", *budgets]
     for round_ in range(repeats + 2):  # two rounds to warm up
-        variants: list[Any] = [*(["base"] if base is not None else []), "disabled", *budgets]
-        for variant in variants:
+        for variant in random.Random(round_).sample(variants, len(variants)):
             if variant == "base" and base is not None:
                 seconds = case.seconds(base)
             elif variant == "disabled":

@@ -24,7 +24,7 @@ from torch import nn
 from .branches import LowRankBranch
 from .calibration import ScoreQuantiles
 from .config import DepthRouteConfig
-from .execution import gathered_update, masked_update
+from .execution import CPU_SLICE, gathered_update, masked_update
 from .families import Family
 from .gates import GATES, TargetProjection
 from .selection import threshold_mask, topk_mask
@@ -65,7 +65,8 @@ class Routing(nn.Module, BaseTunerLayer):
     Args:
         layer_index: Index of the decoder layer.
         family: The row of the family table.
-        norm: The layer's FFN norm: template of the branch's norm, and the device the adapter belongs on.
+        layer: The decoder layer, to read sizes from; its FFN norm is the template of the branch's norm, and its device
+            the one the adapter belongs on.
         peft_configs: The model's adapter configurations by name, shared by all layers.
     """
 
@@ -76,10 +77,15 @@ class Routing(nn.Module, BaseTunerLayer):
     weight = None  # type: ignore[assignment]
     bias = None  # type: ignore[assignment]
 
-    def __init__(self, layer_index: int, family: Family, norm: nn.Module, peft_configs: dict[str, PeftConfig]) -> None:
+    def __init__(self, layer_index: int, family: Family, layer: nn.Module, peft_configs: dict[str, PeftConfig]) -> None:
         super().__init__()
+        norm = getattr(layer, family.ffn_norm)
+        ffn_parameters = dict(getattr(layer, family.ffn).named_parameters())
         self.layer_index = layer_index
         self.family = family
+        self.width: int = norm.weight.shape[-1]
+        self.ffn_bias = any(name.endswith("bias") for name in ffn_parameters)
+        self.dense_ffn = all(parameter.ndim < 3 for parameter in ffn_parameters.values())  # not fused experts
         self.peft_configs = peft_configs
         self.merged_adapters: list[str] = []
         self.depth_route_gate = nn.ModuleDict()
@@ -96,23 +102,23 @@ class Routing(nn.Module, BaseTunerLayer):
         self.scheduled_budget: float | None = None  # training schedules
         self.scheduled_temperature: float | None = None
 
-    def add_adapter(self, name: str, config: DepthRouteConfig, width: int, ffn_bias: bool) -> None:
+    def add_adapter(self, name: str, config: DepthRouteConfig) -> None:
         """Create the seeded, untrained adapter `name` for this layer."""
-        gate = GATES[config.gate](width, config)
+        gate = GATES[config.gate](self.width, config)
         self._initialise(gate, config, "gate")
         self.depth_route_gate[name] = gate
         if config.branch == "lowrank":
             assert config.branch_rank is not None
-            branch = LowRankBranch(self._norm[0], width, config.branch_rank, bias=ffn_bias)
+            branch = LowRankBranch(self._norm[0], self.width, config.branch_rank, bias=self.ffn_bias)
             self._initialise(branch, config, "branch")
             self.depth_route_branch[name] = branch
         self.depth_route_quantiles[name] = ScoreQuantiles(config.gate_temperature)
         self._move_adapter_to_device_of_base_layer(name)
 
-    def add_projection(self, name: str, config: DepthRouteConfig, width: int, owner: Routing) -> None:
+    def add_projection(self, name: str, config: DepthRouteConfig, owner: Routing) -> None:
         """Create adapter `name`'s target projection in the layer that owns it, or refer to the owner's."""
         if owner is self:
-            projection = TargetProjection(width, config.summary_dim)
+            projection = TargetProjection(self.width, config.summary_dim)
             self._initialise(projection, config, "target")
             self.depth_route_target[name] = projection
             self._move_adapter_to_device_of_base_layer(name)
@@ -274,7 +280,8 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
             project = holder._projections[name][0]
             gate_out |= {"z_full": project(after_full), "z_cheap": project(after_cheap)}
     else:
-        out = gathered_update(a, x, mask, full, branch)
+        slice_rows = CPU_SLICE if holder.dense_ffn and a.device.type == "cpu" else None
+        out = gathered_update(a, x, mask, full, branch, slice_rows)
     if not plan.recorders:
         return (out,)
     return out, mask, scores, probs, *gate_out.values()

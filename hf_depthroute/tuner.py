@@ -102,17 +102,15 @@ class DepthRouteModel(BaseTuner):
         for index in routed:
             layer = layers[index]
             if HOLDER not in layer._modules:
-                norm = getattr(layer, family.ffn_norm)
-                holder = Routing(index, family, norm, self.peft_config)
+                holder = Routing(index, family, layer, self.peft_config)
                 holder.train(layer.training)
                 setattr(layer, HOLDER, holder)
             holder = getattr(layer, HOLDER)
             holder.peft_configs = self.peft_config
-            ffn_bias = any(n.endswith("bias") for n, _ in getattr(layer, family.ffn).named_parameters())
-            holder.add_adapter(adapter_name, config, width, ffn_bias)
+            holder.add_adapter(adapter_name, config)
             if config.gate == "jepa":
                 owner = owner or holder
-                holder.add_projection(adapter_name, config, width, owner)
+                holder.add_projection(adapter_name, config, owner)
             self.targeted_module_names.append(f"{index}.{HOLDER}")
 
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)

@@ -11,9 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from models import build_base
 from peft import PeftModel
-from transformers import PreTrainedModel
 
 
 @pytest.fixture(autouse=True)
@@ -27,19 +25,7 @@ def fixed_global_state() -> Iterator[None]:
 
 
 @pytest.fixture
-def saved_base(tmp_path: Path) -> Callable[..., Path]:
-    """Build a base model of a family and save it: `saved_base("llama") -> folder`."""
-
-    def save(family: str, **kwargs: object) -> Path:
-        folder = tmp_path / f"base-{family}"
-        build_base(family, **kwargs).save_pretrained(folder)
-        return folder
-
-    return save
-
-
-@pytest.fixture
-def saved_adapter(tmp_path: Path) -> Callable[[PeftModel | PreTrainedModel], Path]:
+def saved_adapter(tmp_path: Path) -> Callable[[PeftModel], Path]:
     """Save a model's adapter: `saved_adapter(model) -> folder`."""
 
     def save(model: PeftModel) -> Path:
