@@ -111,7 +111,7 @@ class TargetProjection(nn.Linear):
 
     @torch.no_grad()
     def forward(self, h: torch.Tensor) -> torch.Tensor:  # [B, T, d] -> [B, T, summary_dim]
-        return F.linear(h.detach(), self.weight.to(h.dtype))
+        return F.linear(h.detach(), self.weight.to(h))  # a split model may hold it on another device
 
 
 def default_hidden(width: int) -> int:

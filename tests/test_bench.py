@@ -58,12 +58,12 @@ def test_decode_shares_are_counted_over_all_steps(measured):
         assert share == pytest.approx(sum(step[layer] for step in steps) / 6)
 
 
-def test_eta_follows_from_the_reported_times_and_flops(measured):
+def test_eta_follows_from_the_reported_ratio_and_flops(measured):
     _, _, result = measured
-    dense = result["prefill"]["dense_ms"]
     for row in result["prefill"]["budgets"].values():
-        ideal = dense * row["flops_routed_over_dense"]
-        assert row["eta"] == pytest.approx((dense - row["routed_ms"]) / (dense - ideal), abs=0.05)
+        saved, ideally = 1 - row["ratio"], 1 - row["flops_routed_over_dense"]
+        assert row["eta"] == pytest.approx(saved / ideally, abs=0.01)
+        assert row["speedup"] == pytest.approx(1 / row["ratio"], abs=0.001)
 
 
 def test_budget_and_thresholds_are_restored(measured):
