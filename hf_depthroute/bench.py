@@ -14,8 +14,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import nn
 from .calibration import active_routings, calibrate
 from .config import DepthRouteConfig
 from .cost import route_cost
-from .trace import count_routes
+from .trace import count_routes, overridden
 from .tuner import get_depth_routed_model
 
 # Random weights at the shape of a released model. Speed does not depend on the values.
@@ -236,7 +235,7 @@ def _measure(
             if variant == "base" and base is not None:
                 seconds = case.seconds(base)
             elif variant == "disabled":
-                with _disabled(model):
+                with overridden(model, "_disable_adapters", True):
                     seconds = case.seconds(model)
             else:
                 use(float(variant))
@@ -295,18 +294,6 @@ def _decoder(steps: int) -> Callable[[tuple[nn.Module, Any, torch.Tensor]], None
             token = model(token, past_key_values=cache, use_cache=True).logits.argmax(-1)
 
     return run
-
-
-@contextmanager
-def _disabled(model: nn.Module) -> Iterator[None]:
-    holders = active_routings(model)
-    for holder in holders:
-        holder._disable_adapters = True
-    try:
-        yield
-    finally:
-        for holder in holders:
-            holder._disable_adapters = False
 
 
 def _quantiles(model: nn.Module) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .config import DepthRouteConfig, check_budget
-from .trace import count_routes, record_routes, routings
+from .trace import count_routes, overridden, record_routes, routings
 
 if TYPE_CHECKING:
     from .layer import Routing
@@ -190,15 +190,8 @@ def _budgeted_configs(holders: list[Routing]) -> list[DepthRouteConfig]:
 @contextmanager
 def use_selection(model: nn.Module, rule: str) -> Iterator[None]:
     """Decide by `rule` ("topk" or "threshold") in training and inference alike, inside the block."""
-    holders = routings(model)
-    before = [holder.selection for holder in holders]
-    for holder in holders:
-        holder.selection = rule
-    try:
+    with overridden(model, "selection", rule):
         yield
-    finally:
-        for holder, previous in zip(holders, before):
-            holder.selection = previous
 
 
 def _collect(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict[int, torch.Tensor]:

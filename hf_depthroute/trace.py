@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -146,15 +146,22 @@ def replay_routes(model: nn.Module, trace: RouteTrace) -> Iterator[None]:
     Raises:
         ValueError: `model` has no routed layer. A forward pass raises it when a mask does not have the input's shape.
     """
+    with overridden(model, "replay", trace):
+        yield
+
+
+@contextmanager
+def overridden(model: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Set run-time attribute `name` of every routing holder inside the block."""
     holders = routings(model)
-    before = [holder.replay for holder in holders]
+    before = [getattr(holder, name) for holder in holders]
     for holder in holders:
-        holder.replay = trace
+        setattr(holder, name, value)
     try:
         yield
     finally:
         for holder, previous in zip(holders, before):
-            holder.replay = previous
+            setattr(holder, name, previous)
 
 
 @contextmanager
