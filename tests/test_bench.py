@@ -62,7 +62,7 @@ def test_eta_follows_from_the_reported_ratio_and_flops(measured):
     _, _, result = measured
     for row in result["prefill"]["budgets"].values():
         saved, ideally = 1 - row["ratio"], 1 - row["flops_routed_over_dense"]
-        assert row["eta"] == pytest.approx(saved / ideally, abs=0.01)
+        assert row["eta"] == pytest.approx(saved / ideally, rel=2e-3, abs=0.01)  # the report is rounded
         assert row["speedup"] == pytest.approx(1 / row["ratio"], abs=0.001)
 
 
