@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -19,8 +20,9 @@ from pathlib import Path
 
 from hf_depthroute.report.markdown import write_report
 
-ROOT = Path(__file__).parents[2]
-BASE = ROOT / "recipes" / "embedded_base" / "model"
+# Relative to the working directory, so that no result names a folder of this machine.
+HERE = Path(os.path.relpath(Path(__file__).parent))
+BASE = Path(os.path.relpath(HERE.parent / "embedded_base" / "model"))
 BUDGETS = "0.25,0.5,0.75"
 PROMPT = "def read_lines(path):\n"
 
@@ -39,7 +41,7 @@ def command(*arguments: object) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo_output"))
-    parser.add_argument("--config", type=Path, default=Path(__file__).with_name("train.yaml"))
+    parser.add_argument("--config", type=Path, default=HERE / "train.yaml")
     args = parser.parse_args()
     start = time.time()
     shutil.rmtree(args.out, ignore_errors=True)
