@@ -154,7 +154,8 @@ def set_budget(model: nn.Module, budget: float) -> None:
     """Change the budget of the active adapter at run time, without retraining; saved with the adapter.
 
     The thresholds come from quantiles measured at the calibrated budget. At another one, later layers see another
-    stream, so the share that runs full can miss the budget by some points; `calibrate(model, batches, budget)` is exact.
+    stream, so the share that runs full can miss the budget by some points; `calibrate(model, batches, budget)` makes
+    it exact.
 
     Raises:
         ConfigError: `budget` is not in (0, 1].
