@@ -12,7 +12,6 @@ A routed layer computes, with `a = h + attention(attention_norm(h))`:
 from __future__ import annotations
 
 import functools
-import inspect
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -296,62 +295,3 @@ def _record(
     record = RouteRecord(mask, scores, probs, token_mask, plan.budget, dict(zip(names, extras)))
     for trace in plan.recorders:
         trace[holder.layer_index] = record
-
-
-@functools.cache
-def routed_class(base: Any) -> Any:
-    """The subclass that decoder layers of class `base` are switched to: same name and module, our `forward`."""
-    names = tuple(inspect.signature(base.forward).parameters)[2:]
-    cls = type(base)(
-        base.__name__,
-        (base,),
-        {
-            "__module__": base.__module__,
-            "__qualname__": base.__qualname__,
-            "__doc__": base.__doc__,
-            "__call__": nn.Module.__call__,  # checkpointing is done once, in `routed_forward`
-            "__reduce_ex__": _reduce,
-            "_base_forward": base.forward,
-            "_argument_names": tuple(name for name in names if name != "kwargs"),
-            "_depth_route_base": base,
-            "gradient_checkpointing": False,
-        },
-    )
-    cls.forward = routed_forward  # after creation: transformers wraps what the class body defines
-    return cls
-
-
-def swap(layer: Any) -> None:
-    """Turn a decoder layer into its routed subclass, in place."""
-    if not hasattr(layer, "_depth_route_base"):
-        base: Any = type(layer)
-        _set_class(layer, routed_class(base))
-
-
-def unswap(layer: nn.Module) -> None:
-    """Undo `swap` and drop the adapter state."""
-    if hasattr(layer, "_depth_route_base"):
-        layer._modules.pop(HOLDER, None)
-        _set_class(layer, layer._depth_route_base)
-
-
-def _set_class(layer: Any, cls: Any) -> None:
-    # accelerate keeps the bound forward of the class it found, and leaves it on the instance when its hook is removed.
-    # Rebind both, or routing is silently off.
-    stale = [
-        name
-        for name in ("_old_forward", "forward")
-        if getattr(layer.__dict__.get(name), "__func__", None) is type(layer).forward
-    ]
-    layer.__class__ = cls
-    for name in stale:
-        setattr(layer, name, cls.forward.__get__(layer))
-
-
-def _reduce(self: Any, protocol: int) -> Any:
-    return _rebuild, (self._depth_route_base,), self.__dict__
-
-
-def _rebuild(base: Any) -> Any:
-    cls = routed_class(base)
-    return cls.__new__(cls)
