@@ -57,8 +57,8 @@ def speed() -> list[str]:
         f"last {len(setting['routed_layers'])} of 24 FFNs routed, {setting['dtype']}, {machine['threads']} CPU threads "
         f"({machine['device']}); prefill {setting['batch']} x {setting['length']} tokens, decode batch "
         f"{setting['decode_batch']}. `eta` is the part of the skipped arithmetic that shows on the clock. With the "
-        f"adapter disabled, prefill takes {disabled:.3f} of the untouched base's time. One run on a shared machine; its "
-        "README gives the spread over runs, and the slower case of `generate`'s prefill.",
+        f"adapter disabled, prefill takes {disabled:.3f} of the untouched base's time. One run on a shared machine; "
+        "its README gives the spread over runs, and the slower case of `generate`'s prefill.",
         "",
         *table(["part", "budget", "share run full", "time / dense", "FLOPs / dense", "eta"], rows),
     ]

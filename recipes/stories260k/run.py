@@ -3,8 +3,7 @@
     python recipes/stories260k/run.py --seeds 0 1 2 --out recipes/stories260k/results.json
 
 Base and text are the folder `../shared/data` beside the project (`--data` to point elsewhere). Every run is the command
-line's own `train` and `eval`, in a process of its own; three to four minutes each on one
-shared CPU core.
+line's own `train` and `eval`, in a process of its own; three to four minutes each on one shared CPU core.
 """
 
 from __future__ import annotations
