@@ -17,7 +17,7 @@ from .config import DepthRouteConfig, check_budget
 from .trace import count_routes, overridden, record_routes, routings
 
 if TYPE_CHECKING:
-    from .layer import Routing
+    from .holder import Routing
     from .trace import RouteRecord
 
 TABLE_SIZE = 201  # steps of half a percent

@@ -16,7 +16,7 @@ from .calibration import active_routings
 from .config import check_budget
 from .families import find_decoder, find_family
 from .gates import JEPAGate, MLPGate
-from .layer import HOLDER
+from .holder import HOLDER
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class Family:
         attention: The attention module; its first result is the attention output.
         ffn_norm: Norm in front of the FFN.
         ffn: The FFN, or the whole MoE block. Called with `[B, T, d]`.
+        final_norm: The decoder stack's norm after its last layer.
     """
 
     layers: str = "layers"
@@ -36,6 +37,7 @@ class Family:
     attention: str = "self_attn"
     ffn_norm: str = "post_attention_layernorm"
     ffn: str = "mlp"
+    final_norm: str = "norm"
 
 
 FAMILIES: dict[str, Family] = {
@@ -44,7 +46,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(),
     "mistral": Family(),
     "olmoe": Family(),
-    "gpt2": Family(layers="h", attention_norm="ln_1", attention="attn", ffn_norm="ln_2", ffn="mlp"),
+    "gpt2": Family(layers="h", attention_norm="ln_1", attention="attn", ffn_norm="ln_2", final_norm="ln_f"),
 }
 
 

@@ -82,17 +82,28 @@ class JEPAGate(nn.Module):
         return self.context.weight.numel() + 2 * predictor + decision
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], q [B, T, summary_dim]
-        context = self.context(a.detach())
-        actions = self.actions(torch.arange(2, device=a.device)).to(context.dtype)
+        q = self.predict(F.silu(self._shared(a.detach()) + self._offsets(a.dtype)))  # [B, T, 2, summary_dim]
+        q_full, q_cheap = q.unbind(-2)
+        # D's first map is linear in the difference: W1 q_full + W2 q_cheap + W3 (q_full - q_cheap).
+        w1, w2, w3 = self.decide_hidden.weight.chunk(3, dim=1)
+        decide = torch.cat([w1 + w3, w2 - w3], dim=1).to(q.dtype)
+        compared = F.linear(q.flatten(-2), decide, self.decide_hidden.bias.to(q.dtype))
+        return {"scores": self.score(F.silu(compared)), "q_full": q_full, "q_cheap": q_cheap}
 
-        def outcome(action: torch.Tensor) -> torch.Tensor:
-            joined = torch.cat([context, action.expand(*context.shape[:-1], -1)], dim=-1)
-            return self.predict(F.silu(self.predict_hidden(joined)))
+    def _shared(self, x: torch.Tensor) -> torch.Tensor:  # [B, T, d] -> [B, T, 1, summary_dim]
+        """The context's part of P's first map, the same for both actions."""
+        context_map = self.predict_hidden.weight[:, : self.context.out_features]
+        if not self.training:
+            return F.linear(self.context(x), context_map.to(x.dtype))[..., None, :]
+        # No nonlinearity in between: over the many tokens of a training batch, one map is cheaper than two.
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = context_map @ self.context.weight, context_map @ self.context.bias
+        return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))[..., None, :]
 
-        q_full, q_cheap = outcome(actions[0]), outcome(actions[1])
-        compared = torch.cat([q_full, q_cheap, q_full - q_cheap], dim=-1)
-        scores = self.score(F.silu(self.decide_hidden(compared)))
-        return {"scores": scores, "q_full": q_full, "q_cheap": q_cheap}
+    def _offsets(self, dtype: torch.dtype) -> torch.Tensor:  # [2, summary_dim]
+        """The actions' part of P's first map; row 0 full, row 1 cheap."""
+        action_map = self.predict_hidden.weight[:, self.context.out_features :]
+        return F.linear(self.actions.weight, action_map, self.predict_hidden.bias).to(dtype)
 
 
 GATES: dict[str, type[MLPGate] | type[JEPAGate]] = {"mlp": MLPGate, "jepa": JEPAGate}

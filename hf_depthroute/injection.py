@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from .families import find_decoder, find_family
-from .layer import HOLDER, TOKEN_MASK, routed_forward
+from .holder import HOLDER
+from .layer import TOKEN_MASK, routed_forward
 
 
 def enter(model: nn.Module) -> nn.ModuleList:

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from .holder import HOLDER, Routing
 from .injection import leave
-from .layer import HOLDER, Routing
 
 PREFIX = "depth_route_"
 _OWN_KEY = re.compile(rf"\.{HOLDER}\.{PREFIX}[a-z]+\.")

@@ -1,33 +1,53 @@
 """Routing losses and diagnostics, computed from a `RouteTrace`. Adding a loss is one function and one row of `LOSSES`.
 
-Shapes: C routed layers, B batch, T positions. Every mean runs over real tokens, of all processes.
+Shapes: C routed layers, B batch, T positions, V vocabulary. Means run over real tokens, of all processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from .forks import Prefix, divergence_from_dense
+from .oracle import UtilityLabels
 from .trace import RouteTrace
+
+JEPA_TARGETS = ("paired", "deranged")
+_RANKED = 256  # positions of a sequence that the rank loss compares with each other
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may look at.
+    """What a loss may look at. A term whose inputs are missing does not apply.
 
     Attributes:
         trace: The decisions of the forward pass, with graph.
         lm: The language-model loss of the same pass.
         alive_min: `p_min` of the `alive` term.
+        jepa_targets: `"paired"`, or `"deranged"`: every token gets the target of another one.
+        utility: Labels `u*` by layer index, for `util` and `rank`; None between refreshes.
+        counterfactual: Labels `dl` by layer index, for `cgs`; None between refreshes.
+        counterfactual_temperature: What `cgs` divides `dl` by.
+        prefix: The observed forward pass, for `distill`.
+        logits: Its logits `[B, T, V]`, with graph, for `distill`.
+        labels: Its labels `[B, T]`, for `distill`.
     """
 
     trace: RouteTrace
     lm: torch.Tensor | None = None
     alive_min: float = 0.05
+    jepa_targets: str = "paired"
+    utility: Mapping[int, UtilityLabels] | None = None
+    counterfactual: Mapping[int, UtilityLabels] | None = None
+    counterfactual_temperature: torch.Tensor | float = 1.0
+    prefix: Prefix | None = None
+    logits: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -45,11 +65,74 @@ def lm_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 def jepa_loss(inputs: LossInputs) -> torch.Tensor | None:
     """`(1 - cos(q_full, z_full)) + (1 - cos(q_cheap, z_cheap))`, mean over tokens and layers; JEPA gate only."""
-    records = inputs.trace.values()
+    records = list(inputs.trace.values())
     if not all("z_full" in record.extras for record in records):
         return None
-    per_layer = [2 - _cosine(r.q_full, r.z_full) - _cosine(r.q_cheap, r.z_cheap) for r in records]
+    z_full, z_cheap = ([getattr(record, name) for record in records] for name in ("z_full", "z_cheap"))
+    if inputs.jepa_targets == "deranged":
+        source = derangement(records[0].real)
+        z_full, z_cheap = ([shuffled(z, records[0].real, source) for z in targets] for targets in (z_full, z_cheap))
+    per_layer = [
+        2 - _cosine(record.q_full, full) - _cosine(record.q_cheap, cheap)
+        for record, full, cheap in zip(records, z_full, z_cheap)
+    ]
     return token_mean(_stack(per_layer), _real(inputs.trace)).mean()
+
+
+def util_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`Huber(u, u*)` with delta 1, mean over labelled tokens and layers."""
+    if inputs.utility is None:
+        return None
+    scores_CBT, labels_CBT, valid_CBT = _labelled(inputs.trace, inputs.utility)
+    return token_mean(F.huber_loss(scores_CBT, labels_CBT, reduction="none"), valid_CBT).mean()
+
+
+def rank_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`E_(i,j) softplus(-sign(u*_i - u*_j) (u_i - u_j))` over the pairs of labelled tokens of a sequence.
+
+    All pairs `i != j`; of sequences longer than 256 tokens, the pairs among 256 positions drawn at random.
+    """
+    if inputs.utility is None:
+        return None
+    scores_CBT, labels_CBT, valid_CBT = _labelled(inputs.trace, inputs.utility)
+    length = scores_CBT.shape[-1]
+    if length > _RANKED:
+        drawn = torch.randperm(length, device=scores_CBT.device)[:_RANKED]
+        scores_CBT, labels_CBT, valid_CBT = (x[..., drawn] for x in (scores_CBT, labels_CBT, valid_CBT))
+    # The term is symmetric in i and j, so i < j is enough.
+    i, j = torch.triu_indices(scores_CBT.shape[-1], scores_CBT.shape[-1], offset=1, device=scores_CBT.device)
+    order_CBP = torch.sign(labels_CBT[..., i] - labels_CBT[..., j])
+    losses_CBP = F.softplus(-order_CBP * (scores_CBT[..., i] - scores_CBT[..., j]))
+    return token_mean(losses_CBP, valid_CBT[..., i] & valid_CBT[..., j]).mean()
+
+
+def cgs_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`BCE(p, y)` with `y = sigmoid(dl / temperature)`, mean over labelled tokens: counterfactual gate supervision."""
+    if inputs.counterfactual is None:
+        return None
+    trace = RouteTrace({index: inputs.trace[index] for index in inputs.counterfactual})
+    _, labels_CBT, valid_CBT = _labelled(trace, inputs.counterfactual)
+    probs_CBT = _stack([record.probs for record in trace.values()])
+    targets_CBT = torch.sigmoid(labels_CBT / inputs.counterfactual_temperature)
+    return token_mean(F.binary_cross_entropy(probs_CBT, targets_CBT, reduction="none"), valid_CBT).mean()
+
+
+def z_loss(inputs: LossInputs) -> torch.Tensor:
+    """`mean(logsumexp(logits)^2)` of the two-way choice with logits `(z/2, -z/2)`, `p = sigmoid(z)`.
+
+    Symmetric in the two paths, least where `p = 1/2`: it holds the scale of the scores, as the router z-loss does.
+    """
+    probs_CBT = _stack([record.probs for record in inputs.trace.values()])
+    # logsumexp(z/2, -z/2) = -log(p (1 - p)) / 2
+    logsumexp_CBT = -0.5 * (probs_CBT * (1 - probs_CBT)).clamp_min(1e-30).log()
+    return token_mean(logsumexp_CBT.square(), _real(inputs.trace)).mean()
+
+
+def distill_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`KL(dense || routed)` per predicted token, the dense model being this one with the adapter disabled."""
+    if inputs.prefix is None or inputs.logits is None or inputs.labels is None:
+        return None
+    return divergence_from_dense(inputs.prefix, inputs.logits, inputs.labels)
 
 
 def budget_loss(inputs: LossInputs) -> torch.Tensor:
@@ -67,8 +150,13 @@ def alive_loss(inputs: LossInputs) -> torch.Tensor:
 LOSSES: dict[str, LossTerm] = {
     "lm": LossTerm(1.0, lm_loss),
     "jepa": LossTerm(1.0, jepa_loss),
+    "util": LossTerm(1.0, util_loss),
+    "rank": LossTerm(0.2, rank_loss),
     "budget": LossTerm(1.0, budget_loss),
     "alive": LossTerm(0.5, alive_loss),
+    "cgs": LossTerm(0.0, cgs_loss),
+    "z": LossTerm(0.0, z_loss),
+    "distill": LossTerm(0.0, distill_loss),
 }
 
 
@@ -77,6 +165,7 @@ def routing_losses(
     lm: torch.Tensor | None = None,
     weights: Mapping[str, float] | None = None,
     alive_min: float = 0.05,
+    **inputs: Any,
 ) -> dict[str, torch.Tensor]:
     """Every applicable term times its weight; their sum is the loss to minimise.
 
@@ -93,21 +182,41 @@ def routing_losses(
         lm: The model's own loss; left out of the result when None.
         weights: Overrides of the default weights in `LOSSES`; a term with weight 0 is not computed.
         alive_min: `p_min`.
+        inputs: Further fields of `LossInputs`, such as `utility=oracle.prefix_utility(...)`.
 
     Raises:
         KeyError: `weights` names no known loss.
+        TypeError: `inputs` names no field of `LossInputs`.
     """
     for name in weights or {}:
         if name not in LOSSES:
             raise KeyError(f"unknown loss {name!r}; known: {', '.join(LOSSES)}")
-    inputs = LossInputs(trace, lm, alive_min)
+    given = LossInputs(trace, lm, alive_min, **inputs)
     terms = {}
     for name, term in LOSSES.items():
         weight = (weights or {}).get(name, term.weight)
-        value = term.compute(inputs) if weight != 0 else None
+        value = term.compute(given) if weight != 0 else None
         if value is not None:
             terms[name] = weight * value
     return terms
+
+
+def derangement(real_BT: torch.Tensor) -> torch.Tensor:
+    """A permutation of the real tokens without fixed points, int64 `[N]`: one random cycle through all of them.
+
+    With a single token there is none; it is left where it is.
+    """
+    order = torch.randperm(int(real_BT.sum()), device=real_BT.device)
+    source = torch.empty_like(order)
+    source[order] = order.roll(1)
+    return source
+
+
+def shuffled(values: torch.Tensor, real_BT: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`values` `[B, T, ...]` with the real tokens' rows permuted: row `n` comes from row `source[n]`."""
+    values = values.clone()
+    values[real_BT] = values[real_BT][source]
+    return values
 
 
 @torch.no_grad()
@@ -160,8 +269,19 @@ def token_mean(values_CBT: torch.Tensor, real_CBT: torch.Tensor) -> torch.Tensor
     return shared[0] / count_C + (local_C - local_C.detach())
 
 
+def _labelled(
+    trace: RouteTrace, labels: Mapping[int, UtilityLabels]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores, labels and validity, each `[C, B, T]`."""
+    scores_CBT = _stack([record.scores for record in trace.values()])
+    labels_CBT = _stack([labels[index].utility for index in trace]).to(scores_CBT.device)
+    return scores_CBT, labels_CBT, _stack([labels[index].valid for index in trace]).to(scores_CBT.device)
+
+
 def _cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return F.cosine_similarity(a.float(), b.float(), dim=-1)
+    """Cosine over the last dimension, in float32; fewer passes over memory than `F.cosine_similarity`."""
+    a, b = a.float(), b.float()
+    return (a * b).sum(-1) * torch.rsqrt(((a * a).sum(-1) * (b * b).sum(-1)).clamp_min(1e-16))
 
 
 def _stack(per_layer: list[torch.Tensor]) -> torch.Tensor:

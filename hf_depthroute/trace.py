@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from .layer import Routing
+    from .holder import Routing
 
 
 @dataclass
@@ -143,6 +143,8 @@ def count_routes(model: nn.Module) -> Iterator[RouteCounter]:
 def replay_routes(model: nn.Module, trace: RouteTrace) -> Iterator[None]:
     """Run `model` with the decisions of `trace` instead of its own; scores are still computed.
 
+    A layer that `trace` does not hold decides for itself.
+
     Raises:
         ValueError: `model` has no routed layer. A forward pass raises it when a mask does not have the input's shape.
     """
@@ -182,7 +184,7 @@ def routings(model: nn.Module) -> list[Routing]:
     Raises:
         ValueError: There is none.
     """
-    from .layer import Routing
+    from .holder import Routing
 
     holders = [module for module in model.modules() if isinstance(module, Routing)]
     if not holders:

@@ -11,52 +11,9 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .calibration import active_routings, quantile_tables
-from .config import ConfigError, check_budget
-from .losses import LOSSES, diagnostics, routing_losses
-from .trace import RouteTrace, record_routes, routings
-
-
-@dataclass
-class RoutingArguments:
-    """Loss weights and schedules of a routed training run.
-
-    Args:
-        jepa_weight: Weight of the JEPA alignment loss (JEPA gate only).
-        budget_weight: Weight of the budget loss.
-        alive_weight: Weight of the alive loss.
-        alive_min: `p_min` of the alive loss.
-        budget_start: Budget at step 0; it falls linearly to the adapter's over `budget_schedule_steps`.
-        budget_schedule_steps: Length of the budget schedule in optimizer steps; 0 for none.
-        temperature_start: Gate temperature at step 0; it moves linearly to the adapter's over
-            `temperature_schedule_steps`.
-        temperature_schedule_steps: Length of the temperature schedule in optimizer steps; 0 for none.
-    """
-
-    lm_weight: float = field(default=LOSSES["lm"].weight, metadata={"help": "weight of the language-model loss"})
-    jepa_weight: float = field(default=LOSSES["jepa"].weight, metadata={"help": "weight of the JEPA loss"})
-    budget_weight: float = field(default=LOSSES["budget"].weight, metadata={"help": "weight of the budget loss"})
-    alive_weight: float = field(default=LOSSES["alive"].weight, metadata={"help": "weight of the alive loss"})
-    alive_min: float = field(default=0.05, metadata={"help": "p_min of the alive loss"})
-    budget_start: float = field(default=1.0, metadata={"help": "budget at step 0 of the budget schedule"})
-    budget_schedule_steps: int = field(default=0, metadata={"help": "steps of the budget schedule; 0 for none"})
-    temperature_start: float = field(default=2.0, metadata={"help": "gate temperature at step 0 of its schedule"})
-    temperature_schedule_steps: int = field(default=0, metadata={"help": "steps of the temperature schedule"})
-
-    def check(self) -> None:
-        """Raise `ConfigError` on a value out of range."""
-        check_budget(self.budget_start)
-        for name in ("lm_weight", "jepa_weight", "budget_weight", "alive_weight", "alive_min"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be a finite number of at least 0")
-        if not 0 < self.temperature_start < float("inf"):
-            raise ConfigError(f"temperature_start={self.temperature_start!r} must be a finite number above 0")
-        for name in ("budget_schedule_steps", "temperature_schedule_steps"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 0")
-
-    def weights(self) -> dict[str, float]:
-        return {name: getattr(self, f"{name}_weight") for name in LOSSES}
+from .forks import Prefix
+from .objective import RoutingArguments, RoutingObjective
+from .trace import RouteTrace
 
 
 @dataclass
@@ -79,70 +36,6 @@ class DepthRouteTrainingArguments(TrainingArguments, RoutingArguments):
         if self.lr_scheduler_type != "cosine_with_min_lr" and self.lr_scheduler_kwargs == {"min_lr_rate": 0.01}:
             self.lr_scheduler_kwargs = {}
         super().__post_init__()
-
-
-class RoutingObjective:
-    """Adds the routing losses to a language-model loss, tracks thresholds, and collects what is logged.
-
-    Args:
-        arguments: Weights.
-        model: The model with routed layers.
-
-    Raises:
-        ValueError: The model has no active depth-routed adapter.
-    """
-
-    def __init__(self, arguments: RoutingArguments, model: nn.Module) -> None:
-        active_routings(model)
-        self.arguments = arguments
-        self.model = model
-        self._sums: dict[str, torch.Tensor] = {}
-        self._count = 0
-
-    def __call__(self, lm: torch.Tensor, trace: RouteTrace, share: float) -> torch.Tensor:
-        """The loss to back-propagate for one batch.
-
-        Args:
-            lm: The language-model loss; already divided by the number of accumulated batches if `share` is below 1.
-            trace: Of the same forward pass.
-            share: This batch's part of the optimizer step, for terms that are means over the batch.
-        """
-        terms = routing_losses(trace, lm, self.arguments.weights(), self.arguments.alive_min)
-        holders = active_routings(self.model)
-        for holder, table in zip(holders, quantile_tables([trace[holder.layer_index] for holder in holders])):
-            holder.active_quantiles().track(table)
-        self._collect(terms, trace, share)
-        zero = lm.new_zeros(())
-        return terms.pop("lm", zero) + share * sum(terms.values(), zero)
-
-    def schedule(self, step: int) -> None:
-        """Set the budget and the temperature of optimizer step `step`."""
-        a = self.arguments
-        for holder in active_routings(self.model):
-            config = holder.active_config()
-            holder.scheduled_budget = _ramp(step, a.budget_schedule_steps, a.budget_start, config.budget)
-            holder.scheduled_temperature = _ramp(
-                step, a.temperature_schedule_steps, a.temperature_start, config.gate_temperature
-            )
-
-    def end_schedule(self) -> None:
-        for holder in routings(self.model):
-            holder.scheduled_budget = holder.scheduled_temperature = None
-
-    def pop_metrics(self) -> dict[str, float]:
-        """Means since the last call: `loss_lm`, `loss_budget`, ..., and the per-layer diagnostics."""
-        metrics = {name: float(total) / self._count for name, total in self._sums.items()}
-        self._sums, self._count = {}, 0
-        return metrics
-
-    def _collect(self, terms: dict[str, torch.Tensor], trace: RouteTrace, share: float) -> None:
-        weights = self.arguments.weights()
-        values = {f"loss_{name}": term.detach() / weights[name] for name, term in terms.items()}
-        if "loss_lm" in values:
-            values["loss_lm"] = values["loss_lm"] / share
-        for name, value in {**values, **diagnostics(trace)}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
-        self._count += 1
 
 
 class _RoutingCallback(TrainerCallback):
@@ -192,8 +85,8 @@ class DepthRouteCallback(_RoutingCallback):
         self._open.close()  # left open by a training run that ended in an exception
         model = kwargs["model"]
         self.objective = RoutingObjective(self.arguments, model)
-        trace = self._open.enter_context(record_routes(model))
-        hook = _add_losses(self.objective, trace, args, self.trainer)
+        watched = self._open.enter_context(self.objective.watching())
+        hook = _add_losses(self.objective, watched, args, self.trainer)
         self._open.callback(model.register_forward_hook(hook, with_kwargs=True).remove)
         if self.trainer is not None:
             _move_first(self.trainer, self)
@@ -232,17 +125,22 @@ class DepthRouteTrainerMixin:
         """The Trainer's loss plus the routing losses; in evaluation, the Trainer's loss alone."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
-        with record_routes(model) as trace:
+        labels = inputs.get("labels")  # the Trainer may pop them
+        with self.routing_objective.watching() as watched:
             lm, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
+            share = self._share(num_items_in_batch)
+            loss = self.routing_objective(lm, watched, share, labels, getattr(outputs, "logits", None))
+        return (loss, outputs) if return_outputs else loss
+
+    def _share(self, num_items_in_batch: torch.Tensor | int | None) -> float:
+        """This batch's part of the optimizer step, for terms that are means over one batch."""
         # Where the Trainer knows the tokens of the whole step, the loss is divided by them and not by the number of
         # accumulated batches; the routing terms, means over one batch, have to be.
         divided = getattr(self, "loss_is_scaled_for_ga", None)
         if divided is None:
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             divided = counted or self.compute_loss_func is not None
-        share = 1.0 / self.current_gradient_accumulation_steps if divided else 1.0
-        loss = self.routing_objective(lm, trace, share)
-        return (loss, outputs) if return_outputs else loss
+        return 1.0 / self.current_gradient_accumulation_steps if divided else 1.0
 
 
 class DepthRouteTrainer(DepthRouteTrainerMixin, Trainer):
@@ -256,7 +154,10 @@ class DepthRouteTrainer(DepthRouteTrainerMixin, Trainer):
 
 
 def _add_losses(
-    objective: RoutingObjective, trace: RouteTrace, args: TrainingArguments, trainer: Trainer | None
+    objective: RoutingObjective,
+    watched: tuple[RouteTrace, Prefix | None],
+    args: TrainingArguments,
+    trainer: Trainer | None,
 ) -> Callable[..., None]:
     def hook(module: nn.Module, positional: Any, kwargs: dict[str, Any], output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()) or getattr(output, "loss", None) is None:
@@ -267,7 +168,7 @@ def _add_losses(
             share = 1.0 / (trainer.current_gradient_accumulation_steps if trainer else args.gradient_accumulation_steps)
             if args.average_tokens_across_devices:  # and the Trainer multiplies it by the number of processes
                 share /= args.world_size
-        output.loss = objective(output.loss, trace, share)
+        output.loss = objective(output.loss, watched, share, kwargs.get("labels"), getattr(output, "logits", None))
 
     return hook
 
@@ -277,7 +178,3 @@ def _move_first(trainer: Any, callback: TrainerCallback) -> None:
     callbacks = trainer.callback_handler.callbacks
     callbacks.remove(callback)
     callbacks.insert(0, callback)
-
-
-def _ramp(step: int, steps: int, start: float, end: float) -> float | None:
-    return None if step >= steps else start + (end - start) * step / steps

@@ -17,8 +17,8 @@ from torch import nn
 from .config import ConfigError, DepthRouteConfig, register_peft_type
 from .families import describe_base, find_decoder, find_family
 from .gates import default_hidden
+from .holder import HOLDER, Routing
 from .injection import enter, leave
-from .layer import HOLDER, Routing
 from .loading import (
     PREFIX,
     AdapterMismatchError,
@@ -61,7 +61,7 @@ class DepthRouteModel(BaseTuner):
     """The tuner behind a depth-routed `PeftModel`.
 
     Every decoder layer's class is switched to one subclass; layers that are routed get one child, `routing`
-    (`hf_depthroute.layer.Routing`), that holds all adapter state. Base weights and their names do not change.
+    (`hf_depthroute.holder.Routing`), that holds all adapter state. Base weights and their names do not change.
     """
 
     prefix = PREFIX

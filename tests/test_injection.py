@@ -25,7 +25,7 @@ from models import (
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.config import ConfigError
-from hf_depthroute.layer import Routing
+from hf_depthroute.holder import Routing
 from hf_depthroute.trace import routings
 
 every_model = pytest.mark.parametrize(("family", "gate"), [(f, g) for f in FAMILY_NAMES for g in GATES])

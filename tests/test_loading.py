@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hf_depthroute  # noqa: F401  registers the method with PEFT
-from hf_depthroute.layer import Routing
+from hf_depthroute.holder import Routing
 from hf_depthroute.loading import AdapterMismatchError
 
 # "gate", "routing" and "depth_route" also occur in the keys themselves.

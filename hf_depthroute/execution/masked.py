@@ -44,6 +44,7 @@ def masked_update(
     if soft:
         out = weight * after_full + (1 - weight) * after_cheap
     else:
-        chosen = torch.where(mask[..., None], after_full, after_cheap)
-        out = chosen + (weight - weight.detach()) * (after_full - after_cheap).detach()
+        out = torch.where(mask[..., None], after_full, after_cheap)
+    if not soft and probs.requires_grad:
+        out = out + (weight - weight.detach()) * (after_full - after_cheap).detach()
     return out, after_full, after_cheap
