@@ -1,4 +1,4 @@
-"""The command line: `hf-depthroute train | eval | bench | generate`.
+"""The command line: `hf-depthroute train | eval | bench | generate | study | report`.
 
 Every command ends with exit code 0, or with one line `error: ...` on stderr and a code that says what went wrong:
 2 command line, config or data; 3 the Hub; 4 a corrupt or mismatched adapter; 5 memory or disk; 130 Ctrl-C; 1 the rest.
@@ -15,6 +15,7 @@ from .bench import bench
 from .errors import INTERRUPTED, describe, without_tokens
 from .evaluate import evaluate
 from .generate import generate
+from .study import study
 from .train import train
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("bench")(bench)
 app.command("generate")(generate)
+app.command("study")(study)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,0 +1,74 @@
+"""What the results of a study depend on, as a few hashes that are compared before it is continued."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+PACKAGE = Path(__file__).parents[1]
+UNRELATED = ("cli", "report", "bench.py", "hub.py")  # parts of the package that no result depends on
+
+_NAMES = {"code": "code of hf_depthroute", "data": "data", "base": "base model"}
+
+
+def hash_code(package: Path) -> str:
+    """Of the package's source files that results depend on."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        relative = path.relative_to(package)
+        if relative.parts[0] not in UNRELATED:
+            digest.update(f"{relative.as_posix()}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+CODE = hash_code(PACKAGE)  # as it was when this process imported it
+
+
+def hash_model(model: Any) -> str:
+    """Of a model's configuration, parameters and buffers."""
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}\0".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries whose numerics matter."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
+
+
+def combine(parts: dict[str, Any]) -> str:
+    """The fingerprint of all parts."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def explain(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """In words, which parts differ: hashes by name, settings and versions with their values."""
+    words = []
+    for name in now:
+        if before.get(name) == now[name]:
+            continue
+        if name in _NAMES:
+            words.append(f"other {_NAMES[name]}")
+        else:
+            words.append(f"other {name} ({', '.join(differences(before.get(name, {}), now[name]))})")
+    return ", ".join(words)
+
+
+def differences(before: Any, now: Any, name: str = "") -> list[str]:
+    """`["training.rank_weight 0.2 -> 0"]`: the leaves of two nested mappings that differ."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return [] if before == now else [f"{name} {json.dumps(before)} -> {json.dumps(now)}"]
+    found = []
+    for key in sorted({*before, *now}):
+        found += differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+    return found
