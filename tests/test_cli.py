@@ -195,9 +195,14 @@ def test_eval_calibrates_on_the_split_it_is_told(run: Run, adapter: Path, text: 
         ["--streaming"],
         ["--gate", "jepa", "--branch", "none", "--gate-input", "residual", "--accumulate", 2],
         ["--report-to", "tensorboard", "--logging-steps", 1],
+        [
+            "--gate", "jepa", "--jepa-targets", "deranged", "--oracle", "on_policy", "--oracle-warmup", 0,
+            "--oracle-interval", 1, "--util-weight", 0.5, "--rank-weight", 0.1, "--cgs-weight", 0.5, "--cgs-warmup", 0,
+            "--z-weight", 0.1, "--distill-weight", 1.0, "--logging-steps", 1,
+        ],
     ],
-    ids=["bfloat16", "streaming", "jepa", "tensorboard"],
-)
+    ids=["bfloat16", "streaming", "jepa", "tensorboard", "every-loss"],
+)  # fmt: skip
 def test_train_variants_save_a_loadable_adapter(
     extra: list[object], run: Run, train_arguments: list[object], base: Path, tmp_path: Path
 ) -> None:
@@ -206,6 +211,9 @@ def test_train_variants_save_a_loadable_adapter(
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     assert peft.PeftModel.from_pretrained(model, tmp_path / "out")
     assert bool(list((tmp_path / "out").rglob("events.out.tfevents*"))) == ("tensorboard" in extra)
+    logged = json.loads((tmp_path / "out" / "training.json").read_text())["log_history"]
+    names = {name for entry in logged for name in entry}
+    assert ({"loss_util", "loss_rank", "loss_cgs", "loss_z", "loss_distill"} <= names) == ("--oracle" in extra)
 
 
 def test_the_same_seed_trains_the_same_adapter(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
@@ -301,6 +309,8 @@ def test_a_missing_yaml_file_is_named(run: Run, train_arguments: list[object], t
         (["--gate", "magic"], "use one of: mlp, jepa"),
         (["--branch-rank", "0"], "branch_rank=0"),
         (["--budget-weight", "-1"], "budget_weight=-1.0"),
+        (["--oracle", "later"], "oracle='later' is not supported; use one of: none, all_full, on_policy"),
+        (["--oracle-interval", "0"], "oracle_interval=0 must be at least 1"),
         (["--lr", "nan"], "--lr nan"),
         (["--dtype", "int8"], "use one of: float32, bfloat16"),
         (["--length", "4096"], "the model has 64 positions; use at most 64"),

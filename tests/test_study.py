@@ -444,7 +444,7 @@ def test_the_command_prints_one_line_per_run_and_ends_with_what_failed(folder, c
         (("--only", "g2"), "error: --only g2: the study has no such config"),
         (("--seeds", "x"), "error: --seeds 'x': write integers, such as 42,123"),
         (("--engine", "threads"), "error: --engine threads: use one of: processes, ray"),
-        (("--jobs", "0"), "error: Invalid value 0 for '--jobs'"),
+        (("--jobs", "0"), "error: Invalid value '0' for '--jobs'"),
     ):
         code, out, err = study(*arguments)
         assert code == 2 and out == [] and len(err) == 1 and err[0].startswith(message)

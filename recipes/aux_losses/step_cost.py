@@ -1,4 +1,4 @@
-"""What the oracle and the JEPA gate cost in a training step, measured: interleaved steps of all variants in one process.
+"""What the oracle and the JEPA gate cost in a training step: interleaved steps of all variants in one process.
 
     OMP_NUM_THREADS=1 python recipes/aux_losses/step_cost.py --out recipes/aux_losses/step_cost.json
 
@@ -51,39 +51,45 @@ def paper_shape() -> torch.nn.Module:
     return GPT2LMHeadModel(config)
 
 
-def stepper(base: Callable[[], torch.nn.Module], layers: str, rank: int | None, variant: str, ids: torch.Tensor) -> Any:
-    """A function that runs training step `n`, and the model."""
-    gate, arguments = VARIANTS[variant]
-    torch.manual_seed(0)
-    config = DepthRouteConfig(layers=layers, gate=gate, gate_input="residual", branch_rank=rank)
-    model = get_depth_routed_model(base(), config).train()
+def training_step(model: Any, arguments: RoutingArguments) -> Callable[[int, torch.Tensor], None]:
+    """A function that makes training step `n` on the token ids `[B, T]`: bf16 autocast, clipping, fused AdamW."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    objective = RoutingObjective(RoutingArguments(oracle_warmup=0, oracle_interval=INTERVAL, **arguments), model)
+    objective = RoutingObjective(arguments, model)
 
-    def step(n: int) -> None:
+    def step(n: int, ids: torch.Tensor) -> None:
         objective.schedule(n)
         with objective.watching() as watched:
             with torch.autocast(ids.device.type, torch.bfloat16):
-                output = model(input_ids=ids, labels=ids)
+                output = model(input_ids=ids, labels=ids, use_cache=False)
             loss = objective(output.loss, watched, 1.0, ids, output.logits)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, model
+    return step
+
+
+def variant_model(base: Callable[[], Any], layers: str, rank: int | None, gate: str) -> Any:
+    torch.manual_seed(0)
+    config = DepthRouteConfig(layers=layers, gate=gate, gate_input="residual", branch_rank=rank)
+    return get_depth_routed_model(base(), config).train()
 
 
 def measure(base: Callable[[], Any], layers: str, rank: int | None, shape: tuple[int, int], rounds: int) -> dict:
     ids = torch.randint(0, 2048, shape, generator=torch.Generator().manual_seed(0))
-    steppers = {name: stepper(base, layers, rank, name, ids) for name in VARIANTS}
+    built = {name: variant_model(base, layers, rank, gate) for name, (gate, _) in VARIANTS.items()}
+    steps = {
+        name: training_step(built[name], RoutingArguments(oracle_warmup=0, oracle_interval=INTERVAL, **arguments))
+        for name, (_, arguments) in VARIANTS.items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for n in range(-2, rounds):  # two rounds to warm up
-        for name, (step, _) in steppers.items():
+        for name, step in steps.items():
             start = time.perf_counter()
             for i in range(INTERVAL):
-                step(INTERVAL * max(n, 0) + i)
+                step(INTERVAL * max(n, 0) + i, ids)
             if n >= 0:
                 seconds[name].append((time.perf_counter() - start) / INTERVAL)
     ratios = {}
@@ -94,9 +100,7 @@ def measure(base: Callable[[], Any], layers: str, rank: int | None, shape: tuple
             "median": round(quartiles[1], 3), "quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)]
         }  # fmt: skip
     with torch.autocast("cpu", torch.bfloat16):
-        refresh = {
-            kind: round(refresh_cost(steppers["G3"][1], {"input_ids": ids}, kind, rounds=9), 2) for kind in ORACLES
-        }
+        refresh = {kind: round(refresh_cost(built["G3"], {"input_ids": ids}, kind, rounds=9), 2) for kind in ORACLES}
     return {
         "batch": list(shape),
         "step_ms": {name: round(1e3 * statistics.median(values), 1) for name, values in seconds.items()},
