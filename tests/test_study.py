@@ -461,6 +461,12 @@ def processes() -> Any:
     return context
 
 
+def test_ray_makes_the_same_tables(folder: Path, reference: dict[str, Any]) -> None:
+    pytest.importorskip("ray", reason="ray is an optional extra")
+    assert run(folder, "out", jobs=2, engine="ray") == {}
+    assert tables(folder / "out") == reference
+
+
 def test_a_kill_at_any_moment_changes_no_table(folder, reference, processes):
     study, out = read_study(study_file(folder)), folder / "out"
     moments, kills = random.Random(0), 0

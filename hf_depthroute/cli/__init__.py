@@ -15,6 +15,7 @@ from .bench import bench
 from .errors import INTERRUPTED, describe, without_tokens
 from .evaluate import evaluate
 from .generate import generate
+from .report import report
 from .study import study
 from .train import train
 
@@ -29,6 +30,7 @@ app.command("eval")(evaluate)
 app.command("bench")(bench)
 app.command("generate")(generate)
 app.command("study")(study)
+app.command("report")(report)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

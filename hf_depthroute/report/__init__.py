@@ -1,1 +1,1 @@
-"""Readable reports from result files: `plots` draws, `markdown` writes."""
+"""Readable reports from result files. Of one run: `plots` draws, `markdown` writes; of a study: `study/`."""

@@ -1,0 +1,548 @@
+"""The report of a study: what it reads, refuses, tabulates, concludes and draws. All numbers are planted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import typer
+from study_results import write_study
+
+from hf_depthroute.cli import errors
+from hf_depthroute.cli.report import report
+from hf_depthroute.report.study.claims import CLAIMS, QUESTIONS, judge, untested
+from hf_depthroute.report.study.layouts import LAYOUTS
+from hf_depthroute.report.study.page import render_markdown, write_report
+from hf_depthroute.report.study.results import ResultsError, read_study, write_results
+from hf_depthroute.report.study.tables import build_tables
+from hf_depthroute.report.study.values import hits, significant, spread, uneven_times, values
+
+REPOSITORY = Path(__file__).parent.parent
+CONFIGS = sorted({name for claim in (*CLAIMS, *QUESTIONS) for name in claim.needs})
+HOSTILE = '<script>alert("1")</script> $\\frac$ | [a](javascript:b) **c**'
+VOID = {"meta", "img", "br", "link", "hr", "input"}
+
+
+def verdict(folder, key, plan, **study):
+    """Word and sentence of one claim, of a study with this plan."""
+    found = {v.key: v for v in judge(read_study(write_study(folder, plan, **study)))}
+    return found[key].word, found[key].sentence
+
+
+def table(study, key):
+    """Rows of a table as dicts by column."""
+    (found,) = [t for t in build_tables(study) if t.key == key]
+    return [dict(zip(found.columns, row)) for row in found.rows]
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """The report of a study with every config, one run missing, and its folder."""
+    jepa = {"layers/q_distance": 0.85, "layers/q_cosine": 0.999}
+    plan = {name: {"endpoint": [3.0, 3.01, 3.02], **(jepa if "g1" not in name else {})} for name in CONFIGS}
+    plan["g3"]["label"] = HOSTILE
+    plan["joint_g3"]["joint"] = True
+    results = write_study(tmp_path_factory.mktemp("study") / "results", plan, missing=[("a2", 7)])
+    write_report(results, results / "report")
+    return results / "report"
+
+
+# Reading
+
+
+def test_results_json_gives_the_same_report_as_the_folder(tmp_path):
+    plan = {"g1": {"endpoint": [1 / 3, 2 / 3, 1.0]}, "g3": {"layers/q_distance": 0.85}}
+    folder = write_study(tmp_path / "in", plan, missing=[("g3", 7)])
+    write_report(folder, tmp_path / "first")
+    write_report(tmp_path / "first", tmp_path / "again")
+    for name in ("results.json", "report.md", "report.html"):
+        assert (tmp_path / "again" / name).read_text() == (tmp_path / "first" / name).read_text()
+
+
+def test_training_series_are_averaged_in_at_most_100_windows(tmp_path):
+    study = read_study(write_study(tmp_path, {"g1": {"grad_norm_mean": 7.0}}, seeds=[1], steps=250))
+    series = study.runs["g1"][1].training
+    rows = [json.loads(line) for line in (tmp_path / "runs/g1/1/metrics.jsonl").read_text().splitlines()]
+    assert {len(points) for points in series.values()} == {100}
+    assert series["step"][:2] == [1.5, 4]  # steps 1-2 and 3-5
+    assert series["grad_norm"][1] == float(f"{sum(row['grad_norm'] for row in rows[2:5]) / 3:.5g}")
+    assert series["gate_prob"][0] == 0.5
+
+
+def test_ninety_runs_fit_in_two_megabytes(tmp_path):
+    study = read_study(write_study(tmp_path / "in", {"g3": {}}, seeds=[1], steps=500, eval_every=25))
+    write_results(tmp_path / "results.json", study)
+    assert (tmp_path / "results.json").stat().st_size < 2e6 / 90
+
+
+def test_a_run_without_a_summary_is_missing_and_its_last_step_is_known(tmp_path):
+    folder = write_study(tmp_path, {"g1": {}}, missing=[("g1", 123)], steps=20)
+    with (folder / "runs/g1/123/metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "lo')  # killed while writing
+    study = read_study(folder)
+    assert study.missing() == {"g1": [123]}
+    assert study.unfinished == {"g1": {123: 10}}
+
+
+def test_numbers_that_are_not_finite_are_left_out_and_told(tmp_path):
+    folder = write_study(tmp_path / "in", {"g1": {"endpoint": [3.0, float("nan"), 3.2]}})
+    study = read_study(folder)
+    assert values(study, "g1", "endpoint") == {42: 3.0, 7: 3.2}
+    assert "left out of means and verdicts: g1 seed 123" in render_markdown(study, [], [], [])
+    write_results(tmp_path / "results.json", study)
+    json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_runs_of_another_study_are_told(tmp_path):
+    study = read_study(write_study(tmp_path, {"g1": {}}, fingerprint="other"))
+    assert "Runs of another study, by their fingerprint: g1." in render_markdown(study, [], [], [])
+
+
+def broken(folder, path, text):
+    write_study(folder, {"g1": {}})
+    (folder / path).write_text(text)
+    return folder
+
+
+def listing(*names):
+    return json.dumps({"configs": [{"name": name} for name in names], "seeds": [1]})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "absent", "no such folder"),
+        (lambda folder: folder, "the folder is empty"),
+        (lambda folder: broken(folder, "study.json", "{"), "study.json: broken JSON, line 1"),
+        (lambda folder: broken(folder, "study.json", "[]"), "must describe a study"),
+        (lambda folder: broken(folder, "study.json", "{}"), "'configs' must list"),
+        (lambda folder: broken(folder, "study.json", '{"configs": [{"name": "a"}]}'), "'seeds' must list"),
+        (lambda folder: broken(folder, "study.json", listing("../a")), "'../a' must be the name of a folder"),
+        (lambda folder: broken(folder, "study.json", listing("a", "a")), "must be distinct"),
+        (lambda folder: broken(folder, "study.json", listing("b")), "none of the 1 runs"),
+        (lambda folder: broken(folder, "runs/g1/42/summary.json", "{"), "summary.json: broken JSON"),
+        (lambda folder: broken(folder, "runs/g1/42/summary.json", "[]"), "must be a mapping"),
+        (lambda folder: broken(folder, "runs/g1/42/eval.jsonl", "{}\n{"), "eval.jsonl: broken JSON, line 2"),
+        (lambda folder: broken(folder, "runs/g1/42/metrics.jsonl", "3"), "line 1 must be a mapping"),
+    ],
+)
+def test_what_is_no_study_is_refused_in_one_line(make, message, tmp_path):
+    folder = make(tmp_path)
+    with pytest.raises(ResultsError) as refused:
+        read_study(folder)
+    assert message in str(refused.value)
+    assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"format": "hf-depthroute study 1", "study": {}, "runs": []}'])
+def test_broken_results_json_is_refused(text, tmp_path):
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(ResultsError, match=r"results\.json"):
+        read_study(tmp_path)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ResultsError, match=r"no study\.json"):
+        read_study(tmp_path)
+
+
+def test_times_that_differ_for_equal_work_are_told(tmp_path):
+    plan = {"g1": {"train_seconds": 100.0}, "g3": {"train_seconds": [130.0, 120.0, 140.0]}}
+    study = read_study(write_study(tmp_path / "noisy", plan))
+    assert "took 100 to 130 s on average" in render_markdown(study, [], [], [])
+    plan["g3"]["cost/training_ffn_ratio"] = 1.5
+    assert uneven_times(read_study(write_study(tmp_path / "fine", plan))) is None
+
+
+# Tables
+
+
+def test_tables_hold_mean_and_sample_deviation_over_seeds(tmp_path):
+    plan = {
+        "g1": {"endpoint": [3.0, 3.1, 3.2], "grad_norm_mean": [80.0, 90.0, 82.0], "hits/3.2": [10, 15, None]},
+        "g3": {"endpoint": [3.0, 3.0, 3.0], "best": [2.9, 2.9, 2.96], "hits/3.2": [5, 5, 5]},
+    }
+    g1, g3 = table(read_study(write_study(tmp_path, plan)), "table-1")
+    assert g1["endpoint"] == "3.1000 ± 0.1000" and g1["seeds"] == "3"
+    assert g1["grad norm"] == "84.0 ± 5.3"  # sqrt((16 + 36 + 4) / 2) = 5.29
+    assert g1["hit 3.2"] == "12 ± 4 (2 of 3)"  # 12.5 and 3.54
+    assert g1["hit 3.1"] == "never"
+    assert g3["best"] == "2.9200 ± 0.0346"  # 0.02 * sqrt(3)
+    assert g3["hit 3.2"] == "5" and g3["endpoint"] == "3.0000"  # all seeds the same
+
+
+def test_differences_are_paired_by_seed(tmp_path):
+    plan = {"a3_g1": {"endpoint": [3.0, 3.1, 3.2]}, "cgs": {"endpoint": [2.9, 3.1, 3.3]}, "iso_cgs": {"endpoint": 3.0}}
+    base, cgs, iso = table(read_study(write_study(tmp_path, plan, missing=[("iso_cgs", 7)])), "cgs")
+    assert base["endpoint diff."] == "-"
+    assert cgs["endpoint diff."] == "+0.0000 ± 0.1000"
+    assert iso["endpoint diff."] == "-0.0500 ± 0.0707" and iso["seeds"] == "2"
+
+
+def test_layers_are_averaged_in_tables_and_apart_in_the_auc_table(tmp_path):
+    folder = write_study(tmp_path, {"g3": {}, "a1": {"layers/q_distance": 0.004}}, seeds=[1])
+    path = folder / "runs/a1/1/summary.json"
+    summary = json.loads(path.read_text())
+    summary["layers"]["4"] |= {"q_distance": 0.006, "oracle_auc": 0.65}
+    path.write_text(json.dumps(summary))
+    study = read_study(folder)
+    assert table(study, "table-2")[1]["q distance"] == "0.00500"
+    auc = table(study, "oracle-auc")[1]
+    assert (auc["on-policy, layer 3"], auc["on-policy, layer 4"], auc["on-policy, mean"]) == ("0.550", "0.650", "0.600")
+
+
+def test_a_study_of_ones_own_gets_the_general_tables_only(tmp_path):
+    folder = write_study(tmp_path / "in", {"mine": {"about": "my idea"}, "other": {}})
+    study, verdicts = write_report(folder, tmp_path / "out")
+    assert [t.key for t in build_tables(study)] == ["oracle-auc", "cost", "fork-bias", "all-loss", "all-gates"]
+    assert table(study, "all-loss")[0]["about"] == "my idea"
+    assert verdicts == [] and len(untested(study)) == len(CLAIMS) + len(QUESTIONS)
+    assert "none of the pairs of configs" in (tmp_path / "out" / "report.html").read_text()
+    assert (tmp_path / "out" / "learning.png").is_file()
+
+
+def test_a_study_with_bare_summaries_is_still_reported(tmp_path):
+    folder = write_study(tmp_path / "in", {"g1": {}, "g3": {}}, thresholds=[])
+    for path in folder.glob("runs/*/*/*"):
+        path.unlink() if path.suffix == ".jsonl" else path.write_text('{"endpoint": 3.0}')
+    study, verdicts = write_report(folder, tmp_path / "out")
+    assert [t.key for t in build_tables(study)] == ["table-1", "cost", "all-loss", "all-gates"]
+    assert {v.key for v in verdicts if v.word == "reproduced"} == {"g3-endpoint"}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(83.33, "83.3"), (0.5123, "0.512"), (1234.5, "1,234"), (1.2e-5, "1.2e-05"), (0.0, "0")]
+)
+def test_significant_digits(value, text):
+    assert significant(value) == text
+
+
+def test_one_value_has_no_deviation():
+    assert spread([2.0], significant) == "2.00" and spread([], significant) == "-"
+
+
+def test_thresholds_are_found_as_written(tmp_path):
+    folder = write_study(tmp_path, {"g1": {}}, seeds=[1], thresholds=[3.2])
+    path = folder / "runs/g1/1/summary.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hits": {"3.20": 15}}))
+    assert hits(read_study(folder), "g1", 3.2) == {1: 15}
+
+
+def test_the_reports_configs_are_those_of_the_recipe():
+    recipe = {path.stem for path in (REPOSITORY / "recipes/aux_losses/configs").glob("*.yaml")}
+    tabulated = {name for layout in LAYOUTS for name in (*layout.configs, *layout.needs, *layout.baseline)}
+    assert set(CONFIGS) | tabulated <= recipe
+
+
+# Verdicts
+
+
+def pair(a, b, metric, left, right):
+    return {a: {metric: left}, b: {metric: right}}
+
+
+EARLY = "avg_first_half"
+THREE = [3.3, 3.31, 3.32]
+HITS = ("hits/3.2", "hits/3.1")
+
+
+def early(*differences):
+    return pair("g3", "g1", EARLY, [x + d for x, d in zip(THREE, differences)], THREE)
+
+
+def endpoint(*differences):
+    return pair("g3", "g1", "endpoint", [x + d for x, d in zip(THREE, differences)], THREE)
+
+
+def collapse(distance, variance=0.1, cosine=1.0):
+    return {
+        "g3": {"layers/q_distance": 0.8, "layers/score_var": 0.1, "layers/q_cosine": 0.995},
+        "a1": {"layers/q_distance": distance, "layers/score_var": variance, "layers/q_cosine": cosine},
+    }
+
+
+def reached(g3, g1):
+    """First steps under the two thresholds, per seed."""
+    return {
+        name: {key: [steps[i] for steps in per_seed] for i, key in enumerate(HITS)}
+        for name, per_seed in (("g3", g3), ("g1", g1))
+    }
+
+
+def probabilities(near, far):
+    return pair("a3_g3", "a3_g1", "layers/gate_prob", near, far)
+
+
+def aucs(cgs):
+    return pair("cgs", "a3_g1", "layers/oracle_auc", cgs, 0.55)
+
+
+def sweep(g3, small, medium, large):
+    losses = {"a3_g3": 3.0, "g3": g3, "util_010": small, "util_025": medium, "util_050": large}
+    return {name: {"avg_whole": value} for name, value in losses.items()}
+
+
+def budgets(*differences):
+    pairs = (("g3_b10", "g1_b10"), ("g3_b25", "g1_b25"), ("g3", "g1"), ("g3_b75", "g1_b75"))
+    return {
+        name: {EARLY: 3.3 + (d if name.startswith("g3") else 0.0)}
+        for d, names in zip(differences, pairs)
+        for name in names
+    }
+
+
+REPRODUCED, REVERSED, NEITHER = "reproduced", "reversed", "not detectable here"
+CASES = [
+    # Lower loss: all seeds agree, and the mean is above the margin of 0.005.
+    ("g3-early", early(-0.01, -0.001, -0.02), REPRODUCED),
+    ("g3-early", early(0.01, 0.001, 0.02), REVERSED),
+    ("g3-early", early(-0.01, 0.001, -0.02), NEITHER),
+    ("g3-early", early(-0.004, -0.005, -0.004), NEITHER),
+    ("a1-loss", pair("g3", "a1", "best", 3.0, 3.01), REPRODUCED),
+    ("a1-loss", pair("g3", "a1", "best", 3.01, 3.0), REVERSED),
+    ("a1-loss", pair("g3", "a1", "best", 3.0, 3.005), NEITHER),
+    # Equal loss: every seed within the margin, which belongs to it.
+    ("g3-endpoint", endpoint(-0.005, 0.005, 0.0), REPRODUCED),
+    ("g3-endpoint", endpoint(-0.01, -0.001, -0.02), REVERSED),
+    ("g3-endpoint", endpoint(0.01, 0.001, 0.02), REVERSED),
+    ("g3-endpoint", endpoint(-0.006, 0.005, 0.0), NEITHER),
+    ("a4-flat", {"g3": {"best": 3.0}, "a4_025": {"best": 3.004}, "a4_200": {"best": 2.996}}, REPRODUCED),
+    ("a4-flat", {"g3": {"best": 3.0}, "a4_025": {"best": 3.004}, "a4_200": {"best": 2.99}}, REVERSED),
+    ("a4-flat", {"g3": {"best": 3.0}, "a4_025": {"best": 3.0}, "a4_200": {"best": [2.99, 3.0, 3.01]}}, NEITHER),
+    # Not worse: only a higher loss speaks against it.
+    ("cgs-compute", pair("iso_cgs", "cgs", "endpoint", [2.9, 3.005, 3.0], 3.0), REPRODUCED),
+    ("cgs-compute", pair("iso_cgs", "cgs", "endpoint", [3.01, 3.02, 3.001], 3.0), REVERSED),
+    ("cgs-compute", pair("iso_cgs", "cgs", "endpoint", [2.9, 3.01, 3.0], 3.0), NEITHER),
+    # Ratios.
+    ("g3-gradient", pair("g1", "g3", "grad_norm_mean", [30.0, 40.0, 50.0], 10.0), REPRODUCED),
+    ("g3-gradient", pair("g1", "g3", "grad_norm_mean", [9.0, 8.0, 1.0], 10.0), REVERSED),
+    ("g3-gradient", pair("g1", "g3", "grad_norm_mean", [29.0, 400.0, 500.0], 10.0), NEITHER),
+    ("a1-collapse", collapse([0.08, 0.004, 0.0]), REPRODUCED),
+    ("a1-collapse", collapse(0.9), REVERSED),
+    ("a1-collapse", collapse([0.2, 0.004, 0.004]), NEITHER),
+    ("a1-scores", collapse(0.8, variance=[1e-5, 1e-3, 1e-4]), REPRODUCED),
+    ("a1-scores", collapse(0.8, variance=0.2), REVERSED),
+    ("a1-scores", collapse(0.8, variance=0.002), NEITHER),
+    ("a2-collapse", pair("g3", "a2", "layers/q_distance", 0.8, [0.9, 0.1, 0.5]), REPRODUCED),
+    ("a2-collapse", pair("g3", "a2", "layers/q_distance", 0.8, 0.01), REVERSED),
+    ("a2-collapse", pair("g3", "a2", "layers/q_distance", 0.8, [0.9, 0.01, 0.5]), NEITHER),
+    ("cosine-blind", collapse(0.005, cosine=1.002), REPRODUCED),
+    ("cosine-blind", collapse(0.005, cosine=0.5), REVERSED),
+    ("cosine-blind", collapse(0.005, cosine=0.95), NEITHER),
+    ("cosine-blind", collapse(0.7, cosine=0.995), NEITHER),  # no collapse to show
+    ("cost-clock", pair("a3_g3", "g3", "train_seconds", [60.0, 80.0, 79.0], 100.0), REPRODUCED),
+    ("cost-clock", pair("a3_g3", "g3", "train_seconds", [100.0, 110.0, 101.0], 100.0), REVERSED),
+    ("cost-clock", pair("a3_g3", "g3", "train_seconds", [60.0, 85.0, 79.0], 100.0), NEITHER),
+    ("cost-accounting", pair("a3_g3", "g3", "cost/training_ffn_ratio", 1.068, 1.527), REPRODUCED),
+    # Thresholds: never is later than any step, and says nothing where both never got there.
+    ("g3-hits", reached([(5, 10), (5, 15), (5, None)], [(10, 15), (5, None), (10, None)]), REPRODUCED),
+    ("g3-hits", reached([(10, 15), (5, None), (None, None)], [(5, 10), (5, 15), (5, None)]), REVERSED),
+    ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(10, 10), (10, 20), (10, 20)]), NEITHER),
+    ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(5, 15), (10, 20), (10, 20)]), NEITHER),
+    ("g3-hits", reached([(None, None)] * 3, [(None, None)] * 3), NEITHER),
+    # Gate probability.
+    ("a3-probability", probabilities([0.5, 0.54, 0.46], [0.6, 0.4, 0.3]), REPRODUCED),
+    ("a3-probability", probabilities([0.6, 0.4, 0.3], [0.5, 0.54, 0.46]), REVERSED),
+    ("a3-probability", probabilities([0.5, 0.54, 0.46], [0.6, 0.5, 0.3]), NEITHER),
+    # AUC, whose margin is 0.01.
+    ("cgs-auc", aucs([0.53, 0.52, 0.549]), REPRODUCED),
+    ("cgs-auc", aucs([0.57, 0.58, 0.551]), REVERSED),
+    ("cgs-auc", aucs(0.542), NEITHER),
+    # Open questions have their own words.
+    ("h3", sweep(3.02, 3.002, 3.01, 3.01), "supported"),
+    ("h3", sweep(3.02, 3.01, 3.02, 3.03), "contradicted"),
+    ("h3", sweep(3.02, [2.9, 3.1, 3.0], 3.01, 3.01), NEITHER),
+    ("h3", sweep(3.001, 3.0, 3.0, 3.0), NEITHER),  # no harm to explain
+    ("budget-early", budgets(-0.01, -0.02, -0.01, -0.03), "supported"),
+    ("budget-early", budgets(-0.01, 0.02, -0.01, -0.03), "contradicted"),
+    ("budget-early", budgets(-0.01, -0.001, -0.01, -0.03), NEITHER),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "plan", "word"), CASES)
+def test_verdicts_follow_their_rules(key, plan, word, tmp_path):
+    assert verdict(tmp_path, key, plan)[0] == word
+
+
+def test_every_rule_is_tried_in_every_direction():
+    words = {}
+    for key, _, word in CASES:
+        words.setdefault(key, set()).add(word)
+    both = set(words) - {"cost-accounting"}
+    assert all(len(words[key]) == 3 for key in both)
+
+
+def test_a_sentence_holds_the_differences_their_mean_and_the_papers_number(tmp_path):
+    _, sentence = verdict(tmp_path, "g3-early", early(-0.01, -0.03, -0.02))
+    assert sentence == (
+        "Average loss of the first half, G3 minus G1: -0.0100 (42), -0.0300 (123), -0.0200 (7), mean -0.0200; "
+        "lower in 3 of 3 seeds. Paper: -0.0067."
+    )
+
+
+def test_a_sentence_tells_a_direction_within_the_margin(tmp_path):
+    _, sentence = verdict(tmp_path, "g3-early", early(-0.004, -0.002, -0.003))
+    assert "lower in 3 of 3 seeds, by a mean within the margin of 0.005." in sentence
+
+
+def test_a_never_reached_threshold_is_told(tmp_path):
+    _, sentence = verdict(tmp_path, "g3-hits", reached([(5, None)] * 3, [(10, None)] * 3))
+    assert "3.2: 5 against 10 (42)" in sentence and "3.1: never against never (42)" in sentence
+
+
+def test_the_margin_is_that_of_the_study(tmp_path):
+    plan = early(-0.004, -0.002, -0.003)
+    assert verdict(tmp_path, "g3-early", plan, margin=0.001)[0] == REPRODUCED
+
+
+def test_one_common_seed_is_never_enough(tmp_path):
+    plan = {name: {} for name in CONFIGS}
+    study = read_study(write_study(tmp_path, plan, seeds=[42]))
+    assert len(judge(study)) == len(CLAIMS) + len(QUESTIONS)
+    assert {v.word for v in judge(study)} == {NEITHER}
+
+
+@pytest.mark.parametrize("missing", [[("g3", 42)], [("g3", 42), ("g1", 123)]])
+def test_seeds_that_are_not_common_do_not_count(missing, tmp_path):
+    word, sentence = verdict(tmp_path, "g3-early", early(-0.1, -0.1), seeds=[42, 123], missing=missing)
+    assert word == NEITHER and ("only 1 common seed" if len(missing) == 1 else "no common seed") in sentence
+
+
+def test_only_seeds_of_both_runs_are_compared(tmp_path):
+    word, sentence = verdict(tmp_path, "g3-early", early(-0.01, +0.5, -0.02), missing=[("g3", 123)])
+    assert word == REPRODUCED and "(123)" not in sentence
+
+
+# The page
+
+
+class Page(HTMLParser):
+    """Every tag is closed in order; collects ids, links, resources, headings and images."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.ids, self.links, self.resources, self.alts = [], [], [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        if "id" in found:
+            self.ids.append(found["id"])
+        if tag == "a":
+            self.links.append(found["href"])
+        self.resources += [found[key] for key in ("src", "srcset", "data", "action") if key in found]
+        if tag == "img":
+            self.alts.append(found.get("alt"))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def page(full):
+    return Page((full / "report.html").read_text())
+
+
+def test_the_page_is_well_formed(page):
+    assert page.open == []
+    assert page.tags.count("h1") == 1 and "main" in page.tags
+    assert len(page.ids) == len(set(page.ids))
+    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
+    headings = [int(tag[1]) for tag in page.tags if tag in ("h1", "h2", "h3", "h4")]
+    assert all(later - sooner <= 1 for sooner, later in itertools.pairwise(headings))
+
+
+def test_the_page_needs_nothing_from_elsewhere(page, full):
+    text = (full / "report.html").read_text()
+    assert page.resources and all(source.startswith("data:image/png;base64,") for source in page.resources)
+    assert "script" not in page.tags and "link" not in page.tags
+    for far in ("http://", "https://", "url(", "@import", "src='"):
+        assert far not in text
+
+
+def test_every_figure_is_drawn_linked_and_described(page, full):
+    pictures = sorted(path.name for path in full.glob("*.png"))
+    assert pictures == sorted(
+        f"{key}.png"
+        for key in ("cost", "gate_probability", "gradients", "learning", "oracle_auc", "policies", "util_sweep")
+    )
+    markdown = (full / "report.md").read_text()
+    assert all(f"]({name})" in markdown for name in pictures)
+    assert len(page.alts) == len(pictures) and all(page.alts)
+
+
+def test_a_hostile_label_stays_text(full):
+    html, markdown = (full / "report.html").read_text(), (full / "report.md").read_text()
+    assert "<script>" not in html and "&lt;script&gt;alert(&#34;1&#34;)" in html
+    assert "<script>" not in markdown and "\\[a\\](javascript:b)" in markdown
+
+
+def test_markdown_tables_are_rectangular(full):
+    lines = (full / "report.md").read_text().splitlines()
+    for above, below in itertools.pairwise(lines):
+        if above.startswith("| ") and below.startswith("| "):
+            assert above.replace("\\|", "").count("|") == below.replace("\\|", "").count("|")
+
+
+def test_a_missing_run_is_named(full):
+    for name in ("report.html", "report.md"):
+        text = (full / name).read_text()
+        assert "1 run is missing" in text
+        assert "Missing seeds: a2: 7 (at step 10)." in text
+
+
+def test_both_files_hold_the_same_verdicts_and_numbers(full):
+    html, markdown = (full / "report.html").read_text(), (full / "report.md").read_text()
+    study = read_study(full)
+    for found in judge(study):
+        assert f'id="claim-{found.key}"' in html
+    assert (
+        html.count('class="badge')
+        == len(judge(study))
+        == markdown.count("\n* ✓") + markdown.count("\n* ✗") + (markdown.count("\n* ○"))
+    )
+    for built in build_tables(study):
+        assert f'id="{built.key}"' in html and built.title in markdown
+
+
+# The command
+
+
+def run(*arguments):
+    app = typer.Typer(add_completion=False)
+    app.command()(report)
+    return typer.main.get_command(app).main([str(a) for a in arguments], standalone_mode=False)
+
+
+def test_the_command_writes_the_report_next_to_the_results(tmp_path, capsys):
+    folder = write_study(tmp_path, early(-0.01, -0.01, -0.01), missing=[("g1", 7)])
+    run(folder)
+    out = capsys.readouterr().out
+    assert "reproduced" in out and "1 run is missing" in out and str(folder / "report/report.html") in out
+    assert {"report.html", "report.md", "results.json"} <= {path.name for path in (folder / "report").iterdir()}
+
+
+@pytest.mark.parametrize("arguments", [("absent",), ("file",), ("results", "--out", "file")])
+def test_the_command_refuses_in_one_line(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("x")
+    write_study(Path("results"), {"g1": {}})
+    with pytest.raises(errors.CliError) as refused:
+        run(*arguments)
+    code, message = errors.describe(refused.value)
+    assert code == errors.USAGE and "\n" not in message and arguments[-1] in message
+
+
+def test_a_refused_study_leaves_no_folder(tmp_path):
+    (tmp_path / "results.json").write_text("{")
+    with pytest.raises(errors.CliError):
+        run(tmp_path, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
