@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from .calibration import active_routings
-from .execution import masked_update
+from .execution import gathered_update, masked_update
 from .families import find_decoder, find_family
 from .holder import HOLDER, Routing
-from .layer import TOKEN_MASK, attended, full_path, without_cache
+from .layer import TOKEN_MASK, attended, full_path, slice_rows, without_cache
 
 _LOGITS = 2**25  # elements of the logits that exist at one time: 128 MiB in float32
 
@@ -144,7 +144,13 @@ def run_forks(
             scores = holder.depth_route_gate[plan.adapter](x)["scores"]
             mask, probs = holder.decide(plan, scores, token_mask), torch.sigmoid(scores / plan.temperature)
             soft = prefix.training and plan.rule == "soft"
-            out, after_full, after_cheap = masked_update(a, x, mask, probs, full, branch, soft)
+            both = len(h) if soft else batch  # forks are made of either path of the trunk; they themselves need one
+            out, after_full, after_cheap = masked_update(
+                a[:both], x[:both], mask[:both], probs[:both], full, branch, soft
+            )
+            if both < len(h):
+                followed = gathered_update(a[both:], x[both:], mask[both:], full, branch, slice_rows(holder, a))
+                out = torch.cat([out, followed])
         else:
             out = after_full = a + full(x)
             after_cheap = a[:batch] if branch is None else a[:batch] + branch(a[:batch])

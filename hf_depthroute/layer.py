@@ -66,8 +66,7 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
             project = holder._projections[name][0]
             gate_out |= {"z_full": project(after_full), "z_cheap": project(after_cheap)}
     else:
-        slice_rows = CPU_SLICE if holder.dense_ffn and a.device.type == "cpu" else None
-        out = gathered_update(a, x, mask, full, branch, slice_rows)
+        out = gathered_update(a, x, mask, full, branch, slice_rows(holder, a))
     if not plan.recorders:
         return (out,)
     return out, mask, scores, probs, *gate_out.values()
@@ -85,6 +84,11 @@ def full_path(layer: Any, holder: Routing, plan: RoutePlan, a: torch.Tensor) -> 
     if plan.config.gate_input == "normed":
         return ffn_norm(a), ffn  # the gate and the FFN share the normed stream
     return a, lambda rows: ffn(ffn_norm(rows))
+
+
+def slice_rows(holder: Routing, a: torch.Tensor) -> int | None:
+    """Rows that gathered execution runs at one time; None for all of them."""
+    return CPU_SLICE if holder.dense_ffn and a.device.type == "cpu" else None
 
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, DepthRouteTrainingArguments, get_depth_routed_model
 from hf_depthroute.data import PYTHON_STDLIB, fingerprint, load_text, pack
 from hf_depthroute.evaluation import evaluate_budgets, mean_loss
+from hf_depthroute.report.study.claims import CLAIMS, QUESTIONS, judge
+from hf_depthroute.report.study.results import read_study
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
@@ -49,6 +51,16 @@ def test_embedded_base_card_is_made_from_its_files():
 
 def test_readme_figures_are_made_from_the_committed_results():
     assert load_script(RECIPES / "tables.py").block() in (ROOT / "README.md").read_text()
+
+
+def test_auxiliary_loss_report_is_made_from_its_results():
+    folder = RECIPES / "aux_losses" / "results"
+    study, written = read_study(folder), (folder / "report.md").read_text()
+    assert study.missing() == {} and len(study.names) == 30
+    verdicts = judge(study)
+    assert len(verdicts) == len(CLAIMS) + len(QUESTIONS)
+    for verdict in verdicts:
+        assert f"**{verdict.word}**: {verdict.statement} {verdict.sentence}" in written.replace("\\", "")
 
 
 def test_weights_in_the_repository_stay_under_12_megabytes():

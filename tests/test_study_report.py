@@ -344,6 +344,10 @@ CASES = [
     ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(10, 10), (10, 20), (10, 20)]), NEITHER),
     ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(5, 15), (10, 20), (10, 20)]), NEITHER),
     ("g3-hits", reached([(None, None)] * 3, [(None, None)] * 3), NEITHER),
+    # An advantage can only go where there was one.
+    ("a3-equal-early", early(-0.01, -0.01, -0.01) | pair("a3_g1", "a3_g3", "avg_first_half", 5.0, 5.0), REPRODUCED),
+    ("a3-equal-early", early(-0.01, -0.01, -0.01) | pair("a3_g1", "a3_g3", "avg_first_half", 5.1, 5.0), REVERSED),
+    ("a3-equal-early", early(0.01, 0.01, 0.01) | pair("a3_g1", "a3_g3", "avg_first_half", 5.0, 5.0), NEITHER),
     # Gate probability.
     ("a3-probability", probabilities([0.5, 0.54, 0.46], [0.6, 0.4, 0.3]), REPRODUCED),
     ("a3-probability", probabilities([0.6, 0.4, 0.3], [0.5, 0.54, 0.46]), REVERSED),

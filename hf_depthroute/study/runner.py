@@ -247,8 +247,8 @@ def _run_all(
             elif not (folder / "summary.json").exists():
                 known = read_json(folder / FAILED) or {"reason": "its process died; is there enough memory?"}
                 failures[spec.name] = Failure(**known)
-        if ended is not None and len(unstarted) == len(left):
-            raise ended
+        if len(unstarted) == len(left):
+            raise ended or StudyError(f"--engine {start.engine}: it ended without having started a run")
         left = unstarted
 
 

@@ -27,9 +27,9 @@ import torch
 import transformers
 import yaml
 from safetensors.torch import load_file, save_file
+from step_cost import training_step
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.profiler import ProfilerActivity, profile
-from step_cost import training_step
 from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
