@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..yaml_files import YamlError, read_mapping
 from .errors import CliError, usage_message
 
-_MAX_BYTES = 1 << 20
 _NOT_IN_YAML = ("config", "help", "debug")
 
 
@@ -25,7 +25,12 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         return path
     options = {p.name: p for p in context.command.params if p.name and p.name not in _NOT_IN_YAML}
     defaults = dict(context.default_map or {})
-    for key, value in _read_yaml(path).items():
+    try:
+        # `max-steps` and `max_steps` are the same option.
+        content = read_mapping(path, key_name=lambda key: key.replace("-", "_"))
+    except YamlError as error:
+        raise CliError(f"--config {error}") from error
+    for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in options:
             close = difflib.get_close_matches(name, options, n=1)
@@ -54,42 +59,6 @@ def _as_option(path: Path, key: str, value: Any, flag: bool) -> Any:
     if not isinstance(value, str | int | float):
         raise CliError(f"{path}: {key} must be a single value or a list of numbers, not {type(value).__name__}")
     return str(value)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Refuses duplicate keys, of which YAML parsers silently keep the last, and aliases, which can explode."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.events.AliasEvent):
-                raise CliError(f"{path}: YAML aliases are not supported; write the value out")
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen = set()
-            for key_node, _ in node.value:
-                # `max-steps` and `max_steps` are the same option.
-                key = str(key_node.value).replace("-", "_")
-                if key in seen:
-                    raise CliError(f"{path}: key {key_node.value!r} appears twice; keep one")
-                seen.add(key)
-            return super().construct_mapping(node, deep)
-
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise CliError(f"{path}: larger than 1 MiB; this is no config file")
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
-    except OSError as error:
-        raise CliError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise CliError(f"{path}: not valid YAML: {str(error) or type(error).__name__}") from error
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise CliError(f"{path}: must be a mapping of option names to values, not a {type(loaded).__name__}")
-    return loaded
 
 
 def parse_budgets(text: str) -> list[float]:

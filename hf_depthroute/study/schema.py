@@ -11,12 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..config import ConfigError, DepthRouteConfig
 from ..trainer import DepthRouteTrainingArguments, RoutingArguments
-
-_MAX_BYTES = 1 << 20
+from ..yaml_files import YamlError, read_mapping
 
 Schema = dict[str, tuple[Any, float | None]]  # key -> type, lowest value
 
@@ -110,32 +107,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: It cannot be read, is too large, repeats a key, or holds anything else.
     """
-
-    class Loader(yaml.SafeLoader):
-        """Refuses duplicate keys, of which YAML parsers silently keep the last, and aliases, which can explode."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.events.AliasEvent):
-                raise ConfigError(f"{path}: YAML aliases are not supported; write the value out")
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [key.value for key, _ in node.value]
-            for key in keys:
-                if keys.count(key) > 1:
-                    raise ConfigError(f"{path}: key {key!r} appears twice; keep one")
-            return super().construct_mapping(node, deep)
-
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{path}: larger than 1 MiB; this is no study")
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split()) or type(error).__name__}") from error
-    if loaded is not None and not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: must be a mapping of keys to values, not a {type(loaded).__name__}")
-    return loaded or {}
+        return read_mapping(path)
+    except YamlError as error:
+        raise ConfigError(" ".join(str(error).split())) from error

@@ -1,0 +1,56 @@
+"""YAML files that hold one mapping, read strictly: what a parser would silently change is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_MAX_BYTES = 1 << 20
+
+
+class YamlError(ValueError):
+    """A file cannot be used. The message is one line and names the file."""
+
+
+def read_mapping(path: Path, key_name: Callable[[str], str] = str) -> dict[Any, Any]:
+    """The mapping in a file; empty when the file is.
+
+    Args:
+        path: The file.
+        key_name: Two keys of the same name are the same key.
+
+    Raises:
+        YamlError: The file cannot be read, is larger than 1 MiB, is no YAML, holds anything but a mapping, repeats a
+            key, of which parsers silently keep the last, or has an alias, which can explode.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.events.AliasEvent):
+                raise YamlError(f"{path}: YAML aliases are not supported; write the value out")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key_node, _ in node.value:
+                name = key_name(str(key_node.value))
+                if name in seen:
+                    raise YamlError(f"{path}: key {key_node.value!r} appears twice; keep one")
+                seen.add(name)
+            return super().construct_mapping(node, deep)
+
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise YamlError(f"{path}: larger than 1 MiB; this is no config file")
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
+    except OSError as error:
+        raise YamlError(f"{path}: {error.strerror}") from error
+    except YamlError:
+        raise
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise YamlError(f"{path}: not valid YAML: {str(error) or type(error).__name__}") from error
+    if loaded is not None and not isinstance(loaded, dict):
+        raise YamlError(f"{path}: must be a mapping of names to values, not a {type(loaded).__name__}")
+    return loaded or {}
