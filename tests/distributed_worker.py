@@ -23,7 +23,9 @@ from training import Row, adapter_state, gradients, make_trainer, rows, stacked,
 from transformers import Trainer
 
 from hf_depthroute import DepthRouteCallback, DepthRouteTrainer, record_routes, replay_routes
+from hf_depthroute.forks import observe_prefix
 from hf_depthroute.losses import routing_losses
+from hf_depthroute.oracle import prefix_utility
 from hf_depthroute.trace import RouteRecord, RouteTrace, routings
 from hf_depthroute.trainer import RoutingArguments
 
@@ -37,9 +39,17 @@ def share(value: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 
 
 def step(
-    rank: int, world: int, batch: Row, full_rows: list[bool] | None = None, checkpointing: bool | None = None
+    rank: int,
+    world: int,
+    batch: Row,
+    full_rows: list[bool] | None = None,
+    checkpointing: bool | None = None,
+    labelled: bool = False,
 ) -> Result:
-    """Loss, gradients and masks of one global batch; `full_rows` fixes which of its rows run full."""
+    """Loss, gradients and masks of one global batch; `full_rows` fixes which of its rows run full.
+
+    With `labelled`, the losses that need an oracle's labels take part.
+    """
     model = build_routed("llama", "jepa").train()
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
@@ -55,8 +65,13 @@ def step(
             replayed = RouteTrace({holder.layer_index: fixed for holder in routings(model)})
             stack.enter_context(replay_routes(wrapped, replayed))
         trace = stack.enter_context(record_routes(wrapped))
+        prefix = stack.enter_context(observe_prefix(model))
         lm = wrapped(**mine, num_items_in_batch=targets).loss * world
-        terms = routing_losses(trace, lm, {"alive": 1.0}, alive_min=0.99)
+        inputs: dict[str, Any] = {}
+        if labelled:
+            inputs["utility"] = prefix_utility(prefix, mine["labels"], "on_policy")
+            inputs["counterfactual"] = prefix_utility(prefix, mine["labels"], "on_policy", window=1, layers=[2])
+        terms = routing_losses(trace, lm, {"alive": 1.0, "cgs": 0.5, "z": 0.1}, alive_min=0.99, **inputs)
         sum(terms.values()).backward()
     return {
         "terms": {name: term.item() for name, term in terms.items()},
@@ -83,6 +98,10 @@ def one_rank_routes_nothing(rank: int, world: int) -> Result:
 
 def one_rank_is_padding(rank: int, world: int) -> Result:
     return step(rank, world, stacked(rows(GLOBAL_BATCH, padding=(0, 3, 12, 12))))
+
+
+def oracle(rank: int, world: int) -> Result:
+    return step(rank, world, stacked(rows(GLOBAL_BATCH, padding=(0, 5, 2, 0))), labelled=True)
 
 
 def train(rank: int, world: int, cls: type[Trainer]) -> Result:
@@ -117,6 +136,7 @@ STEPS: tuple[Callable[[int, int], Result], ...] = (
     checkpointed_reentrant,
     one_rank_routes_nothing,
     one_rank_is_padding,
+    oracle,
 )
 RUNS: tuple[Callable[[int, int], Result], ...] = (trainer, callback)
 

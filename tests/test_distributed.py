@@ -54,6 +54,11 @@ def test_two_processes_have_the_loss_and_the_gradients_of_one(results: Path, sce
     assert expected["terms"]["alive"] > 0
 
 
+def test_labels_of_two_processes_give_every_loss_that_needs_them(results: Path) -> None:
+    first, _ = load(results, "oracle")
+    assert {"util", "rank", "cgs", "z"} <= set(first["terms"])
+
+
 def test_a_rank_really_routed_nothing(results: Path) -> None:
     first, second = load(results, "one_rank_routes_nothing")
     assert set(first["ratio"].values()) == {1.0} and set(second["ratio"].values()) == {0.0}
