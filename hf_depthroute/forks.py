@@ -45,6 +45,7 @@ class Prefix:
         self.layers: list[Any] = list(getattr(decoder, family.layers))[first:]
         self.final_norm: nn.Module = getattr(decoder, family.final_norm)
         self.head = cast(nn.Module, cast(Any, model).get_output_embeddings())
+        _check_whole([*self.layers, self.final_norm, self.head])
         self.hidden: torch.Tensor | None = None
         self.training = False
         self._kwargs: list[dict[str, Any]] = []
@@ -94,7 +95,7 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
     """Keep what the last forward pass inside the block handed to the first routed layer; costs and changes nothing.
 
     Raises:
-        ValueError: No depth-routed adapter is active.
+        ValueError: No depth-routed adapter is active, or the model is split over devices or processes.
     """
     prefix = Prefix(model)
     handles = [layer.register_forward_pre_hook(prefix.observe, with_kwargs=True) for layer in prefix.layers]
@@ -206,6 +207,19 @@ def counted_positions(prefix: Prefix, labels_BT: torch.Tensor) -> torch.Tensor:
     counted_BT = (labels_BT.roll(-1, dims=1) != -100) & real_BT & real_BT.roll(-1, dims=1)
     counted_BT[:, -1] = False
     return counted_BT
+
+
+def _check_whole(modules: list[nn.Module]) -> None:
+    """Forks call parts of layers, past the hooks of whatever moves or gathers weights around a whole layer.
+
+    Raises:
+        ValueError: The weights are on several devices, or split by FSDP or ZeRO-3.
+    """
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    if any(hasattr(parameter, "ds_id") or hasattr(parameter, "placements") for parameter in parameters):
+        raise ValueError("oracle and distill losses do not work under FSDP or ZeRO-3; use DDP")
+    if len({parameter.device for parameter in parameters}) > 1:
+        raise ValueError("oracle and distill losses do not work with a model that is split over several devices")
 
 
 def _chunk(prefix: Prefix) -> int:

@@ -106,6 +106,6 @@ def _record(
     mask, scores, probs, *extras = values
     gate: Any = holder.depth_route_gate[plan.adapter]
     names = (*gate.outputs, "z_full", "z_cheap")
-    record = RouteRecord(mask, scores, probs, token_mask, plan.budget, dict(zip(names, extras)))
+    record = RouteRecord(mask, scores, probs, token_mask, plan.budget, dict(zip(names, extras)), plan.temperature)
     for trace in plan.recorders:
         trace[holder.layer_index] = record

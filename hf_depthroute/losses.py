@@ -112,9 +112,9 @@ def cgs_loss(inputs: LossInputs) -> torch.Tensor | None:
         return None
     trace = RouteTrace({index: inputs.trace[index] for index in inputs.counterfactual})
     _, labels_CBT, valid_CBT = _labelled(trace, inputs.counterfactual)
-    probs_CBT = _stack([record.probs for record in trace.values()])
     targets_CBT = torch.sigmoid(labels_CBT / inputs.counterfactual_temperature)
-    return token_mean(F.binary_cross_entropy(probs_CBT, targets_CBT, reduction="none"), valid_CBT).mean()
+    losses_CBT = F.binary_cross_entropy_with_logits(_logits(trace), targets_CBT, reduction="none")
+    return token_mean(losses_CBT, valid_CBT).mean()
 
 
 def z_loss(inputs: LossInputs) -> torch.Tensor:
@@ -122,9 +122,8 @@ def z_loss(inputs: LossInputs) -> torch.Tensor:
 
     Symmetric in the two paths, least where `p = 1/2`: it holds the scale of the scores, as the router z-loss does.
     """
-    probs_CBT = _stack([record.probs for record in inputs.trace.values()])
-    # logsumexp(z/2, -z/2) = -log(p (1 - p)) / 2
-    logsumexp_CBT = -0.5 * (probs_CBT * (1 - probs_CBT)).clamp_min(1e-30).log()
+    half_CBT = 0.5 * _logits(inputs.trace)
+    logsumexp_CBT = torch.logaddexp(half_CBT, -half_CBT)
     return token_mean(logsumexp_CBT.square(), _real(inputs.trace)).mean()
 
 
@@ -267,6 +266,11 @@ def token_mean(values_CBT: torch.Tensor, real_CBT: torch.Tensor) -> torch.Tensor
     count_C = shared[1].clamp(min=1)
     local_C = total_C * dist.get_world_size() / count_C
     return shared[0] / count_C + (local_C - local_C.detach())
+
+
+def _logits(trace: RouteTrace) -> torch.Tensor:
+    """`u / tau`, `[C, B, T]`: of a probability that has rounded to 0 or 1, no gradient would be left."""
+    return _stack([record.scores / record.temperature for record in trace.values()])
 
 
 def _labelled(

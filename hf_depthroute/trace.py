@@ -28,6 +28,7 @@ class RouteRecord:
         token_mask: Bool `[B, T]`, true at real tokens; None when the model was called without a 2D attention mask.
         budget: The budget in force.
         extras: What the gate adds, each `[B, T, ...]`; also reachable as attributes (`record.q_full`).
+        temperature: `tau`; the default is that of `DepthRouteConfig`.
     """
 
     mask: torch.Tensor
@@ -36,6 +37,7 @@ class RouteRecord:
     token_mask: torch.Tensor | None
     budget: float
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
+    temperature: float = 2.0
 
     def __getattr__(self, name: str) -> torch.Tensor:
         extras = self.__dict__.get("extras", {})

@@ -240,3 +240,15 @@ def test_the_cost_of_a_refresh_is_a_ratio_of_times() -> None:
 def test_an_unknown_oracle_is_refused() -> None:
     with pytest.raises(ValueError, match="use one of: all_full, on_policy"):
         utility_labels(build_routed("llama"), batch(), "later")
+
+
+@pytest.mark.parametrize("case", ["ds_id", "placements", "device"])
+def test_a_model_in_pieces_is_refused(case: str) -> None:
+    model = build_routed("llama")
+    head = model.get_output_embeddings()
+    if case == "device":
+        head.to("meta")
+    else:  # what DeepSpeed and FSDP put on a parameter
+        setattr(head.weight, case, 1)
+    with pytest.raises(ValueError, match="several devices" if case == "device" else "FSDP or ZeRO-3"):
+        utility_labels(model, batch())

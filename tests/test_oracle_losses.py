@@ -19,7 +19,7 @@ from transformers import Trainer
 from hf_depthroute import DepthRouteCallback
 from hf_depthroute import objective as objective_module
 from hf_depthroute.config import ConfigError
-from hf_depthroute.losses import derangement, rank_loss, routing_losses, shuffled
+from hf_depthroute.losses import derangement, routing_losses, shuffled
 from hf_depthroute.objective import RoutingArguments, RoutingObjective
 from hf_depthroute.oracle import UtilityLabels
 from hf_depthroute.trace import RouteTrace
@@ -154,7 +154,6 @@ def test_deranged_targets_cross_sequences_and_stay_paired_with_each_other() -> N
 def test_terms_without_their_inputs_do_not_apply() -> None:
     weights = {"util": 1.0, "rank": 1.0, "cgs": 1.0, "distill": 1.0}
     assert set(routing_losses(made_trace(), weights=weights)) == {"budget", "alive"}
-    assert rank_loss.__doc__
 
 
 def refresh_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int = 14, **arguments: Any) -> list[Any]:

@@ -1,4 +1,4 @@
 """The report of a study.
 
-`results` reads, `layouts` and `tables` tabulate, `rules` and `claims` judge, `plots` draws, `page` writes.
+`results` reads, `layouts` and `tables` tabulate, `rules` and `claims` judge, `curves` and `plots` draw, `page` writes.
 """
