@@ -65,6 +65,30 @@ class ScoreQuantiles(nn.Module):
         self.updates.add_(known)
 
 
+class BudgetController(nn.Module):
+    """A score threshold that training moves against the sign of the load error, instead of a budget loss.
+
+        theta <- theta + step * sign(load - budget)
+
+    The bias of the loss-free method, on the other side of the comparison: `u - theta >= 0` decides, and no gradient
+    reaches it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threshold: torch.Tensor
+        self.register_buffer("threshold", torch.zeros(()))
+
+    @torch.no_grad()
+    def move(self, load: torch.Tensor, budget: float, step: float) -> None:
+        """One step; `load` is the recent share of tokens that ran full, `[]`."""
+        self.threshold.add_(step * torch.sign(load.to(self.threshold) - budget))
+
+    @torch.no_grad()
+    def set(self, threshold: torch.Tensor) -> None:
+        self.threshold.copy_(threshold)
+
+
 def quantile_table(scores: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
     """Quantiles `[Q]` of `scores` over the entries where `keep` is true. Never waits for the device.
 
@@ -83,20 +107,28 @@ def quantile_table(scores: torch.Tensor, keep: torch.Tensor | None = None) -> to
 
 
 @torch.no_grad()
-def quantile_tables(records: list[RouteRecord]) -> list[torch.Tensor]:
+def quantile_tables(records: list[RouteRecord], pooled: bool = False) -> list[torch.Tensor]:
     """The `quantile_table` of each record's real tokens; over data-parallel processes, their mean weighted by tokens.
 
-    Every process gets the same tables, so thresholds never differ between ranks.
+    Every process gets the same tables, so thresholds never differ between ranks. With `pooled`, all records get the
+    table of their scores together: the one threshold of a global budget.
     """
-    tables = [quantile_table(record.scores, record.real) for record in records]
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return tables
-    device = tables[0].device
-    counts_C1 = torch.stack([record.real.sum().to(device) for record in records])[:, None].float()
-    tables_CQ = torch.stack([table.to(device) for table in tables])
-    shared = torch.cat([tables_CQ.nan_to_num() * counts_C1, counts_C1], dim=1)
-    dist.all_reduce(shared)
-    return list(shared[:, :-1] / shared[:, -1:])  # NaN where no process has a real token
+    if pooled:
+        device = records[0].scores.device
+        scores = torch.cat([record.scores.reshape(-1).to(device) for record in records])
+        keep = torch.cat([record.real.reshape(-1).to(device) for record in records])
+        tables, counts = [quantile_table(scores, keep)], [keep.sum()]
+    else:
+        tables = [quantile_table(record.scores, record.real) for record in records]
+        counts = [record.real.sum() for record in records]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        device = tables[0].device
+        counts_C1 = torch.stack([count.to(device) for count in counts])[:, None].float()
+        tables_CQ = torch.stack([table.to(device) for table in tables])
+        shared = torch.cat([tables_CQ.nan_to_num() * counts_C1, counts_C1], dim=1)
+        dist.all_reduce(shared)
+        tables = list(shared[:, :-1] / shared[:, -1:])  # NaN where no process has a real token
+    return tables * len(records) if pooled else tables
 
 
 @torch.no_grad()
@@ -106,8 +138,9 @@ def calibrate(
     """Set every routed layer's threshold so that the fraction `budget` of the tokens in `batches` runs full.
 
     Two passes. The first selects by top-k, which fixes the share exactly while later layers' scores are collected;
-    the second repeats with the thresholds found, so that they fit the stream that inference really produces. The
-    quantile tables become part of the adapter: `set_budget` and `save_pretrained` use them.
+    the second repeats with the thresholds found, so that they fit the stream that inference really produces. Where no
+    top-k exists (sequences, a global budget, early exit), three passes with thresholds. The quantile tables become
+    part of the adapter: `set_budget` and `save_pretrained` use them.
 
     Args:
         model: A model with one active depth-routed adapter.
@@ -137,11 +170,18 @@ def calibrate(
     was_training = model.training
     model.eval()
     try:
-        for rule in ("topk", "threshold"):
+        ranked = all(
+            config.granularity == "token" and config.budget_scope == "layer" and config.gate != "exit"
+            for config in configs
+        )
+        for rule in ("topk", "threshold") if ranked else ("threshold",) * 3:
             with use_selection(model, rule):
-                scores = _collect(model, kept)
+                scores = _collect(model, kept, configs[0].granularity == "sequence")
+            if configs[0].budget_scope == "global":
+                scores = dict.fromkeys(scores, torch.cat(list(scores.values())))
             for holder in holders:
                 holder.active_quantiles().set(quantile_table(scores[holder.layer_index]))
+                _set_controller(holder, budget)
         with count_routes(model) as counter:
             for batch in kept:
                 model(**batch, use_cache=False)
@@ -162,8 +202,10 @@ def set_budget(model: nn.Module, budget: float) -> None:
         ValueError: No routed layer is active, or the adapter has a fixed threshold.
     """
     budget = check_budget(budget)
-    for config in _budgeted_configs(active_routings(model)):
+    holders = active_routings(model)
+    for holder, config in zip(holders, _budgeted_configs(holders)):
         config.budget = budget
+        _set_controller(holder, budget)
 
 
 def is_calibrated(model: nn.Module) -> bool:
@@ -184,11 +226,22 @@ def active_routings(model: nn.Module) -> list[Routing]:
 
 
 def _budgeted_configs(holders: list[Routing]) -> list[DepthRouteConfig]:
-    """The configs of the active adapters; `ValueError` where a fixed threshold leaves the budget without effect."""
+    """The configs of the active adapters; `ValueError` where the budget is without effect on inference."""
     configs = [holder.active_config() for holder in holders]
-    if any(config.threshold is not None for config in configs):
-        raise ValueError("the adapter has a fixed threshold; set its config's threshold to None to use budgets")
+    for config in configs:
+        if config.gate == "none":
+            raise ValueError("the adapter has no gate: its layers are skipped by every token, whatever the budget")
+        if config.threshold is not None:
+            raise ValueError("the adapter has a fixed threshold; set its config's threshold to None to use budgets")
+        if config.causal_rule == "predictor":
+            raise ValueError("the adapter decides by its predictor; set its config's causal_rule to 'quantile'")
     return configs
+
+
+def _set_controller(holder: Routing, budget: float) -> None:
+    controller = holder.active_controller()
+    if controller is not None:
+        controller.set(holder.active_quantiles()(budget))
 
 
 @contextmanager
@@ -198,12 +251,17 @@ def use_selection(model: nn.Module, rule: str) -> Iterator[None]:
         yield
 
 
-def _collect(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """Scores of all real tokens, `[number of tokens]` per layer."""
+def _collect(
+    model: nn.Module, batches: list[dict[str, torch.Tensor]], by_sequence: bool
+) -> dict[int, torch.Tensor]:
+    """Scores of all real tokens (pairs, sequences), in one dimension per layer."""
     scores: dict[int, list[torch.Tensor]] = {}
     for batch in batches:
         with record_routes(model) as trace:
             model(**batch, use_cache=False)
         for index, record in trace.items():
-            scores.setdefault(index, []).append(record.scores[record.real])
+            found = record.scores[record.real]
+            if by_sequence:  # the same at every position: a sequence counts once
+                found = record.scores[record.real.any(dim=1), 0]
+            scores.setdefault(index, []).append(found)
     return {index: torch.cat(parts) for index, parts in scores.items()}

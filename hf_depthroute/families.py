@@ -30,6 +30,9 @@ class Family:
         ffn_norm: Norm in front of the FFN.
         ffn: The FFN, or the whole MoE block. Called with `[B, T, d]`.
         final_norm: The decoder stack's norm after its last layer.
+        queries: How the attention projects, a key of `execution.attention.STYLES`. None: not known, so attention
+            that is skipped per token is computed and masked, and nothing is saved.
+        experts: The fused experts inside the MoE block, called with `(x [N, d], index [N, K], weights [N, K])`.
     """
 
     layers: str = "layers"
@@ -38,15 +41,22 @@ class Family:
     ffn_norm: str = "post_attention_layernorm"
     ffn: str = "mlp"
     final_norm: str = "norm"
+    queries: str | None = None
+    experts: str = "experts"
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "mistral": Family(),
-    "olmoe": Family(),
-    "gpt2": Family(layers="h", attention_norm="ln_1", attention="attn", ffn_norm="ln_2", final_norm="ln_f"),
+    "llama": Family(queries="rotary"),
+    "qwen2": Family(queries="rotary"),
+    "qwen3": Family(queries="rotary_head_norm"),
+    "mistral": Family(queries="rotary"),
+    "olmoe": Family(queries="rotary_flat_norm"),
+    "mixtral": Family(queries="rotary"),
+    "qwen2_moe": Family(queries="rotary"),
+    "qwen3_moe": Family(queries="rotary_head_norm"),
+    "gpt2": Family(
+        layers="h", attention_norm="ln_1", attention="attn", ffn_norm="ln_2", final_norm="ln_f", queries="fused"
+    ),
 }
 
 

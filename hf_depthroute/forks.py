@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from .calibration import active_routings
-from .execution import gathered_update, masked_update
+from .execution import masked_update
 from .families import find_decoder, find_family
-from .holder import HOLDER, Routing
-from .layer import TOKEN_MASK, attended, full_path, slice_rows, without_cache
+from .holder import HOLDER, RoutePlan, Routing
+from .layer import TOKEN_MASK, both_paths, without_cache
+from .sites import SITES
 
 _LOGITS = 2**25  # elements of the logits that exist at one time: 128 MiB in float32
 
@@ -135,32 +136,73 @@ def run_forks(
         h = streams_FBTd.flatten(0, 1)
         holder: Routing | None = layer._modules.get(HOLDER)
         plan = None if holder is None else holder.plan(prefix.training)
-        if holder is None or plan is None:
+        if holder is None or plan is None or (not on_policy and fork is None):
             streams_FBTd = layer._base_forward(h, **kwargs).view_as(streams_FBTd)
             continue
-        a = attended(layer, holder, h, **kwargs)
-        x, full = full_path(layer, holder, plan, a)
+        _check_forkable(plan)
+        site = SITES[plan.config.target]
+        stream = site.enter(layer, holder, h, kwargs)
+        normed = site.norm(layer, holder, stream)
         branch: Any = holder.depth_route_branch._modules.get(plan.adapter)
         if on_policy:
-            scores = holder.depth_route_gate[plan.adapter](x)["scores"]
-            mask, probs = holder.decide(plan, scores, token_mask), torch.sigmoid(scores / plan.temperature)
-            soft = prefix.training and plan.rule == "soft"
-            both = len(h) if soft else batch  # forks are made of either path of the trunk; they themselves need one
-            out, after_full, after_cheap = masked_update(
-                a[:both], x[:both], mask[:both], probs[:both], full, branch, soft
-            )
-            if both < len(h):
-                followed = gathered_update(a[both:], x[both:], mask[both:], full, branch, slice_rows(holder, a))
-                out = torch.cat([out, followed])
+            out, after_full, after_cheap = _follow(layer, holder, plan, batch, stream, normed, token_mask, kwargs)
         else:
-            out = after_full = a + full(x)
-            after_cheap = a[:batch] if branch is None else a[:batch] + branch(a[:batch])
+            out = after_full = site.full(layer, holder, stream, normed, kwargs)
+            after_cheap = stream[:batch] if branch is None else stream[:batch] + branch(stream[:batch])
         streams_FBTd = out.unflatten(0, (count, batch))
         if fork is not None and (layers is None or holder.layer_index in layers):
             new_KBTd = fork(after_full[:batch], after_cheap[:batch], streams_FBTd[0])
             forks[holder.layer_index] = range(count, count + len(new_KBTd))
             streams_FBTd = torch.cat([streams_FBTd, new_KBTd])
+        streams_FBTd = site.finish(layer, holder, streams_FBTd.flatten(0, 1)).unflatten(0, (-1, batch))
     return streams_FBTd, forks
+
+
+def _follow(
+    layer: Any,
+    holder: Routing,
+    plan: RoutePlan,
+    batch: int,
+    stream: torch.Tensor,
+    normed: torch.Tensor,
+    token_mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The streams as the gate has them, and the trunk's after the full and the cheap path.
+
+    The forks are made of either path of the trunk, the first `batch` sequences; they themselves need one.
+    """
+    site = SITES[plan.config.target]
+    scores = holder.score(plan, stream if plan.config.gate_input == "residual" else normed)["scores"]
+    mask, probs = holder.decide(plan, scores, token_mask)
+    alone = plan.mix == "hard" and plan.config.target == "ffn"  # its sparse execution looks at no other token
+    both = batch if alone else len(stream)
+    after_full, after_cheap = both_paths(layer, holder, plan, stream[:both], normed[:both], probs[:both], kwargs)
+    out = masked_update(stream[:both], after_full, after_cheap, mask[:both], probs[:both], plan.mix)
+    if both < len(stream):
+        branch = holder.depth_route_branch._modules.get(plan.adapter)
+        rest = site.sparse(layer, holder, stream[both:], normed[both:], mask[both:], branch, None, kwargs)
+        out = torch.cat([out, rest])
+    return out, after_full, after_cheap
+
+
+def _check_forkable(plan: RoutePlan) -> None:
+    """Raise `ValueError` for adapters whose two paths are not a choice between two streams at one token."""
+    config = plan.config
+    fault = next(
+        (
+            f"{name}={value!r}"
+            for name, value, bad in (
+                ("target", config.target, config.target == "experts"),
+                ("granularity", config.granularity, config.granularity == "sequence"),
+                ("gate", config.gate, config.gate in ("halting", "exit", "none")),
+            )
+            if bad
+        ),
+        None,
+    )
+    if fault:
+        raise ValueError(f"util, rank and cgs need a choice per token and layer; they do not support {fault}")
 
 
 def token_losses(

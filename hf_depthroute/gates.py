@@ -6,6 +6,8 @@ and one row of `GATES`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,14 +19,17 @@ GateOutput = dict[str, torch.Tensor]
 
 
 class ScoreHead(nn.Linear):
-    """One float32 score per row, also under autocast and over a bfloat16 model: `u = w . x + b`."""
+    """Float32 scores, also under autocast and over a bfloat16 model: `u = W x + b`, one per row of `W`."""
 
-    def __init__(self, features: int) -> None:
-        super().__init__(features, 1)
+    def __init__(self, features: int, outputs: int = 1, bias: bool = True) -> None:
+        super().__init__(features, outputs, bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., features] -> [...]
-        # Elementwise, because autocast would run a matmul in low precision.
-        return (x.float() * self.weight.float().squeeze(0)).sum(-1) + self.bias.float()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., features] -> [...], or [..., outputs] where several
+        with torch.autocast(x.device.type, enabled=False):
+            if self.out_features > 1:
+                return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+            scores = (x.float() * self.weight.float().squeeze(0)).sum(-1)
+            return scores if self.bias is None else scores + self.bias.float()
 
 
 class MLPGate(nn.Module):
@@ -32,11 +37,11 @@ class MLPGate(nn.Module):
 
     outputs: tuple[str, ...] = ()
 
-    def __init__(self, width: int, config: DepthRouteConfig) -> None:
+    def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
         super().__init__()
         hidden = config.gate_hidden or default_hidden(width)
         self.hidden = MixedLinear(width, hidden)
-        self.score = ScoreHead(hidden)
+        self.score = ScoreHead(hidden, scores)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         reset_linear(self.hidden, generator)
@@ -60,7 +65,7 @@ class JEPAGate(nn.Module):
 
     outputs: tuple[str, ...] = ("q_full", "q_cheap")
 
-    def __init__(self, width: int, config: DepthRouteConfig) -> None:
+    def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
         super().__init__()
         summary = config.summary_dim
         self.context = MixedLinear(width, config.context_dim)
@@ -106,7 +111,124 @@ class JEPAGate(nn.Module):
         return F.linear(self.actions.weight, action_map, self.predict_hidden.bias).to(dtype)
 
 
-GATES: dict[str, type[MLPGate] | type[JEPAGate]] = {"mlp": MLPGate, "jepa": JEPAGate}
+class LinearGate(nn.Module):
+    """Router-Tuning: `u = W x`, one row, no bias. Starts at `p = 1/2`, which is dense where the threshold is 0."""
+
+    outputs: tuple[str, ...] = ()
+
+    def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
+        super().__init__()
+        self.score = ScoreHead(width, scores, bias=False)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        nn.init.zeros_(self.score.weight)
+
+    def weights_per_token(self) -> int:
+        return self.score.weight.numel()
+
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
+        return {"scores": self.score(a)}
+
+
+class HaltingGate(nn.Module):
+    """TSA: the score is minus the halting logit, `u = -(W2 ReLU(W1 h + b1) + b2)`. `b2 = -1`: it starts active."""
+
+    outputs: tuple[str, ...] = ()
+
+    def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
+        super().__init__()
+        hidden = config.gate_hidden or max(16, width // 4)
+        self.hidden = MixedLinear(width, hidden)
+        self.score = ScoreHead(hidden)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        reset_linear(self.hidden, generator)
+        reset_linear(self.score, generator)
+        nn.init.constant_(self.score.bias, -1.0)
+
+    def weights_per_token(self) -> int:
+        return self.hidden.weight.numel() + self.score.weight.numel()
+
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
+        return {"scores": -self.score(F.relu(self.hidden(a)))}
+
+
+class RandomGate(nn.Module):
+    """A fixed random projection: what routing is worth when nothing was learned. Nothing here trains."""
+
+    outputs: tuple[str, ...] = ()
+
+    def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
+        super().__init__()
+        self.weight: torch.Tensor
+        self.register_buffer("weight", torch.zeros(scores, width))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        self.weight.normal_(std=self.weight.shape[-1] ** -0.5, generator=generator)
+
+    def weights_per_token(self) -> int:
+        return self.weight.numel()
+
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
+        with torch.autocast(a.device.type, enabled=False):
+            scores = F.linear(a.float(), self.weight.float())
+        return {"scores": scores.squeeze(-1) if self.weight.shape[0] == 1 else scores}
+
+
+class ExitGate(nn.Module):
+    """Early exit: `u = -max softmax(head(norm(h)))`. A token that the LM head is sure of leaves; nothing trains."""
+
+    outputs: tuple[str, ...] = ()
+
+    def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
+        super().__init__()
+        self._head: tuple[Any, ...] = ()  # final norm and LM head, owned by the base
+
+    def connect(self, final_norm: nn.Module, head: nn.Module) -> None:
+        self._head = (final_norm, head)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        return None
+
+    def weights_per_token(self) -> int:
+        return int(self._head[1].weight.numel())
+
+    @torch.no_grad()
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
+        norm, head = self._head
+        logits = head(norm(a)).float()
+        return {"scores": -(logits.amax(-1) - logits.logsumexp(-1)).exp()}
+
+
+class StaticGate(nn.Module):
+    """No gate: every token of the layer takes the cheap path."""
+
+    outputs: tuple[str, ...] = ()
+
+    def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
+        super().__init__()
+        self._scores = scores
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        return None
+
+    def weights_per_token(self) -> int:
+        return 0
+
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
+        shape = a.shape[:-1] if self._scores == 1 else (*a.shape[:-1], self._scores)
+        return {"scores": a.new_zeros(shape, dtype=torch.float32)}
+
+
+GATES: dict[str, Any] = {
+    "mlp": MLPGate,
+    "jepa": JEPAGate,
+    "linear": LinearGate,
+    "halting": HaltingGate,
+    "random": RandomGate,
+    "exit": ExitGate,
+    "none": StaticGate,
+}
 
 
 class TargetProjection(nn.Linear):

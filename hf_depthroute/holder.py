@@ -14,10 +14,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from .branches import LowRankBranch
-from .calibration import ScoreQuantiles
+from .calibration import BudgetController, ScoreQuantiles
 from .config import DepthRouteConfig
 from .families import Family
-from .gates import GATES, TargetProjection
+from .gates import GATES, MLPGate, TargetProjection
 from .selection import threshold_mask, topk_mask
 from .trace import RouteCounter, RouteTrace
 
@@ -30,7 +30,9 @@ class RoutePlan:
 
     Attributes:
         adapter: Name of the active adapter, with its `config`.
-        rule: `"topk"`, `"threshold"` or `"soft"`.
+        rule: One of `SELECTIONS`, `"predictor"` or `"static"`.
+        mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"` or `"each"` (TSA: both sublayers scaled).
+        extras: What is recorded besides mask, scores and probs.
         budget: The budget in force: the adapter's, or the training schedule's.
         threshold: The score that a token has to reach, for the rules that use one. Read here, because training moves
             the quantile tables between a forward pass and its recomputation.
@@ -42,6 +44,8 @@ class RoutePlan:
     adapter: str
     config: DepthRouteConfig
     rule: str
+    mix: str
+    extras: tuple[str, ...]
     budget: float
     threshold: torch.Tensor | float
     temperature: float
@@ -60,8 +64,8 @@ class Routing(nn.Module, BaseTunerLayer):
         peft_configs: The model's adapter configurations by name, shared by all layers.
     """
 
-    adapter_layer_names = ("depth_route_gate", "depth_route_branch")
-    other_param_names = ("depth_route_target", "depth_route_quantiles")
+    adapter_layer_names = ("depth_route_gate", "depth_route_branch", "depth_route_predictor")
+    other_param_names = ("depth_route_target", "depth_route_quantiles", "depth_route_controller")
 
     # BaseTunerLayer's properties look them up on `base_layer`, which does not exist here.
     weight = None  # type: ignore[assignment]
@@ -69,11 +73,12 @@ class Routing(nn.Module, BaseTunerLayer):
 
     def __init__(self, layer_index: int, family: Family, layer: nn.Module, peft_configs: dict[str, PeftConfig]) -> None:
         super().__init__()
-        norm = getattr(layer, family.ffn_norm)
+        norms = {"ffn": getattr(layer, family.ffn_norm), "attention": getattr(layer, family.attention_norm)}
         ffn_parameters = dict(getattr(layer, family.ffn).named_parameters())
         self.layer_index = layer_index
         self.family = family
-        self.width: int = norm.weight.shape[-1]
+        self.width: int = norms["ffn"].weight.shape[-1]
+        self.num_experts = int(getattr(getattr(getattr(layer, family.ffn), family.experts, None), "num_experts", 0))
         self.ffn_bias = any(name.endswith("bias") for name in ffn_parameters)
         self.dense_ffn = all(parameter.ndim < 3 for parameter in ffn_parameters.values())  # not fused experts
         self.peft_configs = peft_configs
@@ -82,8 +87,11 @@ class Routing(nn.Module, BaseTunerLayer):
         self.depth_route_branch = nn.ModuleDict()
         self.depth_route_target = nn.ModuleDict()  # the frozen projection, only in an adapter's first routed layer
         self.depth_route_quantiles = nn.ModuleDict()
-        # Held outside the module tree: owned by the base layer and by the first routed layer.
-        self._norm: tuple[Any] = (norm,)
+        self.depth_route_predictor = nn.ModuleDict()  # of causal_rule="predictor"
+        self.depth_route_controller = nn.ModuleDict()  # of selection="controller"
+        # Held outside the module tree: owned by the base layer and by other routed layers.
+        self._norms: tuple[dict[str, Any]] = (norms,)
+        self._previous: dict[str, tuple[Routing, ...]] = {}  # the routed layer before this one
         self._projections: dict[str, tuple[TargetProjection, ...]] = {}
         # Run-time state, never saved.
         self.recorders: list[RouteTrace | RouteCounter] = []
@@ -91,19 +99,33 @@ class Routing(nn.Module, BaseTunerLayer):
         self.selection: str | None = None  # overrides the rule: "topk" or "threshold"
         self.scheduled_budget: float | None = None  # training schedules
         self.scheduled_temperature: float | None = None
+        self.observe_similarity = False  # record the cosine of the stream before and after the full path
+        self.last_mask: torch.Tensor | None = None  # early exit: of the forward pass in progress
 
     def add_adapter(self, name: str, config: DepthRouteConfig) -> None:
         """Create the seeded, untrained adapter `name` for this layer."""
-        gate = GATES[config.gate](self.width, config)
+        per_expert = config.target == "experts" and config.expert_gates == "per_expert"
+        gate = GATES[config.gate](self.width, config, self.num_experts if per_expert else 1)
         self._initialise(gate, config, "gate")
         self.depth_route_gate[name] = gate
         if config.branch == "lowrank":
             assert config.branch_rank is not None
-            branch = LowRankBranch(self._norm[0], self.width, config.branch_rank, bias=self.ffn_bias)
+            norm = self._norms[0]["attention" if config.target in ("attention", "block") else "ffn"]
+            branch = LowRankBranch(norm, self.width, config.branch_rank, bias=self.ffn_bias)
             self._initialise(branch, config, "branch")
             self.depth_route_branch[name] = branch
-        self.depth_route_quantiles[name] = ScoreQuantiles(config.gate_temperature)
+        if config.causal_rule == "predictor":
+            predictor = MLPGate(self.width, config)
+            self._initialise(predictor, config, "predictor")
+            self.depth_route_predictor[name] = predictor
+        if config.selection == "controller":
+            self.depth_route_controller[name] = BudgetController()
+        self.depth_route_quantiles[name] = ScoreQuantiles(cast(float, config.gate_temperature))
         self._move_adapter_to_device_of_base_layer(name)
+
+    def follow(self, name: str, previous: Routing) -> None:
+        """Name the layer that adapter `name` routes before this one; a token that left there stays out here."""
+        self._previous[name] = (previous,)
 
     def add_projection(self, name: str, config: DepthRouteConfig, owner: Routing) -> None:
         """Create adapter `name`'s target projection in the layer that owns it, or refer to the owner's."""
@@ -138,6 +160,14 @@ class Routing(nn.Module, BaseTunerLayer):
         """The quantile table of the adapter that routes this layer now; `ValueError` when there is none."""
         return cast(ScoreQuantiles, self.depth_route_quantiles[self.active_name()])
 
+    def active_controller(self) -> BudgetController | None:
+        """The controller of the adapter that routes this layer now; None where it has none."""
+        return cast("BudgetController | None", self.depth_route_controller._modules.get(self.active_name()))
+
+    def experts_of(self, layer: Any) -> nn.Module:
+        """The fused experts of the decoder layer."""
+        return cast(nn.Module, getattr(getattr(layer, self.family.ffn), self.family.experts))
+
     def active_name(self) -> str:
         """Name of the adapter that routes this layer now; `ValueError` when there is none."""
         name = self.adapter()
@@ -156,33 +186,117 @@ class Routing(nn.Module, BaseTunerLayer):
         threshold: torch.Tensor | float = -torch.inf
         if config.threshold is not None:
             threshold = config.threshold
+        elif budget < 1.0 and name in self.depth_route_controller:
+            threshold = cast(BudgetController, self.depth_route_controller[name]).threshold.clone()
         elif budget < 1.0:
             threshold = self.depth_route_quantiles[name](budget)
         replayed = None if self.replay is None else self.replay.get(self.layer_index)
+        rule = self._rule(config, training)
+        mix = "each" if config.gate == "halting" else "scaled" if config.scale_by_gate else "hard"
+        if mix == "hard" and rule == "soft":
+            mix = "soft"
         return RoutePlan(
             adapter=name,
             config=config,
-            rule=self.selection or (config.selection if training else "threshold"),
+            rule=rule,
+            mix=mix,
+            extras=self._extras(name, config, training),
             budget=budget,
             threshold=threshold,
-            temperature=(self.scheduled_temperature if training else None) or config.gate_temperature,
+            temperature=(self.scheduled_temperature if training else None) or cast(float, config.gate_temperature),
             replayed=None if replayed is None else replayed.mask,
             recorders=tuple(self.recorders),
         )
 
-    def decide(self, plan: RoutePlan, scores: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
-        """The bool mask `[B, T]` of the tokens that run full."""
+    def _rule(self, config: DepthRouteConfig, training: bool) -> str:
+        if config.gate == "none":
+            return "static"
+        if self.selection:
+            return self.selection
+        if training:
+            return cast(str, config.selection)
+        return "predictor" if config.causal_rule == "predictor" else "threshold"
+
+    def _extras(self, name: str, config: DepthRouteConfig, training: bool) -> tuple[str, ...]:
+        gate: Any = self.depth_route_gate[name]
+        extras: tuple[str, ...] = gate.outputs
+        if name in self.depth_route_predictor:
+            extras += ("predicted",)
+        if config.target == "experts":
+            return (*extras, "expert_index")
+        if training and name in self._projections:
+            extras += ("z_full", "z_cheap")
+        if training and self.observe_similarity:
+            extras += ("similarity",)
+        return extras
+
+    def score(self, plan: RoutePlan, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`scores` `[B, T]` (per expert `[B, T, E]`) of the gate's input `[B, T, d]`, and what the gate adds."""
+        out: dict[str, torch.Tensor] = self.depth_route_gate[plan.adapter](x)
+        if plan.adapter in self.depth_route_predictor:
+            out["predicted"] = self.depth_route_predictor[plan.adapter](x.detach())["scores"]
+        return out
+
+    def decide(
+        self,
+        plan: RoutePlan,
+        scores: torch.Tensor,
+        token_mask: torch.Tensor | None,
+        predicted: torch.Tensor | None = None,
+        experts: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bool mask of what runs full, and `p`, both in the shape of `scores`: `[B, T]`, or `[B, T, K]` pairs.
+
+        Args:
+            plan: Of this forward pass.
+            scores: Float32.
+            token_mask: Bool `[B, T]`, true at real tokens.
+            predicted: Logits of the causal predictor, `[B, T]`.
+            experts: Int64 `[B, T, K]`, the expert of each pair.
+        """
+        probs = torch.sigmoid(scores / plan.temperature)
         if plan.replayed is not None:
             if plan.replayed.shape != scores.shape:
                 raise ValueError(
                     f"layer {self.layer_index}: the replayed mask has shape {tuple(plan.replayed.shape)}, "
                     f"the input {tuple(scores.shape)}"
                 )
-            return plan.replayed.to(scores.device)
-        scores = scores.detach()
+            return plan.replayed.to(scores.device), probs
+        real = token_mask
+        if token_mask is not None and scores.ndim == 3:
+            real = token_mask[..., None].expand_as(scores)
+        if plan.rule == "static":
+            return self._static(plan, scores, experts, real), probs
+        if plan.rule == "predictor":
+            assert predicted is not None
+            return threshold_mask(predicted.detach(), 0.0, real), probs
         if plan.rule == "topk":
-            return topk_mask(scores, plan.budget, token_mask)
-        return threshold_mask(scores, plan.threshold, token_mask)
+            flat = scores.detach().flatten(1)
+            mask = topk_mask(flat, plan.budget, None if real is None else real.flatten(1))
+            return mask.view(scores.shape), probs
+        if plan.rule == "gumbel":
+            noise = torch.empty_like(scores).exponential_().log() - torch.empty_like(scores).exponential_().log()
+            scores = scores + plan.temperature * noise  # the difference of two Gumbel variables is logistic
+            probs = torch.sigmoid((scores - plan.threshold) / plan.temperature)
+        mask = threshold_mask(scores.detach(), plan.threshold, real)
+        if plan.config.gate == "exit":
+            for previous in self._previous.get(plan.adapter, ()):
+                assert previous.last_mask is not None
+                mask = mask & previous.last_mask.to(mask.device)
+            self.last_mask = mask
+        return mask, probs
+
+    def _static(
+        self, plan: RoutePlan, scores: torch.Tensor, experts: torch.Tensor | None, real: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Gate `"none"`: nothing runs full; of experts, those that are not dropped."""
+        if experts is None:
+            return torch.zeros_like(scores, dtype=torch.bool)
+        layers, dropped = plan.config.layers, plan.config.dropped_experts
+        assert isinstance(layers, list) and dropped is not None
+        ids = torch.tensor(dropped[layers.index(self.layer_index)], device=experts.device, dtype=experts.dtype)
+        mask = ~torch.isin(experts, ids)
+        return mask if real is None else mask & real
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         """Activate routed adapters. Names of other PEFT methods leave the active one as it is."""
@@ -194,6 +308,7 @@ class Routing(nn.Module, BaseTunerLayer):
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
         self._projections.pop(adapter_name, None)
+        self._previous.pop(adapter_name, None)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise ValueError(
@@ -205,7 +320,7 @@ class Routing(nn.Module, BaseTunerLayer):
         return None
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        target: torch.device = self._norm[0].weight.device if device is None else device
+        target: torch.device = self._norms[0]["ffn"].weight.device if device is None else device
         for group in self.adapter_layer_names + self.other_param_names:
             modules = getattr(self, group)
             if adapter_name not in modules or target.type == "meta":
@@ -217,6 +332,6 @@ class Routing(nn.Module, BaseTunerLayer):
         """Draw a part's weights from a generator that depends on the seed, the layer and the part only."""
         if any(parameter.is_meta for parameter in module.parameters()):
             return  # low_cpu_mem_usage: the values come from the adapter file
-        salt = {"gate": 1, "branch": 2, "target": 3}[part]
+        salt = {"gate": 1, "branch": 2, "target": 3, "predictor": 4}[part]
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + self.layer_index * 7 + salt) % 2**63)
         module.reset_parameters(generator)

@@ -1,12 +1,12 @@
 """The forward pass of a routed decoder layer.
 
-Shapes: B batch, T positions, d model width.
+Shapes: B batch, T positions, d model width, K experts per token.
 
-A routed layer computes, with `a = h + attention(attention_norm(h))`:
+With the stream `s` in front of the routed part, for the FFN `s = h + attention(attention_norm(h))`:
 
-    u    = gate(ffn_norm(a))  (or gate(a))               score, [B, T], float32
+    u    = gate(norm(s))  (or gate(s))                   score, [B, T], float32
     m    = u among the top k (training) | u >= theta (inference)
-    out  = m * (a + ffn(ffn_norm(a))) + (1 - m) * (a + branch(a))
+    s    = m * full(s) + (1 - m) * (s + branch(s))
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from typing import Any
 
 import torch
 
-from .execution import CPU_SLICE, Path, gathered_update, masked_update
+from . import sites
+from .cache import SkippingLayer, cache_layer, remember, remembered
+from .execution import masked_update, routed_pairs
 from .holder import HOLDER, RoutePlan, Routing
+from .sites import SITES, whole_sequences
 from .trace import RouteRecord
 
 TOKEN_MASK = "depth_route_token_mask"  # keyword that carries the 2D attention mask to the layers
+_CACHES = ("past_key_values", "layer_past")
 
 
 def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -45,67 +49,215 @@ def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs
 
 
 def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """The layer's output `[B, T, d]`, then mask, scores, probs and the gate's extras when a trace is recorded."""
+    """The layer's output `[B, T, d]`, then mask, scores, probs and the plan's extras when a trace is recorded."""
     token_mask = kwargs.pop(TOKEN_MASK, None)
     if plan is None:
         return (layer._base_forward(hidden_states, **kwargs),)
     holder: Routing = layer._modules[HOLDER]
-    name = plan.adapter
-    a = attended(layer, holder, hidden_states, **kwargs)
-    x, full = full_path(layer, holder, plan, a)
-    gate, branch = holder.depth_route_gate[name], holder.depth_route_branch._modules.get(name)
-    gate_out = gate(x)
-    scores = gate_out.pop("scores")
-    probs = torch.sigmoid(scores / plan.temperature)
-    mask = holder.decide(plan, scores, token_mask)
-
-    if layer.training or torch.compiler.is_compiling():
-        soft = layer.training and plan.rule == "soft"
-        out, after_full, after_cheap = masked_update(a, x, mask, probs, full, branch, soft)
-        if plan.recorders and name in holder._projections:
-            project = holder._projections[name][0]
-            gate_out |= {"z_full": project(after_full), "z_cheap": project(after_cheap)}
+    if plan.config.target == "experts":
+        return _run_experts(layer, holder, plan, hidden_states, token_mask, kwargs)
+    site = SITES[plan.config.target]
+    stream = site.enter(layer, holder, hidden_states, kwargs)
+    normed = site.norm(layer, holder, stream)
+    gate_input = stream if plan.config.gate_input == "residual" else normed
+    if plan.config.granularity == "sequence":
+        mask, scores, probs, extras = _decide_sequences(layer, holder, plan, gate_input, token_mask, kwargs)
     else:
-        out = gathered_update(a, x, mask, full, branch, slice_rows(holder, a))
+        extras = holder.score(plan, gate_input)
+        scores = extras.pop("scores")
+        mask, probs = holder.decide(plan, scores, token_mask, extras.get("predicted"))
+    branch = holder.depth_route_branch._modules.get(plan.adapter)
+
+    if _dense(layer, plan):
+        after_full, after_cheap = both_paths(layer, holder, plan, stream, normed, probs, kwargs)
+        if plan.mix != "each":
+            out = masked_update(stream, after_full, after_cheap, mask, probs, plan.mix)
+        elif plan.rule == "soft":  # TSA: the sublayers are scaled already
+            out = after_full + (1 - probs[..., None].to(stream.dtype)) * (after_cheap - stream)
+        else:
+            out = torch.where(mask[..., None], after_full, after_cheap)
+        extras |= _outcomes(holder, plan, stream, after_full, after_cheap)
+        out = site.finish(layer, holder, out)
+    else:
+        scale = probs if plan.mix in ("scaled", "each") else None
+        by_sequence = plan.config.granularity == "sequence" or plan.rule == "static"
+        if by_sequence and plan.config.target != "ffn":
+            out = _skip_sequences(layer, holder, plan, stream, normed, mask[:, 0], scale, branch, kwargs)
+        elif plan.config.target != "ffn" and scale is None and bool(mask.all()):
+            out = site.full(layer, holder, stream, normed, kwargs)  # bit for bit what the base computes
+        else:
+            out = site.sparse(layer, holder, stream, normed, mask, branch, scale, kwargs, plan.mix == "each")
+        out = site.finish(layer, holder, out)
     if not plan.recorders:
         return (out,)
-    return out, mask, scores, probs, *gate_out.values()
+    return out, mask, scores, probs, *(extras[name] for name in plan.extras)
 
 
-def attended(layer: Any, holder: Routing, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """`a = h + attention(attention_norm(h))`, `[B, T, d]`."""
-    normed = getattr(layer, holder.family.attention_norm)(hidden_states)
-    return hidden_states + getattr(layer, holder.family.attention)(normed, **kwargs)[0]
+def _dense(layer: Any, plan: RoutePlan) -> bool:
+    """Whether both paths run for every token: in training, where a compiler looks, and where they are mixed."""
+    return layer.training or plan.rule == "soft" or torch.compiler.is_compiling()
 
 
-def full_path(layer: Any, holder: Routing, plan: RoutePlan, a: torch.Tensor) -> tuple[torch.Tensor, Path]:
-    """What the gate and the full path read, `[B, T, d]`, and the full path's update as a function of it."""
-    ffn, ffn_norm = getattr(layer, holder.family.ffn), getattr(layer, holder.family.ffn_norm)
-    if plan.config.gate_input == "normed":
-        return ffn_norm(a), ffn  # the gate and the FFN share the normed stream
-    return a, lambda rows: ffn(ffn_norm(rows))
+def both_paths(
+    layer: Any,
+    holder: Routing,
+    plan: RoutePlan,
+    stream: torch.Tensor,
+    normed: torch.Tensor,
+    probs: torch.Tensor,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stream after the full and after the cheap path, for every token, each `[B, T, d]`."""
+    site = SITES[plan.config.target]
+    branch: Any = holder.depth_route_branch._modules.get(plan.adapter)
+    if plan.mix == "each":
+        after_full = sites.BlockSite().scaled(layer, holder, stream, normed, probs, kwargs)
+    else:
+        after_full = site.full(layer, holder, stream, normed, kwargs)
+    return after_full, stream if branch is None else stream + branch(stream)
 
 
-def slice_rows(holder: Routing, a: torch.Tensor) -> int | None:
-    """Rows that gathered execution runs at one time; None for all of them."""
-    return CPU_SLICE if holder.dense_ffn and a.device.type == "cpu" else None
+def _outcomes(
+    holder: Routing, plan: RoutePlan, stream: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What losses want to know of the two paths."""
+    found = {}
+    if "z_full" in plan.extras:
+        project = holder._projections[plan.adapter][0]
+        found = {"z_full": project(after_full), "z_cheap": project(after_cheap)}
+    if "similarity" in plan.extras:
+        with torch.no_grad():
+            found["similarity"] = torch.cosine_similarity(stream.float(), after_full.float(), dim=-1)
+    return found
+
+
+def _decide_sequences(
+    layer: Any,
+    holder: Routing,
+    plan: RoutePlan,
+    gate_input: torch.Tensor,
+    token_mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """One decision per sequence, on the mean over its real tokens; with a KV cache, the one made on the prompt.
+
+    Scores and probs of a decision that is only remembered are NaN: they are not computed again.
+    """
+    batch, length = gate_input.shape[:2]
+    cache = None if layer.training else _cache(kwargs)
+    keep = remembered(cache, holder.layer_index)
+    if keep is not None and plan.replayed is None:
+        nothing = torch.full((batch, length), torch.nan, device=gate_input.device)
+        return keep[:, None].expand(-1, length), nothing, nothing, {name: nothing for name in plan.extras}
+    real = gate_input.new_ones(batch, length) if token_mask is None else token_mask.to(gate_input.dtype)
+    pooled = (gate_input * real[..., None]).sum(1, keepdim=True) / real.sum(1)[:, None, None].clamp(min=1)
+    extras = {name: value.expand(-1, length, *value.shape[2:]) for name, value in holder.score(plan, pooled).items()}
+    scores = extras.pop("scores")
+    mask, probs = holder.decide(plan, scores, None, extras.get("predicted"))
+    if cache is not None and keep is None:
+        remember(cache, holder.layer_index, mask[:, 0], skips_attention=plan.config.target != "ffn")
+    return mask, scores, probs, extras
+
+
+def _skip_sequences(
+    layer: Any,
+    holder: Routing,
+    plan: RoutePlan,
+    stream: torch.Tensor,
+    normed: torch.Tensor,
+    keep: torch.Tensor,
+    scale: torch.Tensor | None,
+    branch: Any,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """The sequences in `keep` (bool `[B]`) run the site in full, on their own; the others write no keys and values."""
+    site = SITES[plan.config.target]
+    cache = _cache(kwargs)
+    if plan.rule == "static" and cache is not None and remembered(cache, holder.layer_index) is None:
+        remember(cache, holder.layer_index, keep, skips_attention=True)
+    held = cache_layer(cache, holder.layer_index)
+    rows, others = keep.nonzero().squeeze(-1), (~keep).nonzero().squeeze(-1)
+    batch = len(keep)
+    if cache is not None and not isinstance(held, SkippingLayer):  # this cache holds every sequence
+        after = site.full(layer, holder, stream, normed, kwargs)[rows]
+    elif len(rows):
+        part = {name: whole_sequences(value, rows, batch) for name, value in kwargs.items()}
+        after = site.full(layer, holder, stream[rows], normed[rows], part)
+    else:
+        after = stream[rows]
+    if isinstance(held, SkippingLayer):
+        held.advance(stream.shape[1])
+    if scale is not None:
+        after = stream[rows] + (after - stream[rows]) * scale[rows][..., None].to(after.dtype)
+    out = stream.clone()
+    out[rows] = after
+    if branch is not None and len(others):
+        out[others] = stream[others] + branch(stream[others])
+    return out
+
+
+def _run_experts(
+    layer: Any,
+    holder: Routing,
+    plan: RoutePlan,
+    hidden_states: torch.Tensor,
+    token_mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    """Target experts: one decision per (token, expert) pair that the block's own router chose.
+
+    A dropped pair contributes its weight times the cheap branch.
+    """
+    site = SITES["ffn"]
+    a = site.enter(layer, holder, hidden_states, kwargs)
+    normed = site.norm(layer, holder, a)
+    extras = holder.score(plan, a if plan.config.gate_input == "residual" else normed)
+    all_scores = extras.pop("scores")  # [B, T], or [B, T, E]
+    made: list[torch.Tensor] = []
+
+    def decide(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [N, K]
+        index_BTK = index.view(*a.shape[:2], -1)
+        if all_scores.ndim == 3:
+            scores = all_scores.gather(-1, index_BTK)
+        else:
+            scores = all_scores[..., None].expand_as(index_BTK)
+        mask, probs = holder.decide(plan, scores, token_mask, None, index_BTK)
+        made[:] = [mask, scores, probs]
+        factor = probs if plan.mix == "soft" else mask + (probs - probs.detach())  # straight-through
+        return mask.view_as(index), factor.view_as(index)
+
+    compact = not _dense(layer, plan)
+    with routed_pairs(holder.experts_of(layer), decide, compact) as seen:
+        out = a + sites.ffn_of(layer, holder)(normed)
+    branch: Any = holder.depth_route_branch._modules.get(plan.adapter)
+    pairs = seen[0]
+    if branch is not None:
+        dropped = (pairs.weights * (1 - pairs.factor.to(pairs.weights.dtype))).sum(-1).view(*a.shape[:2], 1)
+        if compact:
+            some = dropped.squeeze(-1) != 0
+            out[some] += dropped[some].to(out.dtype) * branch(a[some])
+        else:
+            out = out + dropped.to(out.dtype) * branch(a)
+    if not plan.recorders:
+        return (out,)
+    extras["expert_index"] = pairs.index.view(*a.shape[:2], -1)
+    return out, *made, *(extras[name] for name in plan.extras)
 
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A layer's keyword arguments for a run that neither reads nor writes the KV cache."""
-    return {
-        **kwargs,
-        "use_cache": False,
-        **{name: None for name in ("past_key_values", "layer_past") if name in kwargs},
-    }
+    return {**kwargs, "use_cache": False, **{name: None for name in _CACHES if name in kwargs}}
+
+
+def _cache(kwargs: dict[str, Any]) -> Any:
+    return next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
 
 
 def _record(
     holder: Routing, plan: RoutePlan, values: tuple[torch.Tensor, ...], token_mask: torch.Tensor | None
 ) -> None:
     mask, scores, probs, *extras = values
-    gate: Any = holder.depth_route_gate[plan.adapter]
-    names = (*gate.outputs, "z_full", "z_cheap")
-    record = RouteRecord(mask, scores, probs, token_mask, plan.budget, dict(zip(names, extras)), plan.temperature)
+    named = dict(zip(plan.extras, extras))
+    record = RouteRecord(mask, scores, probs, token_mask, plan.budget, named, plan.temperature)
     for trace in plan.recorders:
         trace[holder.layer_index] = record

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class RouteRecord:
     """Decisions of one layer in one forward pass.
 
+    With target experts, decisions are about pairs: mask, scores and probs are `[B, T, K]`, K the experts per token.
+
     Attributes:
         mask: Bool `[B, T]`, true where the token ran the full path.
         scores: Float32 `[B, T]`, `u`.
@@ -47,8 +49,10 @@ class RouteRecord:
 
     @property
     def real(self) -> torch.Tensor:
-        """Bool `[B, T]`: the real tokens."""
-        return torch.ones_like(self.mask) if self.token_mask is None else self.token_mask
+        """Bool, in the shape of `mask`: the real tokens."""
+        if self.token_mask is None:
+            return torch.ones_like(self.mask)
+        return self.token_mask if self.mask.ndim == 2 else self.token_mask[..., None].expand_as(self.mask)
 
 
 class RouteTrace(Mapping[int, RouteRecord]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from peft.utils.other import set_additional_trainable_modules
 from torch import nn
 
 from .config import ConfigError, DepthRouteConfig, register_peft_type
-from .families import describe_base, find_decoder, find_family
+from .families import Family, describe_base, find_decoder, find_family
 from .gates import default_hidden
 from .holder import HOLDER, Routing
 from .injection import enter, leave
@@ -86,10 +87,17 @@ class DepthRouteModel(BaseTuner):
             decoder = find_decoder(model, family)
             layers = getattr(decoder, family.layers)
             routed = self._check(model, adapter_name, config, depth=len(layers))
+            _check_parts(model, family, layers, routed, config)
         except ValueError:
             del self.peft_config[adapter_name]
             raise
 
+        if config.target in ("attention", "block") and config.granularity == "token" and family.queries is None:
+            warnings.warn(
+                f"{type(model).__name__}: attention that is skipped per token is computed and masked in this family; "
+                "nothing is saved there",
+                stacklevel=2,
+            )
         width = getattr(layers[0], family.ffn_norm).weight.shape[-1]
         config.layers = routed
         config.branch_rank = config.branch_rank or max(1, width // 8)
@@ -99,6 +107,7 @@ class DepthRouteModel(BaseTuner):
         enter(model)
         guard(model)
         owner: Routing | None = None
+        previous: Routing | None = None
         for index in routed:
             layer = layers[index]
             if HOLDER not in layer._modules:
@@ -111,6 +120,12 @@ class DepthRouteModel(BaseTuner):
             if config.gate == "jepa":
                 owner = owner or holder
                 holder.add_projection(adapter_name, config, owner)
+            if config.gate == "exit":
+                norm, head = getattr(decoder, family.final_norm), cast(Any, model).get_output_embeddings()
+                holder.depth_route_gate[adapter_name].connect(norm, head)
+                if previous is not None:
+                    holder.follow(adapter_name, previous)
+            previous = holder
             self.targeted_module_names.append(f"{index}.{HOLDER}")
 
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
@@ -192,6 +207,20 @@ class DepthRouteModel(BaseTuner):
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("depth-routed adapters are injected by inject_adapter")
+
+
+def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], config: DepthRouteConfig) -> None:
+    """Raise `ConfigError` where a layer lacks what the configuration routes."""
+    if config.gate == "exit" and model.get_output_embeddings() is None:
+        raise ConfigError("gate='exit' needs a model with an LM head")
+    for place, index in enumerate(routed if config.target == "experts" else ()):
+        experts = getattr(getattr(layers[index], family.ffn), family.experts, None)
+        count = getattr(experts, "num_experts", 0)
+        if not count:
+            raise ConfigError(f"target='experts': layer {index} has no experts; use target='ffn' or other layers")
+        for expert in (config.dropped_experts or [()] * len(routed))[place]:
+            if expert >= count:
+                raise ConfigError(f"dropped_experts: layer {index} has experts 0 to {count - 1}, not {expert}")
 
 
 def _check_name_is_free(model: nn.Module, name: str) -> None:

@@ -14,13 +14,19 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
@@ -35,6 +41,24 @@ DEPTH = 4
 GATES = ("mlp", "jepa")
 FAMILY_NAMES = tuple(FAMILIES)
 ATTENTIONS = ("sdpa", "eager")
+MOE_FAMILIES = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe")
+
+# Ways to route a model, by name: fields of its configuration.
+KINDS: dict[str, dict[str, Any]] = {
+    "mlp": {"gate": "mlp"},
+    "jepa": {"gate": "jepa"},
+    "attention": {"gate": "mlp", "target": "attention"},
+    "block": {"gate": "mlp", "target": "block"},
+    "experts": {"gate": "mlp", "target": "experts"},
+}
+# Every family with every kind; the gates differ in the score only, so the last three families take one of them.
+MODELS = [
+    (family, kind)
+    for family in FAMILY_NAMES
+    for kind in KINDS
+    if not (kind == "experts" and family not in MOE_FAMILIES)
+    and not (kind == "jepa" and family in ("mixtral", "qwen2_moe", "qwen3_moe"))
+]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -68,6 +92,22 @@ CONFIGS: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**_SIZES, head_dim=8)),
     "mistral": (MistralForCausalLM, lambda: MistralConfig(**_SIZES, sliding_window=None)),
     "olmoe": (OlmoeForCausalLM, lambda: OlmoeConfig(**_SIZES, num_experts=4, num_experts_per_tok=2)),
+    "mixtral": (
+        MixtralForCausalLM,
+        lambda: MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    ),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        lambda: Qwen2MoeConfig(
+            **_SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=32
+        ),
+    ),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        lambda: Qwen3MoeConfig(
+            **_SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=8, norm_topk_prob=True
+        ),
+    ),
     "gpt2": (GPT2LMHeadModel, lambda: GPT2Config(**_GPT2_SIZES)),
 }
 
@@ -94,14 +134,15 @@ def randomised(model: Any, attention: str, dtype: torch.dtype, seed: int) -> Any
 
 
 def routed(
-    base: Any, gate: str = "mlp", budget: float = 0.5, adapter_name: str = "default", seed: int = 0, **fields: Any
+    base: Any, kind: str = "mlp", budget: float = 0.5, adapter_name: str = "default", seed: int = 0, **fields: Any
 ) -> PeftModel:
     """`base` with an adapter in eval mode: random branches, spread scores, thresholds of a real batch.
 
     A fresh adapter's branch adds nothing; here it adds noise, so that a wrong decision shows in the logits.
     """
-    fields = {"layers": [1, 2, 3], "context_dim": 16, "summary_dim": 8, "action_dim": 4} | fields
-    model = get_depth_routed_model(base, DepthRouteConfig(gate=gate, budget=budget, seed=seed, **fields), adapter_name)
+    defaults: dict[str, Any] = {"layers": [1, 2, 3], "context_dim": 16, "summary_dim": 8, "action_dim": 4}
+    fields = defaults | KINDS.get(kind, {}) | fields
+    model = get_depth_routed_model(base, DepthRouteConfig(budget=budget, seed=seed, **fields), adapter_name)
     make_consequential(model, adapter_name, seed)
     return model.eval()
 
@@ -117,20 +158,35 @@ def make_consequential(model: nn.Module, adapter_name: str = "default", seed: in
             if adapter_name in holder.depth_route_branch:
                 down = holder.depth_route_branch[adapter_name].down.weight
                 down.copy_(0.5 * torch.randn(down.shape, generator=generator))
+            if holder.config(adapter_name).gate in ("linear", "halting"):  # they start with every token alike
+                weight = holder.depth_route_gate[adapter_name].score.weight
+                weight.copy_(torch.randn(weight.shape, generator=generator))
         for fitted in holders:  # in layer order: a layer's scores depend on the decisions before it
-            with record_routes(model) as trace:
-                model(tokens(8, 16, seed=99))
-            spread = trace[fitted.layer_index].scores.std()
-            for parameter in fitted.depth_route_gate[adapter_name].score.parameters():
-                parameter.div_(spread)
-            table = quantile_table(trace[fitted.layer_index].scores / spread)
-            fitted.depth_route_quantiles[adapter_name].set(table)
+            scores = _scores(model, fitted)
+            spread = scores.std()
+            head = getattr(fitted.depth_route_gate[adapter_name], "score", None)
+            if head is not None:
+                for parameter in head.parameters():
+                    parameter.div_(spread)
+                scores = scores / spread
+            fitted.depth_route_quantiles[adapter_name].set(quantile_table(scores))
+            if adapter_name in fitted.depth_route_controller:
+                budget = fitted.config(adapter_name).budget
+                fitted.depth_route_controller[adapter_name].set(fitted.depth_route_quantiles[adapter_name](budget))
     model.train(training)
 
 
-def build_routed(family: str, gate: str = "mlp", attention: str = "sdpa", **fields: Any) -> PeftModel:
+def _scores(model: nn.Module, holder: Routing) -> torch.Tensor:
+    """Scores of one layer on a batch of random tokens."""
+    with record_routes(model) as trace:
+        model(tokens(8, 16, seed=99))
+    scores = trace[holder.layer_index].scores
+    return scores[:, :1] if holder.active_config().granularity == "sequence" else scores
+
+
+def build_routed(family: str, kind: str = "mlp", attention: str = "sdpa", **fields: Any) -> PeftModel:
     """A random model of `family` with a consequential adapter; both depend on nothing but the arguments."""
-    return routed(build_base(family, attention), gate, **fields)
+    return routed(build_base(family, attention), kind, **fields)
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILY_NAMES, GATES, WIDTH, build_base, build_routed, decoder_layers, routed, tokens
+from models import GATES, MODELS, WIDTH, build_base, build_routed, decoder_layers, routed, tokens
 from peft import PeftModel
 from protocol import gap
 from torch import nn
@@ -19,45 +19,81 @@ from hf_depthroute.execution import gathered_update, masked_update
 from hf_depthroute.families import find_decoder, find_family
 from hf_depthroute.trace import RouteTrace, routings
 
-every_model = pytest.mark.parametrize(("family", "gate"), [(f, g) for f in FAMILY_NAMES for g in GATES])
+every_model = pytest.mark.parametrize(("family", "kind"), MODELS)
 
 
 @functools.cache
-def shared(family: str, gate: str) -> PeftModel:
+def shared(family: str, kind: str) -> PeftModel:
     """A routed model that no test of this file changes."""
-    return build_routed(family, gate)
+    return build_routed(family, kind)
 
 
 @contextmanager
 def counted_rows(model: PeftModel) -> Iterator[dict[str, dict[int, int]]]:
-    """Per routed layer: rows that its FFN really computed, rows that the trace says ran full, and all rows."""
+    """Per routed layer: rows that the routed modules really computed, rows that the trace says ran full, and all rows.
+
+    Of an FFN, its rows; of an attention, the rows of its query and of its output projection; of experts, the pairs.
+    """
     base = model.get_base_model()
-    family = find_family(base)
-    layers = decoder_layers(model)
+    holders = routings(model)
     counts: dict[str, dict[int, int]] = {
-        kind: {holder.layer_index: 0 for holder in routings(model)} for kind in ("computed", "decided", "all")
+        kind: {holder.layer_index: 0 for holder in holders} for kind in ("computed", "decided", "all")
     }
     handles = []
+    modules = 1
+    for holder in holders:
+        counters = _counted_modules(decoder_layers(model)[holder.layer_index], holder)
+        modules = len(counters)
 
-    def count_computed(index: int, inputs: tuple[torch.Tensor, ...]) -> None:
-        counts["computed"][index] += inputs[0].numel() // WIDTH
+        def count(_: nn.Module, inputs: tuple[torch.Tensor, ...], i: int = holder.layer_index) -> None:
+            counts["computed"][i] += inputs[0].shape[:-1].numel()
 
-    for index in counts["computed"]:
-        ffn = getattr(layers[index], family.ffn)
-        handles.append(ffn.register_forward_pre_hook(lambda _, inputs, i=index: count_computed(i, inputs)))
+        handles += [module.register_forward_pre_hook(count) for module in counters]
     with record_routes(model) as trace:
 
         def count_decided(*_: object) -> None:
             for index, record in trace.items():
-                counts["decided"][index] += int(record.mask.sum())
-                counts["all"][index] += record.mask.numel()
+                counts["decided"][index] += modules * int(record.mask.sum())
+                counts["all"][index] += modules * record.mask.numel()
 
-        handles.append(find_decoder(base, family).register_forward_hook(count_decided))
+        handles.append(find_decoder(base, find_family(base)).register_forward_hook(count_decided))
         try:
             yield counts
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _counted_modules(layer: nn.Module, holder: Any) -> list[nn.Module]:
+    family, target = holder.family, holder.active_config().target
+    ffn, attention = getattr(layer, family.ffn), getattr(layer, family.attention)
+    if target == "ffn":
+        return [ffn]
+    if target == "experts":
+        # The innermost module. Its hook runs after the one that leaves pairs out, which is registered per call.
+        return [_AfterOthers(holder.experts_of(layer))]
+    projections = [attention.q_proj, attention.o_proj] if hasattr(attention, "q_proj") else [attention.c_proj]
+    return projections + ([ffn] if target == "block" else [])
+
+
+class _AfterOthers:
+    """Counts the rows that reach the experts' own forward, behind all hooks."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        self.experts = experts
+
+    def register_forward_pre_hook(self, hook: Any) -> _AfterOthers:
+        forward = self.experts.forward
+
+        def counted(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            hook(self.experts, (index[..., None],))  # one entry per pair
+            return forward(x, index, weights)
+
+        self.experts.forward = counted  # type: ignore[method-assign]
+        return self
+
+    def remove(self) -> None:
+        del self.experts.forward
 
 
 def assert_only_decided_rows_ran(counts: dict[str, dict[int, int]]) -> None:
@@ -66,16 +102,16 @@ def assert_only_decided_rows_ran(counts: dict[str, dict[int, int]]) -> None:
 
 
 @every_model
-def test_prefill_runs_the_ffn_on_the_chosen_rows_only(family: str, gate: str) -> None:
-    model = shared(family, gate)
+def test_prefill_computes_the_chosen_rows_only(family: str, kind: str) -> None:
+    model = shared(family, kind)
     with torch.no_grad(), counted_rows(model) as counts:
         model(tokens(3, 12))
     assert_only_decided_rows_ran(counts)
 
 
 @every_model
-def test_decode_runs_the_ffn_on_the_chosen_rows_only(family: str, gate: str) -> None:
-    model, ids = shared(family, gate), tokens(3, 12)
+def test_decode_computes_the_chosen_rows_only(family: str, kind: str) -> None:
+    model, ids = shared(family, kind), tokens(3, 12)
     with torch.no_grad():
         cache = model(ids[:, :1], use_cache=True).past_key_values
         with counted_rows(model) as counts:
@@ -101,8 +137,8 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 @every_model
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "left-padded"])
-def test_generate_runs_the_ffn_on_the_chosen_rows_only(family: str, gate: str, generation: str, padded: bool) -> None:
-    model, ids = shared(family, gate), tokens(2, 6)
+def test_generate_computes_the_chosen_rows_only(family: str, kind: str, generation: str, padded: bool) -> None:
+    model, ids = shared(family, kind), tokens(2, 6)
     mask = torch.ones_like(ids)
     if padded:
         ids[0, :3], mask[0, :3] = 0, 0
@@ -115,8 +151,8 @@ def test_generate_runs_the_ffn_on_the_chosen_rows_only(family: str, gate: str, g
 
 
 @every_model
-def test_left_padding_changes_no_generated_token(family: str, gate: str) -> None:
-    model, ids = shared(family, gate), tokens(2, 6)
+def test_left_padding_changes_no_generated_token(family: str, kind: str) -> None:
+    model, ids = shared(family, kind), tokens(2, 6)
     padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
     mask = (padded != 0).long()
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
@@ -125,17 +161,17 @@ def test_left_padding_changes_no_generated_token(family: str, gate: str) -> None
 
 
 @every_model
-def test_static_cache_generates_what_the_dynamic_cache_does(family: str, gate: str) -> None:
-    model, ids = shared(family, gate), tokens(2, 6)
+def test_static_cache_generates_what_the_dynamic_cache_does(family: str, kind: str) -> None:
+    model, ids = shared(family, kind), tokens(2, 6)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     static = model.generate(input_ids=ids, cache_implementation="static", disable_compile=True, **options)
     assert torch.equal(static, model.generate(input_ids=ids, **options))
 
 
 @every_model
-def test_gathered_forward_and_gradients_equal_masked(family: str, gate: str) -> None:
+def test_gathered_forward_and_gradients_equal_masked(family: str, kind: str) -> None:
     """With the same decisions. The gates' own gradient exists in training only, so their weights are left out."""
-    model, ids = build_routed(family, gate), tokens(3, 12)
+    model, ids = build_routed(family, kind), tokens(3, 12)
     with record_routes(model) as trace:
         gathered = model(ids).logits
     for holder in routings(model):  # a gate without an input gradient: what is left is the gradient of the paths
@@ -164,7 +200,7 @@ def test_gathered_update_equals_masked_update(share: float, with_branch: bool) -
     a, mask = torch.randn(3, 7, 8, requires_grad=True), torch.rand(3, 7) < share
     inputs = [a, *full.parameters(), *(cheap.parameters() if cheap else ())]
     gathered = gathered_update(a, a, mask, full, cheap)
-    masked, _, _ = masked_update(a, a, mask, torch.rand(3, 7), full, cheap)
+    masked = masked_update(a, a + full(a), a + cheap(a) if cheap else a, mask, torch.rand(3, 7))
     assert gap(gathered, masked) < 1e-6
     direction = torch.randn(3, 7, 8)
     for one, other in zip(
@@ -176,8 +212,8 @@ def test_gathered_update_equals_masked_update(share: float, with_branch: bool) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_model
-def test_low_precision_is_finite_with_float32_scores(family: str, gate: str, dtype: torch.dtype) -> None:
-    model = routed(build_base(family, dtype=dtype), gate)
+def test_low_precision_is_finite_with_float32_scores(family: str, kind: str, dtype: torch.dtype) -> None:
+    model = routed(build_base(family, dtype=dtype), kind)
     for training in (False, True):
         model.train(training)
         with torch.no_grad(), record_routes(model) as trace:
@@ -191,8 +227,8 @@ def test_low_precision_is_finite_with_float32_scores(family: str, gate: str, dty
 
 
 @every_model
-def test_autocast_is_finite_with_float32_scores(family: str, gate: str) -> None:
-    model = shared(family, gate)
+def test_autocast_is_finite_with_float32_scores(family: str, kind: str) -> None:
+    model = shared(family, kind)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), record_routes(model) as trace:
         logits = model(tokens(3, 12)).logits
     assert bool(logits.isfinite().all())
@@ -201,8 +237,8 @@ def test_autocast_is_finite_with_float32_scores(family: str, gate: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @every_model
-def test_bad_row_stays_in_its_own_sequence_and_is_never_selected(family: str, gate: str, value: float) -> None:
-    model, ids = shared(family, gate), tokens(3, 8)
+def test_bad_row_stays_in_its_own_sequence_and_is_never_selected(family: str, kind: str, value: float) -> None:
+    model, ids = shared(family, kind), tokens(3, 8)
 
     @torch.no_grad()
     def run(embeddings: torch.Tensor) -> tuple[torch.Tensor, RouteTrace]:
@@ -221,8 +257,8 @@ def test_bad_row_stays_in_its_own_sequence_and_is_never_selected(family: str, ga
 
 
 @every_model
-def test_one_token_and_all_padding_rows_run(family: str, gate: str) -> None:
-    model = shared(family, gate)
+def test_one_token_and_all_padding_rows_run(family: str, kind: str) -> None:
+    model = shared(family, kind)
     with torch.no_grad():
         assert model(tokens(1, 1)).logits.shape == (1, 1, 64)
         ids, mask = tokens(2, 5), torch.ones(2, 5, dtype=torch.long)

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import FAMILY_NAMES, GATES, build_base, logits, make_consequential, routed
+from models import MODELS, build_base, logits, make_consequential, routed
 from peft import PeftModel
 
 from hf_depthroute import DepthRouteConfig, record_routes, replay_routes, set_budget
 from hf_depthroute.calibration import use_selection
 from hf_depthroute.trace import routings
 
-pytestmark = [pytest.mark.parametrize("family", FAMILY_NAMES), pytest.mark.parametrize("gate", GATES)]
+pytestmark = pytest.mark.parametrize(("family", "kind"), MODELS)
 
 
-def pair(family: str, gate: str, **fields: object) -> tuple[PeftModel, torch.Tensor, torch.Tensor]:
+def pair(family: str, kind: str, **fields: object) -> tuple[PeftModel, torch.Tensor, torch.Tensor]:
     """A routed model, the base's logits and the routed logits; they differ."""
     base = build_base(family)
     expected = logits(base)
-    model = routed(base, gate, **fields)
+    model = routed(base, kind, **fields)
     changed = logits(model)
     assert (changed - expected).abs().max() > 0.1
     return model, expected, changed
 
 
-def test_disabled_adapter_equals_base(family: str, gate: str) -> None:
-    model, base_logits, routed_logits = pair(family, gate)
+def test_disabled_adapter_equals_base(family: str, kind: str) -> None:
+    model, base_logits, routed_logits = pair(family, kind)
     with model.disable_adapter():
         assert torch.equal(logits(model), base_logits)
     assert torch.equal(logits(model), routed_logits)
 
 
-def test_state_is_restored_after_an_exception(family: str, gate: str) -> None:
-    model, _, routed_logits = pair(family, gate)
+def test_state_is_restored_after_an_exception(family: str, kind: str) -> None:
+    model, _, routed_logits = pair(family, kind)
     with record_routes(model) as trace:
         logits(model, seed=1)
     with pytest.raises(KeyboardInterrupt), model.disable_adapter():
@@ -48,44 +48,44 @@ def test_state_is_restored_after_an_exception(family: str, gate: str) -> None:
         assert (holder.recorders, holder.replay, holder.selection) == ([], None, None)
 
 
-def test_unloaded_model_equals_base(family: str, gate: str) -> None:
-    model, base_logits, _ = pair(family, gate)
+def test_unloaded_model_equals_base(family: str, kind: str) -> None:
+    model, base_logits, _ = pair(family, kind)
     assert torch.equal(logits(model.unload()), base_logits)
 
 
-def test_deleted_adapter_equals_base(family: str, gate: str) -> None:
-    model, base_logits, _ = pair(family, gate)
+def test_deleted_adapter_equals_base(family: str, kind: str) -> None:
+    model, base_logits, _ = pair(family, kind)
     model.delete_adapter("default")
     assert torch.equal(logits(model.base_model.model), base_logits)
 
 
-def test_full_budget_equals_base(family: str, gate: str) -> None:
-    model, base_logits, _ = pair(family, gate)
+def test_full_budget_equals_base(family: str, kind: str) -> None:
+    model, base_logits, _ = pair(family, kind)
     set_budget(model, 1.0)
     assert torch.equal(logits(model), base_logits)
 
 
-def test_full_budget_equals_base_in_training_mode(family: str, gate: str) -> None:
-    model, base_logits, _ = pair(family, gate)
+def test_full_budget_equals_base_in_training_mode(family: str, kind: str) -> None:
+    model, base_logits, _ = pair(family, kind)
     set_budget(model, 1.0)
     assert torch.equal(logits(model.train()), base_logits)
 
 
-def test_full_budget_without_a_branch_equals_base(family: str, gate: str) -> None:
-    model, base_logits, _ = pair(family, gate, branch="none")
+def test_full_budget_without_a_branch_equals_base(family: str, kind: str) -> None:
+    model, base_logits, _ = pair(family, kind, branch="none")
     set_budget(model, 1.0)
     assert torch.equal(logits(model), base_logits)
 
 
-def test_recording_changes_no_output(family: str, gate: str) -> None:
-    model, _, routed_logits = pair(family, gate)
+def test_recording_changes_no_output(family: str, kind: str) -> None:
+    model, _, routed_logits = pair(family, kind)
     with record_routes(model):
         assert torch.equal(logits(model), routed_logits)
 
 
-def test_switching_adapters_back_restores_the_first(family: str, gate: str) -> None:
-    model, base_logits, first_logits = pair(family, gate)
-    other = DepthRouteConfig(gate=GATES[1 - GATES.index(gate)], layers=[0, 3], seed=5)
+def test_switching_adapters_back_restores_the_first(family: str, kind: str) -> None:
+    model, base_logits, first_logits = pair(family, kind)
+    other = DepthRouteConfig(gate="mlp" if kind == "jepa" else "jepa", layers=[0, 3], seed=5)
     model.add_adapter("other", other)
     assert torch.equal(logits(model), first_logits)
     model.set_adapter("other")

@@ -1,6 +1,19 @@
-"""How a routed sublayer is computed: `masked` (training, both paths for every token) or `gathered` (inference)."""
+"""How a routed part is computed: `masked` (training, both paths for every token) or only where it was chosen."""
 
-from .gathered import CPU_SLICE, gathered_update
-from .masked import Path, masked_update
+from .attention import attended_rows, supports_subset
+from .experts import Pairs, routed_pairs
+from .gathered import CPU_SLICE, Path, add_cheap, gathered_update, in_slices
+from .masked import masked_update
 
-__all__ = ["CPU_SLICE", "Path", "gathered_update", "masked_update"]
+__all__ = [
+    "CPU_SLICE",
+    "Pairs",
+    "Path",
+    "add_cheap",
+    "attended_rows",
+    "gathered_update",
+    "in_slices",
+    "masked_update",
+    "routed_pairs",
+    "supports_subset",
+]

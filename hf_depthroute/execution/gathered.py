@@ -23,6 +23,7 @@ def gathered_update(
     full: Path,
     cheap: Path | None,
     slice_rows: int | None = None,
+    weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`a + full(x)` at the rows in `mask`, `a + cheap(a)` at the others; each row goes through one path only.
 
@@ -34,24 +35,44 @@ def gathered_update(
             mixture-of-experts blocks take nothing else.
         cheap: The same from rows of the stream; None when the cheap path adds nothing.
         slice_rows: At most this many rows in one call of a path; None for all at once.
+        weight: Float `[B, T]`; what the full path's update is multiplied by.
 
     Returns:
         `[B, T, d]`.
     """
     width = a.shape[-1]
     rows, x_rows, flat = a.reshape(-1, width), x.reshape(-1, width), mask.reshape(-1)  # [N, d], [N, d], [N]
+    weight_N = None if weight is None else weight.reshape(-1, 1).to(a.dtype)
     full_index = flat.nonzero().squeeze(-1)  # [F]
-    if full_index.numel() == rows.shape[0]:
-        return a + full(x)  # nothing is skipped: no gather, and bit for bit what the base computes
+    if full_index.numel() == rows.shape[0]:  # nothing is skipped: no gather, and bit for bit what the base computes
+        return a + full(x) if weight_N is None else a + full(x) * weight_N.view(*a.shape[:-1], 1)
     out = rows.clone() if torch.is_grad_enabled() else rows
-    if cheap is not None:
-        cheap_index = (~flat).nonzero().squeeze(-1)  # [C]
-        out = _add(out, rows, cheap_index, cheap, slice_rows)
-    return _add(out, x_rows, full_index, full, slice_rows).view(a.shape)
+    out = add_cheap(out, rows, flat, cheap, slice_rows)
+    return _add(out, x_rows, full_index, full, slice_rows, weight_N).view(a.shape)
+
+
+def add_cheap(
+    out: torch.Tensor, rows: torch.Tensor, flat: torch.Tensor, cheap: Path | None, slice_rows: int | None
+) -> torch.Tensor:
+    """`out` `[N, d]` with `cheap(rows)` added, in place, at the rows that are not in `flat`, bool `[N]`."""
+    if cheap is None:
+        return out
+    return _add(out, rows, (~flat).nonzero().squeeze(-1), cheap, slice_rows, None)
+
+
+def in_slices(path: Path, rows: torch.Tensor, slice_rows: int | None) -> torch.Tensor:
+    """`path` of rows `[F, d]`, a slice of them at a time."""
+    parts = rows.split(slice_rows or max(1, len(rows)))
+    return torch.cat([path(part[None])[0] for part in parts if len(part)] or [rows])
 
 
 def _add(
-    out: torch.Tensor, source: torch.Tensor, index: torch.Tensor, path: Path, slice_rows: int | None
+    out: torch.Tensor,
+    source: torch.Tensor,
+    index: torch.Tensor,
+    path: Path,
+    slice_rows: int | None,
+    weight_N: torch.Tensor | None,
 ) -> torch.Tensor:
     """Add `path(source[index])` to `out[index]` in place, slice by slice.
 
@@ -60,5 +81,7 @@ def _add(
     for rows in index.split(slice_rows or max(1, index.numel())):
         if rows.numel():
             update = path(source.index_select(0, rows)[None]).squeeze(0)
+            if weight_N is not None:
+                update = update * weight_N[rows]
             out = out.index_add_(0, rows, update.to(out.dtype))
     return out

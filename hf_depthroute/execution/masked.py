@@ -5,46 +5,39 @@ Nothing is saved here. Every submodule runs on every step, so that DDP and ZeRO 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-
-Path = Callable[[torch.Tensor], torch.Tensor]
 
 
 def masked_update(
-    a: torch.Tensor,
-    x: torch.Tensor,
+    before: torch.Tensor,
+    after_full: torch.Tensor,
+    after_cheap: torch.Tensor,
     mask: torch.Tensor,
     probs: torch.Tensor,
-    full: Path,
-    cheap: Path | None,
-    soft: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`out = m_st * (a + full(x)) + (1 - m_st) * (a + cheap(a))` with `m_st = sg(m - p) + p`.
-
-    The forward value is exactly the chosen path's. The gradient reaches the scores only through `p`, where it is
-    `grad_out . (full path - cheap path)`.
+    mix: str = "hard",
+) -> torch.Tensor:
+    """The stream after the path that `mask` chose for each token.
 
     Args:
-        a: The residual stream, `[B, T, d]`.
-        x: What the full path reads, `[B, T, d]`: the stream, or its norm where that is known already.
+        before: The residual stream in front of the routed part, `[B, T, d]`.
+        after_full: The stream after the full path, `[B, T, d]`.
+        after_cheap: The stream after the cheap path, `[B, T, d]`.
         mask: Bool `[B, T]`, `m`.
         probs: Float32 `[B, T]`, `p`.
-        full: From `x` to the full path's update, both `[B, T, d]`.
-        cheap: The same from the stream; None when the cheap path adds nothing.
-        soft: Mix with `p` instead of the mask.
+        mix: `"hard"`: `m_st * after_full + (1 - m_st) * after_cheap` with `m_st = sg(m - p) + p`: exactly the chosen
+            path, and the gradient reaches the scores only through `p`, where it is
+            `grad_out . (after_full - after_cheap)`. `"soft"`: `p * after_full + (1 - p) * after_cheap`. `"scaled"`:
+            `before + p * (after_full - before)` where `m`, else `after_cheap`.
 
     Returns:
-        The output and the stream after each path, each `[B, T, d]`.
+        `[B, T, d]`.
     """
-    after_full = a + full(x)
-    after_cheap = a if cheap is None else a + cheap(a)
-    weight = probs[..., None].to(a.dtype)
-    if soft:
-        out = weight * after_full + (1 - weight) * after_cheap
-    else:
-        out = torch.where(mask[..., None], after_full, after_cheap)
-    if not soft and probs.requires_grad:
+    weight = probs[..., None].to(before.dtype)
+    if mix == "soft":
+        return weight * after_full + (1 - weight) * after_cheap
+    if mix == "scaled":
+        return torch.where(mask[..., None], before + weight * (after_full - before), after_cheap)
+    out = torch.where(mask[..., None], after_full, after_cheap)
+    if probs.requires_grad:
         out = out + (weight - weight.detach()) * (after_full - after_cheap).detach()
-    return out, after_full, after_cheap
+    return out

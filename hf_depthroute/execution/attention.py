@@ -1,0 +1,217 @@
+"""Attention for some of the queries: keys and values of every token, queries, softmax and output of the chosen ones.
+
+Legend: B batch, T positions, S keys, N chosen queries, R sequences with a chosen query, Q most chosen queries of one
+sequence, H query heads, G key-value heads, k head width, d model width.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+_KERNELS = ("sdpa", "eager")  # attention implementations that take any subset of the queries
+_CAUSAL_SLICE = 64  # chosen queries of a sequence that are run against one cut of the keys
+
+
+@dataclass(frozen=True)
+class Projections:
+    """How the attention of a family makes queries, keys and values.
+
+    Args:
+        queries: `(attention, x [N, d]) -> [N, H, k]`, before the rotary embedding.
+        keys_values: `(attention, x [B, T, d]) -> [B, T, G, k]` twice, before the rotary embedding.
+        output: Name of the output projection.
+        rotary: Whether queries and keys are rotated by `position_embeddings`.
+    """
+
+    queries: Callable[[Any, torch.Tensor], torch.Tensor]
+    keys_values: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    output: str = "o_proj"
+    rotary: bool = True
+
+
+def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, Any]) -> bool:
+    """Whether `attended_rows` can stand in for a call of `attention`; otherwise it has to run for every token."""
+    config: Any = attention.config
+    return (
+        style is not None
+        and config._attn_implementation in _KERNELS
+        and not (config._attn_implementation == "eager" and getattr(attention, "reorder_and_upcast_attn", False))
+        and not (kwargs.get("output_attentions") or getattr(config, "output_attentions", False))
+    )
+
+
+def attended_rows(
+    attention: Any, style: str, x: torch.Tensor, mask: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """The attention's output at the tokens in `mask`; all tokens enter the KV cache.
+
+    Args:
+        attention: The attention module.
+        style: A key of `STYLES`.
+        x: What the attention reads, `[B, T, d]`.
+        mask: Bool `[B, T]`.
+        kwargs: What the decoder layer was called with.
+
+    Returns:
+        `[N, d]`, in the order of `mask.nonzero()`.
+    """
+    make = STYLES[style]
+    keys, values = make.keys_values(attention, x)  # [B, T, G, k]
+    embeddings = kwargs.get("position_embeddings") if make.rotary else None
+    if embeddings is not None:
+        keys = _rotated(keys, *(part.unsqueeze(2) for part in embeddings))
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    cache = kwargs.get("past_key_values")
+    if cache is not None:
+        keys, values = cache.update(keys, values, attention.layer_idx)  # [B, G, S, k]
+
+    row_N, time_N = mask.nonzero(as_tuple=True)
+    if row_N.numel() == 0:
+        return x.new_zeros(0, x.shape[-1])
+    queries = make.queries(attention, x[row_N, time_N])  # [N, H, k]
+    if embeddings is not None:
+        cos, sin = (part.expand(len(x), -1, -1)[row_N, time_N].unsqueeze(1) for part in embeddings)
+        queries = _rotated(queries, cos, sin)
+
+    count_B = mask.sum(dim=1)
+    used_R = count_B.nonzero().squeeze(-1)
+    if used_R.numel() < len(x):
+        keys, values = keys[used_R], values[used_R]
+    row_N = (count_B > 0).cumsum(0)[row_N] - 1
+    slot_N = (mask.cumsum(dim=1) - 1)[mask]
+    padded = queries.new_zeros(len(used_R), int(count_B.max()), *queries.shape[1:])
+    padded[row_N, slot_N] = queries  # [R, Q, H, k]
+    padded = padded.transpose(1, 2)
+
+    allowed = kwargs.get("attention_mask")
+    if allowed is None and x.shape[1] > 1:
+        out = _causal(attention, padded, keys, values, row_N, slot_N, time_N)
+    else:
+        if allowed is not None:
+            allowed = _mask_rows(allowed, len(x), mask, padded.shape[2], row_N, slot_N, keys.shape[2])
+        out = _run(attention, padded, keys, values, allowed)
+    return getattr(attention, make.output)(out[row_N, slot_N].flatten(-2)[None])[0]
+
+
+def _run(
+    attention: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor | None
+) -> torch.Tensor:
+    """The model's own attention kernel: `[R, H, Q, k]` to `[R, Q, H, k]`."""
+    eager = sys.modules[type(attention).__module__].eager_attention_forward
+    kernel: Any = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
+    if allowed is not None and allowed.dtype == torch.bool and attention.config._attn_implementation == "eager":
+        allowed = torch.where(allowed, 0.0, torch.finfo(queries.dtype).min).to(queries.dtype)
+    out: torch.Tensor = kernel(attention, queries, keys, values, allowed, dropout=0.0, scaling=attention.scaling)[0]
+    return out
+
+
+def _causal(
+    attention: Any,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    row_N: torch.Tensor,
+    slot_N: torch.Tensor,
+    time_N: torch.Tensor,
+) -> torch.Tensor:
+    """Without a mask: token `t` sees keys `0..t`. Queries are cut into slices that see no more keys than they need."""
+    time_RQ = queries.new_zeros(queries.shape[0], queries.shape[2], dtype=torch.long)
+    time_RQ[row_N, slot_N] = time_N
+    parts = []
+    for part, time in zip(queries.split(_CAUSAL_SLICE, dim=2), time_RQ.split(_CAUSAL_SLICE, dim=1)):
+        length = int(time.max()) + 1
+        allowed = torch.arange(length, device=time.device) <= time[:, None, :, None]
+        parts.append(_run(attention, part, keys[:, :, :length], values[:, :, :length], allowed))
+    return torch.cat(parts, dim=1)
+
+
+def _mask_rows(
+    allowed: torch.Tensor,
+    batch: int,
+    mask: torch.Tensor,
+    slots: int,
+    row_N: torch.Tensor,
+    slot_N: torch.Tensor,
+    length: int,
+) -> torch.Tensor:
+    """The rows of an attention mask that belong to the chosen queries, `[R, 1 or H, Q, S]`; free where padded."""
+    allowed = allowed[..., :length].expand(batch, -1, -1, -1).transpose(1, 2)[mask]  # [N, 1 or H, S]
+    shape = (int(row_N[-1]) + 1, slots, *allowed.shape[1:])
+    out = allowed.new_ones(shape) if allowed.dtype == torch.bool else allowed.new_zeros(shape)
+    out[row_N, slot_N] = allowed
+    return out.transpose(1, 2)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _split(attention: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(-1, (-1, attention.head_dim))
+
+
+def _plain_queries(attention: Any, x: torch.Tensor) -> torch.Tensor:
+    return _split(attention, attention.q_proj(x[None])[0])
+
+
+def _plain_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _split(attention, attention.k_proj(x)), _split(attention, attention.v_proj(x))
+
+
+def _head_norm_queries(attention: Any, x: torch.Tensor) -> torch.Tensor:
+    return attention.q_norm(_plain_queries(attention, x))  # type: ignore[no-any-return]
+
+
+def _head_norm_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = _plain_keys_values(attention, x)
+    return attention.k_norm(keys), values
+
+
+def _flat_norm_queries(attention: Any, x: torch.Tensor) -> torch.Tensor:
+    return _split(attention, _clipped(attention, attention.q_norm(attention.q_proj(x[None])[0])))
+
+
+def _flat_norm_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = attention.k_norm(attention.k_proj(x)), attention.v_proj(x)
+    return _split(attention, _clipped(attention, keys)), _split(attention, _clipped(attention, values))
+
+
+def _clipped(attention: Any, x: torch.Tensor) -> torch.Tensor:
+    bound = attention.config.clip_qkv
+    return x if bound is None else x.clamp(min=-bound, max=bound)
+
+
+def _fused_part(attention: Any, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Columns `start:stop` (in units of d) of GPT-2's fused projection."""
+    fused, width = attention.c_attn, attention.split_size
+    if type(fused) is not Conv1D:  # a LoRA layer around it computes all columns or none
+        return fused(x)[..., start * width : stop * width]  # type: ignore[no-any-return]
+    columns = slice(start * width, stop * width)
+    return F.linear(x, fused.weight[:, columns].T, fused.bias[columns])
+
+
+def _fused_queries(attention: Any, x: torch.Tensor) -> torch.Tensor:
+    return _split(attention, _fused_part(attention, x[None], 0, 1)[0])
+
+
+def _fused_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = _fused_part(attention, x, 1, 3).chunk(2, dim=-1)
+    return _split(attention, keys), _split(attention, values)
+
+
+STYLES: dict[str, Projections] = {
+    "rotary": Projections(_plain_queries, _plain_keys_values),
+    "rotary_head_norm": Projections(_head_norm_queries, _head_norm_keys_values),
+    "rotary_flat_norm": Projections(_flat_norm_queries, _flat_norm_keys_values),
+    "fused": Projections(_fused_queries, _fused_keys_values, output="c_proj", rotary=False),
+}

@@ -1,0 +1,76 @@
+"""Dropped (token, expert) pairs of a mixture-of-experts block are not computed, whatever runs the experts.
+
+Legend: N tokens, K experts of a token, P pairs that are left, d model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Pairs:
+    """What one call of the experts did.
+
+    Attributes:
+        mask: Bool `[N, K]`, the pairs that count.
+        index: Int64 `[N, K]`, the experts that the block's own router chose.
+        weights: `[N, K]`, its weights.
+        factor: Float `[N, K]`, what the weights of the pairs were multiplied by; 1 or 0 at inference.
+    """
+
+    mask: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+    factor: torch.Tensor
+
+
+@contextmanager
+def routed_pairs(
+    experts: nn.Module, decide: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], compact: bool
+) -> Iterator[list[Pairs]]:
+    """While the block's forward runs inside, its experts see the chosen pairs only.
+
+    Args:
+        experts: The fused experts, called with `(x [N, d], index [N, K], weights [N, K])`.
+        decide: From `index` to the mask and the factor, both `[N, K]`.
+        compact: Leave dropped pairs out (inference). Otherwise every pair is computed, its weight times the factor.
+
+    Yields:
+        A list that holds the one `Pairs` after the call.
+    """
+    seen: list[Pairs] = []
+    kept: list[torch.Tensor] = []
+
+    def choose(
+        module: nn.Module, args: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        x, index, weights = args
+        mask, factor = decide(index)
+        seen[:] = [Pairs(mask, index, weights, factor)]
+        if not compact:
+            return x, index, weights * factor.to(weights.dtype)
+        token_P, slot_P = mask.nonzero(as_tuple=True)
+        if token_P.numel() == mask.numel():
+            return None  # nothing is dropped: bit for bit what the base computes
+        # One row per pair: all implementations of the experts take it, and none of them computes more.
+        kept[:] = [token_P]
+        return x[token_P], index[token_P, slot_P][:, None], weights[token_P, slot_P][:, None]
+
+    def gather(module: nn.Module, args: object, out: torch.Tensor) -> torch.Tensor | None:
+        if not kept:
+            return None
+        (token_P,) = kept
+        return out.new_zeros(len(seen[0].mask), out.shape[-1]).index_add(0, token_P, out)
+
+    handles = [experts.register_forward_pre_hook(choose), experts.register_forward_hook(gather)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,177 @@
+"""Which part of a decoder layer is routed: one class per target.
+
+A site splits the layer's forward pass into what comes in front of the routed part, the part itself, and the rest:
+
+    stream = enter(h);   stream = full path or cheap path;   out = finish(stream)
+
+Shapes: B batch, T positions, n rows, d model width. `normed` is the stream behind the site's norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .execution import CPU_SLICE, add_cheap, attended_rows, gathered_update, in_slices, supports_subset
+from .holder import Routing
+
+Kwargs = dict[str, Any]
+
+
+class FFNSite:
+    """`a = h + attention(LN1(h))` in front; the FFN, or the whole MoE block, is routed."""
+
+    def enter(self, layer: Any, holder: Routing, h: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
+        return h + attention_update(layer, holder, norm_of(layer, holder, "attention")(h), kwargs)
+
+    def norm(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
+        return norm_of(layer, holder, "ffn")(stream)  # type: ignore[no-any-return]
+
+    def full(
+        self, layer: Any, holder: Routing, stream: torch.Tensor, normed: torch.Tensor, kwargs: Kwargs
+    ) -> torch.Tensor:
+        """The stream after the full path, `[B, T, d]`."""
+        return stream + ffn_of(layer, holder)(normed)
+
+    def sparse(
+        self,
+        layer: Any,
+        holder: Routing,
+        stream: torch.Tensor,
+        normed: torch.Tensor,
+        mask: torch.Tensor,
+        cheap: Any,
+        scale: torch.Tensor | None,
+        kwargs: Kwargs,
+        scale_each: bool = False,
+    ) -> torch.Tensor:
+        """The stream after the path that `mask` (bool `[B, T]`) chose; skipped rows are not computed.
+
+        `scale` `[B, T]` multiplies the full path's update; with `scale_each`, the update of each of its sublayers. The
+        stream may be overwritten.
+        """
+        ffn, rows = ffn_of(layer, holder), slice_rows(holder, stream)
+        return gathered_update(stream, normed, mask, ffn, cheap, rows, scale)
+
+    def finish(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
+        return stream
+
+
+class AttentionSite:
+    """The attention is routed; the FFN follows for every token."""
+
+    def enter(self, layer: Any, holder: Routing, h: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
+        return h
+
+    def norm(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
+        return norm_of(layer, holder, "attention")(stream)  # type: ignore[no-any-return]
+
+    def full(
+        self, layer: Any, holder: Routing, stream: torch.Tensor, normed: torch.Tensor, kwargs: Kwargs
+    ) -> torch.Tensor:
+        return stream + attention_update(layer, holder, normed, kwargs)
+
+    def rest(self, layer: Any, holder: Routing, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        """What of the full path follows the attention, on rows `[n, d]`."""
+        return rows
+
+    def sparse(
+        self,
+        layer: Any,
+        holder: Routing,
+        stream: torch.Tensor,
+        normed: torch.Tensor,
+        mask: torch.Tensor,
+        cheap: Any,
+        scale: torch.Tensor | None,
+        kwargs: Kwargs,
+        scale_each: bool = False,
+    ) -> torch.Tensor:
+        """As `FFNSite.sparse`; the keys and values of every token are written."""
+        attention, style = getattr(layer, holder.family.attention), holder.family.queries
+        if style is not None and supports_subset(attention, style, kwargs):
+            update = attended_rows(attention, style, normed, mask, kwargs)
+        else:  # computed for every token: nothing is saved in front of the FFN
+            update = attention_update(layer, holder, normed, kwargs)[mask]
+        factor = None if scale is None else scale[mask][:, None].to(update.dtype)
+        each = factor if scale_each else None
+        chosen = stream[mask]
+        rows = self.rest(layer, holder, chosen + (update if each is None else update * each), each)
+        if factor is not None and not scale_each:
+            rows = chosen + (rows - chosen) * factor
+        flat = mask.reshape(-1)
+        before = stream.reshape(-1, stream.shape[-1])
+        out = add_cheap(before.clone(), before, flat, cheap, slice_rows(holder, stream))
+        return out.index_copy_(0, flat.nonzero().squeeze(-1), rows.to(out.dtype)).view(stream.shape)
+
+    def finish(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
+        return stream + ffn_of(layer, holder)(norm_of(layer, holder, "ffn")(stream))  # type: ignore[no-any-return]
+
+
+class BlockSite(AttentionSite):
+    """Attention and FFN are routed together."""
+
+    def full(
+        self, layer: Any, holder: Routing, stream: torch.Tensor, normed: torch.Tensor, kwargs: Kwargs
+    ) -> torch.Tensor:
+        return self.scaled(layer, holder, stream, normed, None, kwargs)
+
+    def scaled(
+        self,
+        layer: Any,
+        holder: Routing,
+        stream: torch.Tensor,
+        normed: torch.Tensor,
+        scale: torch.Tensor | None,
+        kwargs: Kwargs,
+    ) -> torch.Tensor:
+        """TSA: both updates times `scale` `[B, T]`: `a = h + s attention(LN1(h))`, `a + s FFN(LN2(a))`."""
+        factor = None if scale is None else scale[..., None].to(stream.dtype)
+        update = attention_update(layer, holder, normed, kwargs)
+        a = stream + (update if factor is None else update * factor)
+        update = ffn_of(layer, holder)(norm_of(layer, holder, "ffn")(a))
+        return a + (update if factor is None else update * factor)
+
+    def rest(self, layer: Any, holder: Routing, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        if not len(rows):
+            return rows
+        ffn, norm = ffn_of(layer, holder), norm_of(layer, holder, "ffn")
+        update = in_slices(lambda part: ffn(norm(part)), rows, slice_rows(holder, rows))
+        return rows + (update if scale is None else update * scale)
+
+    def finish(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
+        return stream
+
+
+SITES: dict[str, FFNSite | AttentionSite | BlockSite] = {
+    "ffn": FFNSite(),
+    "attention": AttentionSite(),
+    "block": BlockSite(),
+}
+
+
+def attention_update(layer: Any, holder: Routing, normed: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
+    return getattr(layer, holder.family.attention)(normed, **kwargs)[0]  # type: ignore[no-any-return]
+
+
+def norm_of(layer: Any, holder: Routing, part: str) -> Any:
+    return getattr(layer, holder.family.ffn_norm if part == "ffn" else holder.family.attention_norm)
+
+
+def ffn_of(layer: Any, holder: Routing) -> Any:
+    return getattr(layer, holder.family.ffn)
+
+
+def slice_rows(holder: Routing, a: torch.Tensor) -> int | None:
+    """Rows that gathered execution runs at one time; None for all of them."""
+    return CPU_SLICE if holder.dense_ffn and a.device.type == "cpu" else None
+
+
+def whole_sequences(value: Any, rows: torch.Tensor, batch: int) -> Any:
+    """A layer's argument for the sequences `rows`; what broadcasts over the batch stays as it is."""
+    if isinstance(value, tuple):
+        return tuple(whole_sequences(part, rows, batch) for part in value)
+    if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[0] != batch or batch == 1:
+        return value
+    return value[rows]
