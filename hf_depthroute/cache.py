@@ -86,7 +86,7 @@ class SkippingLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` positions; a positive number is the length to leave."""
         self.length = min(self.length, tokens_to_remove) if tokens_to_remove > 0 else self.length + tokens_to_remove
-        if self.is_initialized:
+        if self.keys is not None and self.values is not None and self.is_initialized:
             self.keys, self.values = self.keys[..., : self.length, :], self.values[..., : self.length, :]
 
     def reset(self) -> None:
@@ -97,7 +97,7 @@ class SkippingLayer(DynamicLayer):
         if self.keep is None:
             return
         indices = indices.to(self.keep.device)
-        if self.is_initialized:
+        if self.keys is not None and self.values is not None:
             rows = (self.keep.cumsum(0) - 1)[indices][self.keep[indices]]
             self.keys, self.values = self.keys[rows], self.values[rows]
         self.keep = self.keep[indices]
@@ -126,7 +126,7 @@ def remember(cache: Any, index: int, keep: torch.Tensor, skips_attention: bool) 
         cache.layers[index] = SkippingLayer(keep)
     else:
         if not isinstance(layer, _Decided | SkippingLayer):
-            cls: Any = _deciding(type(layer))
+            cls = _deciding(layer.__class__)
             state, layer = layer.__dict__, cls.__new__(cls)
             layer.__dict__ = state
             cache.layers[index] = layer
@@ -149,6 +149,6 @@ def kv_cache_bytes(cache: Any) -> int:
 
 
 @functools.cache
-def _deciding(base: type) -> type:
+def _deciding(base: Any) -> Any:
     """The subclass of a cache layer's class that carries a decision."""
     return type(base.__name__, (_Decided, base), {"_layer_type": None, "__module__": base.__module__})

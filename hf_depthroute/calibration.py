@@ -251,9 +251,7 @@ def use_selection(model: nn.Module, rule: str) -> Iterator[None]:
         yield
 
 
-def _collect(
-    model: nn.Module, batches: list[dict[str, torch.Tensor]], by_sequence: bool
-) -> dict[int, torch.Tensor]:
+def _collect(model: nn.Module, batches: list[dict[str, torch.Tensor]], by_sequence: bool) -> dict[int, torch.Tensor]:
     """Scores of all real tokens (pairs, sequences), in one dimension per layer."""
     scores: dict[int, list[torch.Tensor]] = {}
     for batch in batches:

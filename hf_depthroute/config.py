@@ -282,7 +282,7 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
 
 def _check_dropped(lists: Any) -> None:
     def whole(items: Any) -> bool:
-        return isinstance(items, (list, tuple)) and len(items) <= 4096
+        return isinstance(items, (list, tuple)) and len(items) <= 1024
 
     if lists is None:
         return

@@ -1,7 +1,8 @@
 """What a routed model costs, counted: FLOPs dense, routed and ideal, parameters, and bytes of the KV cache.
 
 Two accountings. FLOPs are whole-model, two per weight and token plus attention. `ffn_ratio` is the paper's: units of
-one full FFN on one token at one routed layer, weights only, `rho + (1 - rho) * branch / FFN + gate / FFN`.
+one full FFN (or whatever is routed) on one token at one routed layer, weights only,
+`rho + (1 - rho) * branch / FFN + gate / FFN`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any, cast
 from torch import nn
 
 from .calibration import active_routings
-from .config import check_budget
+from .config import DepthRouteConfig, check_budget
 from .families import find_decoder, find_family
-from .gates import JEPAGate, MLPGate
-from .holder import HOLDER
+from .gates import MLPGate
+from .holder import HOLDER, Routing
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class RouteCost:
         flops_dense: The base model.
         flops_routed: With routers and cheap branches, at the given share of full tokens.
         flops_ideal: The same share, with routers and branches that cost nothing.
-        ffn_ratio: Mean over routed layers of the paper's cost of a routed FFN; 1 is the dense FFN.
+        ffn_ratio: Mean over routed layers of the paper's cost of the routed part; 1 is the dense part.
         parameters_base: Of the base model.
         parameters_adapter: Of the adapter, the frozen projection included.
         parameters_trainable: The part of the adapter that trains.
-        kv_bytes: KV cache after the pass, all layers. FFN routing does not change it.
+        kv_bytes: KV cache after the pass, all layers. Only whole sequences whose attention is skipped leave it smaller.
     """
 
     flops_dense: float
@@ -61,7 +62,7 @@ def route_cost(
         batch_size: Sequences.
         length: New tokens per sequence: the prompt in prefill, 1 in decode.
         cached: Tokens per sequence already in the KV cache.
-        budget: Share of tokens that run full; default: the adapter's budget.
+        budget: Share of tokens that run full; default: the adapter's budget, and 0 where there is no gate.
         full_ratio: Measured shares per layer, as from `RouteTrace.full_ratio`; overrides `budget`.
         logits_to_keep: Positions per sequence that go through the LM head.
 
@@ -84,24 +85,32 @@ def route_cost(
     attention = len(layers) * 4.0 * batch_size * attended * heads * head_dim
     dense = 2.0 * tokens * sum(weights) + attention + 2.0 * batch_size * logits_to_keep * head_weights
 
-    routed = ideal = dense
-    ratios = []
-    for holder in holders:
-        name = holder.active_name()
-        share = check_budget(budget) if budget is not None else holder.active_config().budget
-        share = full_ratio[holder.layer_index] if full_ratio is not None else share
-        ffn = _weights_per_token(getattr(layers[holder.layer_index], family.ffn), config)
-        gate = cast(MLPGate | JEPAGate, holder.depth_route_gate[name]).weights_per_token()
-        has_branch = name in holder.depth_route_branch
-        branch = _weights_per_token(holder.depth_route_branch[name], config) if has_branch else 0
-        ideal -= 2.0 * tokens * (1 - share) * ffn
-        routed -= 2.0 * tokens * ((1 - share) * (ffn - branch) - gate)
-        ratios.append(share + (1 - share) * branch / ffn + gate / ffn)
-
     adapter = {id(p): p for h in holders for p in h.parameters()}
     everything = {id(p): p for p in model.parameters()}
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dtype_bytes = next(p.element_size() for p in everything.values() if id(p) not in adapter)
+    per_layer = 2.0 * batch_size * (cached + length) * kv_heads * head_dim * dtype_bytes
+    kv_bytes = per_layer * len(layers)
+    routed = ideal = dense
+    ratios = []
+    for holder in holders:
+        name, c = holder.active_name(), holder.active_config()
+        layer = layers[holder.layer_index]
+        share = _share(holder, c, budget) if full_ratio is None else full_ratio[holder.layer_index]
+        part = _routed_weights(layer, holder, c, config)
+        core = 4.0 * attended / length * heads * head_dim if c.target in ("attention", "block") else 0.0
+        core = core if _saves_attention(holder, c) else 0.0
+        gates = [group[name] for group in (holder.depth_route_gate, holder.depth_route_predictor) if name in group]
+        gate = float(sum(cast(MLPGate, module).weights_per_token() for module in gates))
+        gate = gate / length if c.granularity == "sequence" else gate
+        has_branch = name in holder.depth_route_branch
+        branch = _weights_per_token(holder.depth_route_branch[name], config) if has_branch else 0
+        ideal -= tokens * (1 - share) * (2.0 * part + core)
+        routed -= tokens * ((1 - share) * (2.0 * (part - branch) + core) - 2.0 * gate)
+        ratios.append(share + ((1 - share) * branch + gate) / max(part, 1.0))
+        if _skips_sequences(c):
+            kv_bytes -= (1 - share) * per_layer
+
     return RouteCost(
         flops_dense=dense,
         flops_routed=routed,
@@ -110,8 +119,46 @@ def route_cost(
         parameters_base=sum(p.numel() for key, p in everything.items() if key not in adapter),
         parameters_adapter=sum(p.numel() for p in adapter.values()),
         parameters_trainable=sum(p.numel() for p in adapter.values() if p.requires_grad),
-        kv_bytes=2 * len(layers) * batch_size * (cached + length) * kv_heads * head_dim * dtype_bytes,
+        kv_bytes=round(kv_bytes),
     )
+
+
+def _share(holder: Routing, config: DepthRouteConfig, budget: float | None) -> float:
+    """The share that runs full when nothing was measured."""
+    if budget is not None:
+        return check_budget(budget)
+    if config.gate != "none":
+        return config.budget
+    if config.dropped_experts is None:
+        return 0.0
+    layers = cast("list[int]", config.layers)
+    return 1 - len(config.dropped_experts[layers.index(holder.layer_index)]) / holder.num_experts
+
+
+def _skips_sequences(config: DepthRouteConfig) -> bool:
+    """Whether a skipped attention leaves its keys and values out."""
+    whole = config.granularity == "sequence" or config.gate == "none"
+    return whole and config.target in ("attention", "block")
+
+
+def _saves_attention(holder: Routing, config: DepthRouteConfig) -> bool:
+    return _skips_sequences(config) or holder.family.queries is not None
+
+
+def _routed_weights(layer: Any, holder: Routing, config: DepthRouteConfig, base: Any) -> float:
+    """Weights that one token does not meet when it takes the cheap path."""
+    family = holder.family
+    ffn, attention = getattr(layer, family.ffn), getattr(layer, family.attention)
+    if config.target == "experts":
+        return _weights_per_token(getattr(ffn, family.experts), base)
+    weights = 0.0 if config.target == "attention" else _weights_per_token(ffn, base)
+    if config.target == "ffn" or not _saves_attention(holder, config):
+        return weights
+    if _skips_sequences(config):
+        return weights + _weights_per_token(attention, base)
+    if family.queries == "fused":  # a third of the fused projection is the query's
+        return weights + attention.c_attn.weight.numel() / 3 + attention.c_proj.weight.numel()
+    return weights + attention.q_proj.weight.numel() + attention.o_proj.weight.numel()
 
 
 def _weights_per_token(module: nn.Module, config: Any) -> float:

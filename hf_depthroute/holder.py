@@ -311,13 +311,10 @@ class Routing(nn.Module, BaseTunerLayer):
         self._previous.pop(adapter_name, None)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        raise ValueError(
-            "a depth-routed adapter cannot be merged: routing depends on the input. "
-            "Use unload() to get the base model back"
-        )
+        """Nothing to merge here; other methods on the same model call it on every tuner layer."""
 
     def unmerge(self) -> None:
-        return None
+        """See `merge`."""
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         target: torch.device = self._norms[0]["ffn"].weight.device if device is None else device

@@ -43,14 +43,24 @@ def _pass_token_mask(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
     Layers see a 4D mask, a boolean mask, none, or a block mask, depending on the attention implementation.
     """
-    mask = kwargs.get("attention_mask")
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
-        return None
     inputs = next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if x is not None), None)
-    if inputs is None or mask.shape[1] < inputs.shape[1]:
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict):  # one per kind of attention, made by `generate` for static caches
+        mask = next(iter(mask.values()), None)
+    if inputs is None or not isinstance(mask, torch.Tensor):
         return None
-    # With a cache, the mask covers past positions too; the new ones come last.
-    return args, {**kwargs, TOKEN_MASK: mask[:, mask.shape[1] - inputs.shape[1] :].bool()}
+    batch, length = inputs.shape[:2]
+    if mask.ndim == 2 and mask.shape[1] >= length:
+        # With a cache, the mask covers past positions too; the new ones come last.
+        return args, {**kwargs, TOKEN_MASK: mask[:, mask.shape[1] - length :].bool()}
+    if mask.ndim == 4 and length > 1:
+        cache = kwargs.get("past_key_values")
+        past = 0 if cache is None else int(cache.get_seq_length())
+        allowed = mask if mask.dtype == torch.bool else mask == 0
+        # A position that no query may look at is padding.
+        real = allowed[:, 0, :, past : past + length].any(dim=1).expand(batch, -1)
+        return (args, {**kwargs, TOKEN_MASK: real}) if real.shape[1] == length else None
+    return None
 
 
 @functools.cache

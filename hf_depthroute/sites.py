@@ -26,7 +26,7 @@ class FFNSite:
         return h + attention_update(layer, holder, norm_of(layer, holder, "attention")(h), kwargs)
 
     def norm(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
-        return norm_of(layer, holder, "ffn")(stream)  # type: ignore[no-any-return]
+        return norm_of(layer, holder, "ffn")(stream)
 
     def full(
         self, layer: Any, holder: Routing, stream: torch.Tensor, normed: torch.Tensor, kwargs: Kwargs
@@ -65,7 +65,7 @@ class AttentionSite:
         return h
 
     def norm(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
-        return norm_of(layer, holder, "attention")(stream)  # type: ignore[no-any-return]
+        return norm_of(layer, holder, "attention")(stream)
 
     def full(
         self, layer: Any, holder: Routing, stream: torch.Tensor, normed: torch.Tensor, kwargs: Kwargs
@@ -106,7 +106,7 @@ class AttentionSite:
         return out.index_copy_(0, flat.nonzero().squeeze(-1), rows.to(out.dtype)).view(stream.shape)
 
     def finish(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
-        return stream + ffn_of(layer, holder)(norm_of(layer, holder, "ffn")(stream))  # type: ignore[no-any-return]
+        return stream + ffn_of(layer, holder)(norm_of(layer, holder, "ffn")(stream))
 
 
 class BlockSite(AttentionSite):
@@ -152,7 +152,7 @@ SITES: dict[str, FFNSite | AttentionSite | BlockSite] = {
 
 
 def attention_update(layer: Any, holder: Routing, normed: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
-    return getattr(layer, holder.family.attention)(normed, **kwargs)[0]  # type: ignore[no-any-return]
+    return getattr(layer, holder.family.attention)(normed, **kwargs)[0]
 
 
 def norm_of(layer: Any, holder: Routing, part: str) -> Any:

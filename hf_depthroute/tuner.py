@@ -69,8 +69,15 @@ class DepthRouteModel(BaseTuner):
     tuner_layer_cls = Routing
 
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if isinstance(model, PeftModel):
+            raise ConfigError(
+                "the model is wrapped in a PeftModel already; inject into its base: "
+                "get_depth_routed_model(model.get_base_model(), config, adapter_name=...)"
+            )
         _check_name_is_free(model, adapter_name)  # first: PEFT overwrites the config of an adapter of the same name
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        # Our own reference: another method that is unloaded from the model deletes the model's.
+        self.__dict__["peft_config"] = self.peft_config
 
     def inject_adapter(
         self,
@@ -218,7 +225,7 @@ def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], con
         count = getattr(experts, "num_experts", 0)
         if not count:
             raise ConfigError(f"target='experts': layer {index} has no experts; use target='ffn' or other layers")
-        for expert in (config.dropped_experts or [()] * len(routed))[place]:
+        for expert in (config.dropped_experts or [[]] * len(routed))[place]:
             if expert >= count:
                 raise ConfigError(f"dropped_experts: layer {index} has experts 0 to {count - 1}, not {expert}")
 

@@ -169,6 +169,9 @@ def make_consequential(model: nn.Module, adapter_name: str = "default", seed: in
                 for parameter in head.parameters():
                     parameter.div_(spread)
                 scores = scores / spread
+                if fitted.active_config().gate == "halting":  # half of the tokens on either side of its threshold, 0
+                    head.bias += scores.median()
+                    scores = scores - scores.median()
             fitted.depth_route_quantiles[adapter_name].set(quantile_table(scores))
             if adapter_name in fitted.depth_route_controller:
                 budget = fitted.config(adapter_name).budget

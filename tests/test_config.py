@@ -48,13 +48,18 @@ BAD_FIELDS: dict[str, list[Any]] = {
         "a" * 1_000_000 + "!",
         "last:" + "1" * 1_000_000,
     ],
-    "target": ["attention", "block", "experts", "", None, 3, ["ffn"]],
-    "granularity": ["sequence", "word", None],
-    "gate": ["linear", "halting", "os.system", None, 1],
+    "target": ["layer", "", None, 3, ["ffn"]],
+    "granularity": ["word", None],
+    "gate": ["os.system", None, 1],
     "gate_input": ["raw", None],
     "branch": ["highrank", None],
-    "selection": ["random", None],
-    "gate_temperature": [0, -1.0, NAN, INF, "2", True, None],
+    "selection": ["random", 1],
+    "budget_scope": ["model", None],
+    "causal_rule": ["topk", None],
+    "expert_gates": ["per_token", None],
+    "scale_by_gate": [1, "yes", None],
+    "dropped_experts": [[[1, 1]], [[-1]], [[True]], [1], {"1": [0]}, [list(range(5000))], [["0"]], [[[0]]]],
+    "gate_temperature": [0, -1.0, NAN, INF, "2", True],
     "threshold": [NAN, INF, "0", True],
     "gate_hidden": [0, -1, 1.5, True, "8", 10**9],
     "branch_rank": [0, -1, 1.5, True, "8", 10**9],
@@ -97,6 +102,64 @@ def test_any_value_is_accepted_or_refused_with_a_config_error(name: str, value: 
     except ConfigError:
         return
     json.dumps(config.to_dict(), default=list)
+
+
+CONFLICTS: dict[str, dict[str, Any]] = {
+    "gate='halting'": {"gate": "halting"},
+    "gate='exit'": {"gate": "exit", "target": "block", "granularity": "sequence"},
+    "granularity='sequence'": {"target": "experts", "gate": "linear", "granularity": "sequence"},
+    "gate='jepa'": {"target": "experts", "gate": "jepa"},
+    "dropped_experts goes": {"target": "experts", "gate": "none"},
+    "dropped_experts goes with": {"dropped_experts": [[0]]},
+    "scale_by_gate and causal_rule": {"target": "experts", "scale_by_gate": True},
+    "selection='topk'": {"granularity": "sequence", "selection": "topk"},
+    "selection='topk' ranks": {"budget_scope": "global", "selection": "topk"},
+    "selection='threshold'": {"gate": "halting", "target": "block", "selection": "threshold"},
+    "early exit trains": {"gate": "exit", "target": "block", "selection": "soft"},
+    "causal_rule='predictor'": {"causal_rule": "predictor", "selection": "threshold"},
+    "selection='controller'": {"selection": "controller", "threshold": 0.0},
+    "scale_by_gate is not supported": {"scale_by_gate": True, "selection": "soft"},
+}
+
+
+@pytest.mark.parametrize("start", CONFLICTS)
+def test_fields_that_do_not_go_together_are_refused_in_one_line(start: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DepthRouteConfig(**CONFLICTS[start])
+    assert start in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+DEFAULTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"selection": "topk", "threshold": None, "gate_temperature": 2.0}),
+    ({"gate": "linear"}, {"selection": "threshold", "threshold": 0.0, "gate_temperature": 1.0}),
+    ({"gate": "linear", "selection": "topk"}, {"selection": "topk", "threshold": None}),
+    ({"gate": "halting", "target": "block"}, {"selection": "soft", "threshold": 0.0, "gate_input": "residual"}),
+    ({"gate": "exit", "target": "block"}, {"selection": "threshold", "threshold": None}),
+    ({"granularity": "sequence"}, {"selection": "threshold", "threshold": None}),
+    ({"budget_scope": "global"}, {"selection": "threshold", "threshold": None}),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), DEFAULTS)
+def test_defaults_follow_the_gate_and_are_what_is_saved(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    saved = DepthRouteConfig(**fields).to_dict()
+    assert {name: saved[name] for name in expected} == expected
+    assert {name: DepthRouteConfig(**saved).to_dict()[name] for name in expected} == expected
+
+
+def test_halting_gate_routes_all_layers_but_the_first() -> None:
+    assert DepthRouteConfig(gate="halting", target="block").routed_layers(4) == [1, 2, 3]
+    for layers in ("all", [0, 2]):
+        with pytest.raises(ConfigError, match="never routes layer 0"):
+            DepthRouteConfig(gate="halting", target="block", layers=layers).routed_layers(4)
+
+
+def test_dropped_experts_come_one_list_per_layer() -> None:
+    config = DepthRouteConfig(target="experts", gate="none", layers=[1, 2], dropped_experts=[[0], [1, 2]])
+    assert config.routed_layers(4) == [1, 2]
+    with pytest.raises(ConfigError, match="2 lists for 1 routed"):
+        DepthRouteConfig(target="experts", gate="none", layers=[1], dropped_experts=[[0], [1]]).routed_layers(4)
 
 
 @pytest.mark.parametrize("budget", [1, 1.0, 0.5, 1e-9])

@@ -168,8 +168,8 @@ def _plain_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, t
     return _split(attention, attention.k_proj(x)), _split(attention, attention.v_proj(x))
 
 
-def _head_norm_queries(attention: Any, x: torch.Tensor) -> torch.Tensor:
-    return attention.q_norm(_plain_queries(attention, x))  # type: ignore[no-any-return]
+def _head_norm_queries(attention: Any, x: torch.Tensor) -> Any:
+    return attention.q_norm(_plain_queries(attention, x))
 
 
 def _head_norm_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,11 +191,11 @@ def _clipped(attention: Any, x: torch.Tensor) -> torch.Tensor:
     return x if bound is None else x.clamp(min=-bound, max=bound)
 
 
-def _fused_part(attention: Any, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def _fused_part(attention: Any, x: torch.Tensor, start: int, stop: int) -> Any:
     """Columns `start:stop` (in units of d) of GPT-2's fused projection."""
     fused, width = attention.c_attn, attention.split_size
     if type(fused) is not Conv1D:  # a LoRA layer around it computes all columns or none
-        return fused(x)[..., start * width : stop * width]  # type: ignore[no-any-return]
+        return fused(x)[..., start * width : stop * width]
     columns = slice(start * width, stop * width)
     return F.linear(x, fused.weight[:, columns].T, fused.bias[columns])
 
