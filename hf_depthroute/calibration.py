@@ -170,11 +170,7 @@ def calibrate(
     was_training = model.training
     model.eval()
     try:
-        ranked = all(
-            config.granularity == "token" and config.budget_scope == "layer" and config.gate != "exit"
-            for config in configs
-        )
-        for rule in ("topk", "threshold") if ranked else ("threshold",) * 3:
+        for rule in ("topk", "threshold") if configs[0].ranks_tokens() else ("threshold",) * 3:
             with use_selection(model, rule):
                 scores = _collect(model, kept, configs[0].granularity == "sequence")
             if configs[0].budget_scope == "global":

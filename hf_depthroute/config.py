@@ -138,6 +138,14 @@ class DepthRouteConfig(PeftConfig):
         if self.trainable_token_indices is not None:
             raise ConfigError("trainable_token_indices is not supported by depth-routed adapters; leave it None")
 
+    def takes_budget(self) -> bool:
+        """Whether inference follows the budget: there is a gate, and its threshold comes from a quantile table."""
+        return self.gate != "none" and self.threshold is None and self.causal_rule == "quantile"
+
+    def ranks_tokens(self) -> bool:
+        """Whether top-k over the tokens of a sequence is a rule for this adapter."""
+        return self.granularity == "token" and self.budget_scope == "layer" and self.gate not in ("exit", "none")
+
     def _fill_in(self) -> None:
         """The defaults that depend on other fields; the saved configuration holds what they came to."""
         fixed = self.gate in ("linear", "halting")

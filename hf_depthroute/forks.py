@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from .calibration import active_routings
+from .decision import RoutePlan
 from .execution import masked_update
 from .families import find_decoder, find_family
-from .holder import HOLDER, RoutePlan, Routing
+from .holder import HOLDER, Routing
 from .layer import TOKEN_MASK, both_paths, without_cache
 from .sites import SITES
 

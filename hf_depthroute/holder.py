@@ -1,11 +1,10 @@
-"""`Routing`: the one child of a decoder layer that holds all adapter state, and `RoutePlan`: what it decides with.
+"""`Routing`: the one child of a decoder layer that holds all adapter state.
 
 Shapes: B batch, T positions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,41 +15,12 @@ from torch import nn
 from .branches import LowRankBranch
 from .calibration import BudgetController, ScoreQuantiles
 from .config import DepthRouteConfig
+from .decision import RoutePlan, decide
 from .families import Family
 from .gates import GATES, MLPGate, TargetProjection
-from .selection import threshold_mask, topk_mask
 from .trace import RouteCounter, RouteTrace
 
 HOLDER = "routing"  # the attribute of a decoder layer that holds its adapter state
-
-
-@dataclass(frozen=True)
-class RoutePlan:
-    """What one forward pass of one layer does, fixed before it runs.
-
-    Attributes:
-        adapter: Name of the active adapter, with its `config`.
-        rule: One of `SELECTIONS`, `"predictor"` or `"static"`.
-        mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"` or `"each"` (TSA: both sublayers scaled).
-        extras: What is recorded besides mask, scores and probs.
-        budget: The budget in force: the adapter's, or the training schedule's.
-        threshold: The score that a token has to reach, for the rules that use one. Read here, because training moves
-            the quantile tables between a forward pass and its recomputation.
-        temperature: `tau` of `p = sigmoid(u / tau)`.
-        replayed: Bool `[B, T]`; decisions to use instead of the rule's.
-        recorders: Traces and counters that want to know.
-    """
-
-    adapter: str
-    config: DepthRouteConfig
-    rule: str
-    mix: str
-    extras: tuple[str, ...]
-    budget: float
-    threshold: torch.Tensor | float
-    temperature: float
-    replayed: torch.Tensor | None
-    recorders: tuple[RouteTrace | RouteCounter, ...]
 
 
 class Routing(nn.Module, BaseTunerLayer):
@@ -245,58 +215,15 @@ class Routing(nn.Module, BaseTunerLayer):
         predicted: torch.Tensor | None = None,
         experts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bool mask of what runs full, and `p`, both in the shape of `scores`: `[B, T]`, or `[B, T, K]` pairs.
-
-        Args:
-            plan: Of this forward pass.
-            scores: Float32.
-            token_mask: Bool `[B, T]`, true at real tokens.
-            predicted: Logits of the causal predictor, `[B, T]`.
-            experts: Int64 `[B, T, K]`, the expert of each pair.
-        """
-        probs = torch.sigmoid(scores / plan.temperature)
-        if plan.replayed is not None:
-            if plan.replayed.shape != scores.shape:
-                raise ValueError(
-                    f"layer {self.layer_index}: the replayed mask has shape {tuple(plan.replayed.shape)}, "
-                    f"the input {tuple(scores.shape)}"
-                )
-            return plan.replayed.to(scores.device), probs
-        real = token_mask
-        if token_mask is not None and scores.ndim == 3:
-            real = token_mask[..., None].expand_as(scores)
-        if plan.rule == "static":
-            return self._static(plan, scores, experts, real), probs
-        if plan.rule == "predictor":
-            assert predicted is not None
-            return threshold_mask(predicted.detach(), 0.0, real), probs
-        if plan.rule == "topk":
-            flat = scores.detach().flatten(1)
-            mask = topk_mask(flat, plan.budget, None if real is None else real.flatten(1))
-            return mask.view(scores.shape), probs
-        if plan.rule == "gumbel":
-            noise = torch.empty_like(scores).exponential_().log() - torch.empty_like(scores).exponential_().log()
-            scores = scores + plan.temperature * noise  # the difference of two Gumbel variables is logistic
-            probs = torch.sigmoid((scores - plan.threshold) / plan.temperature)
-        mask = threshold_mask(scores.detach(), plan.threshold, real)
-        if plan.config.gate == "exit":
-            for previous in self._previous.get(plan.adapter, ()):
-                assert previous.last_mask is not None
-                mask = mask & previous.last_mask.to(mask.device)
-            self.last_mask = mask
+        """`decision.decide`; a token that has left early stays out."""
+        if plan.config.gate != "exit" or plan.replayed is not None:
+            return decide(plan, self.layer_index, scores, token_mask, predicted, experts)
+        mask, probs = decide(plan, self.layer_index, scores, token_mask)
+        for previous in self._previous.get(plan.adapter, ()):  # who left at an earlier layer stays out
+            assert previous.last_mask is not None
+            mask = mask & previous.last_mask.to(mask.device)
+        self.last_mask = mask
         return mask, probs
-
-    def _static(
-        self, plan: RoutePlan, scores: torch.Tensor, experts: torch.Tensor | None, real: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Gate `"none"`: nothing runs full; of experts, those that are not dropped."""
-        if experts is None:
-            return torch.zeros_like(scores, dtype=torch.bool)
-        layers, dropped = plan.config.layers, plan.config.dropped_experts
-        assert isinstance(layers, list) and dropped is not None
-        ids = torch.tensor(dropped[layers.index(self.layer_index)], device=experts.device, dtype=experts.dtype)
-        mask = ~torch.isin(experts, ids)
-        return mask if real is None else mask & real
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         """Activate routed adapters. Names of other PEFT methods leave the active one as it is."""

@@ -18,8 +18,9 @@ import torch
 
 from . import sites
 from .cache import SkippingLayer, cache_layer, remember, remembered
+from .decision import RoutePlan
 from .execution import masked_update, routed_pairs
-from .holder import HOLDER, RoutePlan, Routing
+from .holder import HOLDER, Routing
 from .sites import SITES, whole_sequences
 from .trace import RouteRecord
 

@@ -24,7 +24,7 @@ from models import build_base, routed
 from text_models import save_base, word_tokenizer, write_text
 
 from hf_depthroute.cli import errors, main
-from hf_depthroute.cli.train import staged
+from hf_depthroute.cli.output import staged
 
 REPOSITORY = Path(__file__).parent.parent
 PROMPT = ("--prompt", "the", "--max-new-tokens", 4)

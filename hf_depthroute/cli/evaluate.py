@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from . import options as o
-from .errors import CliError
 
 
 def evaluate(
@@ -32,7 +31,7 @@ def evaluate(
     json_file: o.JsonFile = None,
     debug: o.Debug = False,
 ) -> None:
-    """Compare dense, top-k and threshold loss at several budgets.
+    """Compare dense, top-k and threshold loss at several budgets; an adapter that follows no budget gets one row.
 
     The gap column is the threshold loss minus the top-k loss: what the causal rule costs over the training rule.
 
@@ -49,8 +48,6 @@ def evaluate(
     wanted = o.parse_budgets(budgets)
     loading.check_dtype(dtype, loading.DTYPES)
     adapter_config = loading.load_adapter_config(adapter)
-    if adapter_config.threshold is not None:
-        raise CliError(f"adapter {adapter}: it has a fixed threshold, so budgets have no effect on it")
     model = loading.base_of(adapter, adapter_config, model)
     base_config = loading.load_config(model)
     loading.check_length(length, base_config)

@@ -61,8 +61,8 @@ def generate(
         check_budget(budget)
     loading.check_dtype(dtype, loading.DTYPES)
     adapter_config = loading.load_adapter_config(adapter)
-    if budget is not None and adapter_config.threshold is not None:
-        raise CliError(f"--budget {budget}: adapter {adapter} has a fixed threshold, so budgets have no effect on it")
+    if budget is not None and not adapter_config.takes_budget():
+        raise CliError(f"--budget {budget}: adapter {adapter} decides by a fixed rule, so budgets have no effect on it")
     model = loading.base_of(adapter, adapter_config, model)
     base_config = loading.load_config(model)
     tokenizer = loading.load_tokenizer(model, base_config)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,6 +14,7 @@ import typer
 
 from . import options as o
 from .errors import OTHER, RESOURCES, CliError, disk_full
+from .output import check_out, staged
 
 
 def train(
@@ -32,13 +31,23 @@ def train(
     eval_dataset: Annotated[str | None, typer.Option(help="Dataset to evaluate on at the end.")] = None,
     validation_blocks: Annotated[int, typer.Option(min=1, help="Blocks to evaluate on.")] = 64,
     layers: Annotated[str | None, typer.Option(help="last:N, every:N, all or 2,3,5. Default: the last third.")] = None,
-    gate: Annotated[str, typer.Option(help="mlp or jepa.")] = "mlp",
+    target: Annotated[str, typer.Option(help="ffn, attention, block or experts.")] = "ffn",
+    granularity: Annotated[str, typer.Option(help="token or sequence.")] = "token",
+    gate: Annotated[str, typer.Option(help="mlp, jepa, linear, halting, random, exit or none.")] = "mlp",
     gate_input: Annotated[str, typer.Option(help="normed or residual.")] = "normed",
     gate_hidden: Annotated[int | None, typer.Option(help="Hidden width of the MLP gate. Default: d/4.")] = None,
-    temperature: Annotated[float, typer.Option(help="Gate temperature tau.")] = 2.0,
+    temperature: Annotated[float | None, typer.Option(help="Gate temperature tau. Default: 2, or 1.")] = None,
     branch: Annotated[str, typer.Option(help="lowrank or none.")] = "lowrank",
     branch_rank: Annotated[int | None, typer.Option(help="Rank of the cheap branch. Default: d/8.")] = None,
-    budget: Annotated[float, typer.Option(help="Fraction of tokens that run the full FFN, in (0, 1].")] = 0.5,
+    budget: Annotated[float, typer.Option(help="Fraction of tokens that run in full, in (0, 1].")] = 0.5,
+    budget_scope: Annotated[str, typer.Option(help="layer, or global (the mean over layers holds it).")] = "layer",
+    selection: Annotated[
+        str | None, typer.Option(help="Training rule: topk, threshold, soft, gumbel or controller.")
+    ] = None,
+    threshold: Annotated[float | None, typer.Option(help="A fixed score threshold instead of a budget's.")] = None,
+    scale_by_gate: Annotated[bool, typer.Option("--scale-by-gate", help="Multiply the full update by p.")] = False,
+    causal_rule: Annotated[str, typer.Option(help="Inference rule: quantile or predictor.")] = "quantile",
+    expert_gates: Annotated[str, typer.Option(help="Target experts: per_expert or per_layer.")] = "per_expert",
     jepa_weight: Annotated[float, typer.Option(help="Weight of the JEPA loss (JEPA gate only).")] = 1.0,
     budget_weight: Annotated[float, typer.Option(help="Weight of the budget loss.")] = 1.0,
     alive_weight: Annotated[float, typer.Option(help="Weight of the alive loss.")] = 0.5,
@@ -51,6 +60,13 @@ def train(
     cgs_warmup: Annotated[int, typer.Option(help="First step with counterfactual gate supervision.")] = 500,
     z_weight: Annotated[float, typer.Option(help="Weight of the z-loss on the scores' scale.")] = 0.0,
     distill_weight: Annotated[float, typer.Option(help="Weight of KL(dense || routed).")] = 0.0,
+    capacity_weight: Annotated[float, typer.Option(help="Weight of Router-Tuning's ReLU(share - budget).")] = 0.0,
+    depth_weight: Annotated[float, typer.Option(help="Weight of the mean active probability (TSA).")] = 0.0,
+    similarity_weight: Annotated[float, typer.Option(help="Weight of the labels by similarity (DLO).")] = 0.0,
+    predictor_weight: Annotated[float, typer.Option(help="Weight of the causal predictor's loss.")] = 1.0,
+    controller_step: Annotated[float, typer.Option(help="Step of the threshold controller.")] = 0.01,
+    balance_weight: Annotated[float, typer.Option(help="Weight of the base's expert balance (Switch).")] = 0.0,
+    router_z_weight: Annotated[float, typer.Option(help="Weight of the base's router z-loss.")] = 0.0,
     jepa_targets: Annotated[str, typer.Option(help="paired, or deranged (an ablation).")] = "paired",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1000,
     batch_size: o.BatchSize = 8,
@@ -93,6 +109,8 @@ def train(
     # Everything that can be refused is refused before the weights are loaded.
     adapter_config = DepthRouteConfig(
         layers=o.parse_layers(layers),
+        target=target,
+        granularity=granularity,
         gate=gate,
         gate_input=gate_input,
         gate_hidden=gate_hidden,
@@ -100,6 +118,12 @@ def train(
         branch=branch,
         branch_rank=branch_rank,
         budget=budget,
+        budget_scope=budget_scope,
+        selection=selection,
+        threshold=threshold,
+        scale_by_gate=scale_by_gate,
+        causal_rule=causal_rule,
+        expert_gates=expert_gates,
         seed=seed,
     )
     loading.check_dtype(dtype, ("float32", "bfloat16"))
@@ -119,6 +143,13 @@ def train(
         "cgs_warmup": cgs_warmup,
         "z_weight": z_weight,
         "distill_weight": distill_weight,
+        "capacity_weight": capacity_weight,
+        "depth_weight": depth_weight,
+        "similarity_weight": similarity_weight,
+        "predictor_weight": predictor_weight,
+        "controller_step": controller_step,
+        "balance_weight": balance_weight,
+        "router_z_weight": router_z_weight,
         "jepa_targets": jepa_targets,
         "max_steps": steps,
         "warmup_steps": steps // 20 if warmup_steps is None else warmup_steps,
@@ -169,7 +200,9 @@ def train(
             )
         trainer.train()
         _check_finite(routed)
-        full_ratio = calibrate(routed, loading.to_batches(packed, batch_size, calibration_blocks))
+        full_ratio = {}
+        if adapter_config.takes_budget():
+            full_ratio = calibrate(routed, loading.to_batches(packed, batch_size, calibration_blocks))
         rows = [] if validation is None else evaluate_budgets(routed, validation, None, [budget])
         record = {
             "arguments": {name: _plain(value) for name, value in context.params.items()},
@@ -191,63 +224,13 @@ def train(
             raise CliError(f"{out}: disk full; the adapter needs about {size + 2**20:,} bytes", RESOURCES) from error
 
     if rows:
-        dense, threshold = rows[0], rows[-1]
+        dense, routed_row = rows[0], rows[-1]
+        gap = "" if routed_row.gap is None else f", threshold - top-k {routed_row.gap:+.4f}"
         print(
-            f"validation loss: dense {dense.loss:.4f}, routed {threshold.loss:.4f} "
-            f"({threshold.full_ratio:.1%} of the tokens run full), threshold - top-k {threshold.gap:+.4f}"
+            f"validation loss: dense {dense.loss:.4f}, routed {routed_row.loss:.4f} "
+            f"({routed_row.full_ratio:.1%} of the tokens run full){gap}"
         )
     print(f"saved {out} in {record['seconds']} s")
-
-
-def check_out(out: Path, overwrite: bool) -> Path:
-    """The absolute output folder, if it may be written.
-
-    Raises:
-        CliError: It is a file; it is not empty and `overwrite` is not given; or it holds something else than an
-            adapter, which is never replaced.
-    """
-    resolved = out.expanduser().resolve()
-    if resolved.is_file():
-        raise CliError(f"--out {out}: is a file; name a folder")
-    if resolved.is_dir() and any(resolved.iterdir()):
-        if not overwrite:
-            raise CliError(f"--out {out}: already exists and is not empty; pass --overwrite or name another folder")
-        if not (resolved / "adapter_config.json").is_file():
-            raise CliError(f"--out {out}: holds files but no adapter; --overwrite replaces adapters only")
-    parent = next(folder for folder in resolved.parents if folder.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise CliError(f"--out {out}: no permission to write in {parent}")
-    return resolved
-
-
-@contextlib.contextmanager
-def staged(out: Path) -> Iterator[Path]:
-    """A folder next to `out` to write into; it becomes `out` when the block ends, and vanishes when the block fails.
-
-    A `kill -9` leaves the staging folder behind (its name starts with a dot and says "partial"), never half an `out`.
-    """
-    made = [folder for folder in (out.parent, *out.parent.parents) if not folder.exists()]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    previous = out.with_name(f".{out.name}.previous-{os.getpid()}")
-    try:
-        staging.mkdir()
-        yield staging
-        if out.exists():
-            out.rename(previous)
-        try:
-            staging.rename(out)
-        except OSError:
-            if previous.exists():
-                previous.rename(out)
-            raise
-        shutil.rmtree(previous, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        for folder in made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
 
 
 def versions() -> dict[str, str]:

@@ -30,12 +30,13 @@ class BudgetRow:
 
     Attributes:
         budget: The fraction of tokens that should run full; 1 for the dense base.
-        rule: `"dense"` (adapter disabled), `"topk"` (the training rule, which sees the future) or `"threshold"` (the
-            inference rule).
+        rule: `"dense"` (adapter disabled), `"topk"` (a training rule, which sees the future), `"threshold"` (the
+            inference rule) or `"fixed"` (the inference rule of an adapter that follows no budget).
         loss: Mean next-token cross-entropy, in nats per token.
         perplexity: `exp(loss)`.
         full_ratio: The fraction of real tokens that did run full, mean over routed layers.
-        gap: Threshold rows: their loss minus the top-k loss at the same budget. None in other rows.
+        gap: Threshold rows: their loss minus the top-k loss at the same budget. None in other rows, and where the
+            adapter has no top-k rule.
     """
 
     budget: float
@@ -76,11 +77,12 @@ def evaluate_budgets(
         budgets: Each in (0, 1].
 
     Returns:
-        One dense row, then a top-k and a threshold row for each budget.
+        One dense row, then a top-k and a threshold row for each budget; of an adapter that follows no budget (a fixed
+        threshold, a causal predictor, no gate), one more row.
 
     Raises:
         ConfigError: A budget is out of range.
-        ValueError: `batches` is empty, no routed layer is active, or the adapter has a fixed threshold.
+        ValueError: `batches` is empty, or no routed layer is active.
     """
     for budget in budgets:
         check_budget(budget)
@@ -92,14 +94,20 @@ def evaluate_budgets(
     ):
         with model.disable_adapter():
             rows = [_row(1.0, "dense", _mean_loss(model, kept, bar.update), 1.0)]
+        config = active_routings(model)[0].active_config()
+        if not config.takes_budget():
+            return [*rows, _row(config.budget, "fixed", *_routed_loss(model, kept, bar.update))]
         for budget in budgets:
             set_budget(model, budget)
             if calibration is not None:
                 calibrate(model, calibration)
-            with use_selection(model, "topk"):
-                topk = _row(budget, "topk", *_routed_loss(model, kept, bar.update))
+            gap = None
+            if config.ranks_tokens():
+                with use_selection(model, "topk"):
+                    rows.append(_row(budget, "topk", *_routed_loss(model, kept, bar.update)))
+                gap = -rows[-1].loss
             loss, full_ratio = _routed_loss(model, kept, bar.update)
-            rows += [topk, _row(budget, "threshold", loss, full_ratio, gap=loss - topk.loss)]
+            rows.append(_row(budget, "threshold", loss, full_ratio, None if gap is None else loss + gap))
     return rows
 
 
@@ -154,11 +162,11 @@ def _routed_loss(model: nn.Module, blocks: list[Batch], after_batch: Callable[[]
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Put the active adapter's budget and quantile tables back."""
+    """Put the active adapter's budget, quantile tables and controllers back."""
     holders = active_routings(model)
     configs = [holder.active_config() for holder in holders]
-    tables = [holder.active_quantiles() for holder in holders]
     budgets = [config.budget for config in configs]
+    tables: list[Any] = [part for h in holders for part in (h.active_quantiles(), h.active_controller()) if part]
     states = [{name: value.clone() for name, value in table.state_dict().items()} for table in tables]
     try:
         yield

@@ -1,0 +1,101 @@
+"""`RoutePlan`: how one forward pass of one layer routes, and `decide`: from its scores to what runs in full.
+
+Shapes: B batch, T positions, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .config import DepthRouteConfig
+from .selection import threshold_mask, topk_mask
+from .trace import RouteCounter, RouteTrace
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """What one forward pass of one layer does, fixed before it runs.
+
+    Attributes:
+        adapter: Name of the active adapter, with its `config`.
+        rule: One of `SELECTIONS`, `"predictor"` or `"static"`.
+        mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"` or `"each"` (TSA: both sublayers scaled).
+        extras: What is recorded besides mask, scores and probs.
+        budget: The budget in force: the adapter's, or the training schedule's.
+        threshold: The score that a token has to reach, for the rules that use one. Read here, because training moves
+            the quantile tables between a forward pass and its recomputation.
+        temperature: `tau` of `p = sigmoid(u / tau)`.
+        replayed: Bool `[B, T]`; decisions to use instead of the rule's.
+        recorders: Traces and counters that want to know.
+    """
+
+    adapter: str
+    config: DepthRouteConfig
+    rule: str
+    mix: str
+    extras: tuple[str, ...]
+    budget: float
+    threshold: torch.Tensor | float
+    temperature: float
+    replayed: torch.Tensor | None
+    recorders: tuple[RouteTrace | RouteCounter, ...]
+
+
+def decide(
+    plan: RoutePlan,
+    layer_index: int,
+    scores: torch.Tensor,
+    token_mask: torch.Tensor | None,
+    predicted: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bool mask of what runs full, and `p`, both in the shape of `scores`: `[B, T]`, or `[B, T, K]` pairs.
+
+    Args:
+        plan: Of this forward pass.
+        layer_index: Index of the decoder layer.
+        scores: Float32.
+        token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
+        predicted: Logits of the causal predictor, `[B, T]`.
+        experts: Int64 `[B, T, K]`, the expert of each pair.
+
+    Raises:
+        ValueError: The decision to replay has another shape.
+    """
+    probs = torch.sigmoid(scores / plan.temperature)
+    if plan.replayed is not None:
+        if plan.replayed.shape != scores.shape:
+            raise ValueError(
+                f"layer {layer_index}: the replayed mask has shape {tuple(plan.replayed.shape)}, "
+                f"the input {tuple(scores.shape)}"
+            )
+        return plan.replayed.to(scores.device), probs
+    real = token_mask
+    if token_mask is not None and scores.ndim == 3:
+        real = token_mask[..., None].expand_as(scores)
+    if plan.rule == "static":
+        mask = torch.zeros_like(scores, dtype=torch.bool)
+        if experts is not None:
+            mask = _not_dropped(plan.config, layer_index, experts)
+        return mask if real is None else mask & real, probs
+    if plan.rule == "predictor":
+        assert predicted is not None
+        return threshold_mask(predicted.detach(), 0.0, real), probs
+    if plan.rule == "topk":
+        mask = topk_mask(scores.detach().flatten(1), plan.budget, None if real is None else real.flatten(1))
+        return mask.view(scores.shape), probs
+    if plan.rule == "gumbel":  # the difference of two Gumbel variables is logistic
+        noise = torch.empty_like(scores).exponential_().log() - torch.empty_like(scores).exponential_().log()
+        scores = scores + plan.temperature * noise
+        probs = torch.sigmoid((scores - plan.threshold) / plan.temperature)
+    return threshold_mask(scores.detach(), plan.threshold, real), probs
+
+
+def _not_dropped(config: DepthRouteConfig, layer_index: int, experts: torch.Tensor) -> torch.Tensor:
+    """Gate `"none"` on experts: every pair but those of the dropped experts."""
+    layers, dropped = config.layers, config.dropped_experts
+    assert isinstance(layers, list) and dropped is not None
+    ids = torch.tensor(dropped[layers.index(layer_index)], device=experts.device, dtype=experts.dtype)
+    return ~torch.isin(experts, ids)
