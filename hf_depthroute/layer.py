@@ -156,7 +156,8 @@ def _decide_sequences(
     scores = extras.pop("scores")
     mask, probs = holder.decide(plan, scores, None, extras.get("predicted"))
     if cache is not None and keep is None:
-        remember(cache, holder.layer_index, mask[:, 0], skips_attention=plan.config.target != "ffn")
+        skips = plan.config.target != "ffn" and not _dense(layer, plan)
+        remember(cache, holder.layer_index, mask[:, 0], skips_attention=skips)
     return mask, scores, probs, extras
 
 

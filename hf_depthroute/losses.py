@@ -1,4 +1,4 @@
-"""Routing losses and diagnostics, computed from a `RouteTrace`. Adding a loss is one function and one row of `LOSSES`.
+"""Routing losses, computed from a `RouteTrace`. Adding a loss is one function and one row of `LOSSES`.
 
 Shapes: C routed layers, B batch, T positions, V vocabulary. Means run over real tokens, of all processes.
 """
@@ -10,12 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
+from . import baselines
+from .averages import cosine, gate_logits, mean_probability, real_tokens, stack, token_mean
+from .balancing import load_balance, router_z
+from .diagnostics import diagnostics
+from .exits import Exits, exit_cross_entropy
 from .forks import Prefix, divergence_from_dense
+from .moe import RouterTrace
 from .oracle import UtilityLabels
 from .trace import RouteTrace
+
+__all__ = ["LOSSES", "LossInputs", "LossTerm", "diagnostics", "mean_probability", "routing_losses", "token_mean"]
 
 JEPA_TARGETS = ("paired", "deranged")
 _RANKED = 256  # positions of a sequence that the rank loss compares with each other
@@ -35,7 +42,11 @@ class LossInputs:
         counterfactual_temperature: What `cgs` divides `dl` by.
         prefix: The observed forward pass, for `distill`.
         logits: Its logits `[B, T, V]`, with graph, for `distill`.
-        labels: Its labels `[B, T]`, for `distill`.
+        labels: Its labels `[B, T]`, for `distill` and `exit`.
+        budget_scope: `"layer"`, or `"global"`: `budget` and `alive` hold the mean over layers instead of each layer.
+        exits: The streams that entered the routed layers, for `exit`.
+        routers: What the base model's routers did, for `balance` and `router_z`.
+        balance_dispatch: `f` of `balance`: `"top1"` or `"topk"`.
     """
 
     trace: RouteTrace
@@ -48,6 +59,10 @@ class LossInputs:
     prefix: Prefix | None = None
     logits: torch.Tensor | None = None
     labels: torch.Tensor | None = None
+    budget_scope: str = "layer"
+    exits: Exits | None = None
+    routers: RouterTrace | None = None
+    balance_dispatch: str = "top1"
 
 
 @dataclass(frozen=True)
@@ -73,10 +88,10 @@ def jepa_loss(inputs: LossInputs) -> torch.Tensor | None:
         source = derangement(records[0].real)
         z_full, z_cheap = ([shuffled(z, records[0].real, source) for z in targets] for targets in (z_full, z_cheap))
     per_layer = [
-        2 - _cosine(record.q_full, full) - _cosine(record.q_cheap, cheap)
+        2 - cosine(record.q_full, full) - cosine(record.q_cheap, cheap)
         for record, full, cheap in zip(records, z_full, z_cheap)
     ]
-    return token_mean(_stack(per_layer), _real(inputs.trace)).mean()
+    return token_mean(stack(per_layer), real_tokens(inputs.trace)).mean()
 
 
 def util_loss(inputs: LossInputs) -> torch.Tensor | None:
@@ -113,7 +128,7 @@ def cgs_loss(inputs: LossInputs) -> torch.Tensor | None:
     trace = RouteTrace({index: inputs.trace[index] for index in inputs.counterfactual})
     _, labels_CBT, valid_CBT = _labelled(trace, inputs.counterfactual)
     targets_CBT = torch.sigmoid(labels_CBT / inputs.counterfactual_temperature)
-    losses_CBT = F.binary_cross_entropy_with_logits(_logits(trace), targets_CBT, reduction="none")
+    losses_CBT = F.binary_cross_entropy_with_logits(gate_logits(trace), targets_CBT, reduction="none")
     return token_mean(losses_CBT, valid_CBT).mean()
 
 
@@ -122,9 +137,9 @@ def z_loss(inputs: LossInputs) -> torch.Tensor:
 
     Symmetric in the two paths, least where `p = 1/2`: it holds the scale of the scores, as the router z-loss does.
     """
-    half_CBT = 0.5 * _logits(inputs.trace)
+    half_CBT = 0.5 * gate_logits(inputs.trace)
     logsumexp_CBT = torch.logaddexp(half_CBT, -half_CBT)
-    return token_mean(logsumexp_CBT.square(), _real(inputs.trace)).mean()
+    return token_mean(logsumexp_CBT.square(), real_tokens(inputs.trace)).mean()
 
 
 def distill_loss(inputs: LossInputs) -> torch.Tensor | None:
@@ -135,15 +150,38 @@ def distill_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def budget_loss(inputs: LossInputs) -> torch.Tensor:
-    """`1/C sum_l (p_bar_l - rho)^2`, `p_bar_l` the mean gate probability of the layer."""
+    """`1/C sum_l (p_bar_l - rho)^2`, `p_bar_l` the mean gate probability of the layer; `(mean_l p_bar_l - rho)^2`
+    where the budget is global."""
     budgets = torch.tensor([record.budget for record in inputs.trace.values()])
     p_bar = mean_probability(inputs.trace)
-    return (p_bar - budgets.to(p_bar)).square().mean()
+    return _held(inputs, p_bar - budgets.to(p_bar)).square().mean()
 
 
 def alive_loss(inputs: LossInputs) -> torch.Tensor:
-    """`1/C sum_l ReLU(p_min - p_bar_l)`."""
-    return F.relu(inputs.alive_min - mean_probability(inputs.trace)).mean()
+    """`1/C sum_l ReLU(p_min - p_bar_l)`; of the mean over layers where the budget is global."""
+    return F.relu(inputs.alive_min - _held(inputs, mean_probability(inputs.trace))).mean()
+
+
+def exit_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """Mean next-token cross-entropy of the tied LM head on the stream that enters each routed layer.
+
+    With L exits in all, the final one included, weights `lm` 1/L and `exit` (L - 1)/L give the mean over exits.
+    """
+    if inputs.exits is None or inputs.labels is None:
+        return None
+    record = next(iter(inputs.trace.values()))
+    real_BT = record.real if record.real.ndim == 2 else record.real[..., 0]
+    return exit_cross_entropy(inputs.exits, inputs.labels, real_BT.to(inputs.labels.device))
+
+
+def balance_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`E * sum_i f_i P_i` of the base's own routers, mean over layers with experts; see `load_balance`."""
+    return None if inputs.routers is None else load_balance(inputs.routers, inputs.balance_dispatch)
+
+
+def router_z_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`mean(logsumexp(logits)^2)` of the base model's own routers, mean over layers with experts."""
+    return None if inputs.routers is None else router_z(inputs.routers)
 
 
 LOSSES: dict[str, LossTerm] = {
@@ -156,6 +194,13 @@ LOSSES: dict[str, LossTerm] = {
     "cgs": LossTerm(0.0, cgs_loss),
     "z": LossTerm(0.0, z_loss),
     "distill": LossTerm(0.0, distill_loss),
+    "capacity": LossTerm(0.0, lambda inputs: baselines.capacity(inputs.trace)),
+    "depth": LossTerm(0.0, lambda inputs: baselines.depth(inputs.trace)),
+    "similarity": LossTerm(0.0, lambda inputs: baselines.similarity(inputs.trace)),
+    "predictor": LossTerm(1.0, lambda inputs: baselines.predictor(inputs.trace)),
+    "exit": LossTerm(0.0, exit_loss),
+    "balance": LossTerm(0.0, balance_loss),
+    "router_z": LossTerm(0.0, router_z_loss),
 }
 
 
@@ -200,6 +245,11 @@ def routing_losses(
     return terms
 
 
+def _held(inputs: LossInputs, per_layer_C: torch.Tensor) -> torch.Tensor:
+    """What the budget holds: every layer, or their mean."""
+    return per_layer_C.mean() if inputs.budget_scope == "global" else per_layer_C
+
+
 def derangement(real_BT: torch.Tensor) -> torch.Tensor:
     """A permutation of the real tokens without fixed points, int64 `[N]`: one random cycle through all of them.
 
@@ -218,80 +268,10 @@ def shuffled(values: torch.Tensor, real_BT: torch.Tensor, source: torch.Tensor) 
     return values
 
 
-@torch.no_grad()
-def diagnostics(trace: RouteTrace) -> dict[str, torch.Tensor]:
-    """Scalars per layer for the log, such as `full_ratio/layer_11`.
-
-    `full_ratio` (tokens run full), `gate_prob` (mean `p`), `score_var` (variance of `u`), and for the JEPA gate
-    `q_distance` (mean `||q_full - q_cheap||_2`) and `q_cosine` (mean cosine of the two).
-    """
-    result: dict[str, torch.Tensor] = {}
-    for index, record in trace.items():
-        real = record.real
-
-        def mean(values: torch.Tensor, real: torch.Tensor = real) -> torch.Tensor:
-            return (values * real).sum() / real.sum().clamp(min=1)
-
-        average = mean(record.scores)
-        values = {
-            "full_ratio": mean(record.mask.float()),
-            "gate_prob": mean(record.probs),
-            "score_var": mean((record.scores - average).square()),
-        }
-        if "q_full" in record.extras:
-            q_full, q_cheap = record.q_full.float(), record.q_cheap.float()
-            values["q_distance"] = mean((q_full - q_cheap).norm(dim=-1))
-            values["q_cosine"] = mean(_cosine(q_full, q_cheap))
-        result |= {f"{name}/layer_{index}": value for name, value in values.items()}
-    return result
-
-
-def mean_probability(trace: RouteTrace) -> torch.Tensor:
-    """`p_bar`, `[C]`: the mean gate probability of each routed layer over real tokens."""
-    return token_mean(_stack([record.probs for record in trace.values()]), _real(trace))
-
-
-def token_mean(values_CBT: torch.Tensor, real_CBT: torch.Tensor) -> torch.Tensor:
-    """Mean over real tokens per layer, `[C]`, over all processes of a data-parallel group.
-
-    The value is the same on every rank. DDP averages gradients over W ranks, so the local part carries W times its
-    share: after averaging, the gradient is that of the one global mean.
-    """
-    total_C = (values_CBT * real_CBT).sum(dim=(1, 2))
-    count_C = real_CBT.sum(dim=(1, 2)).to(total_C.dtype)
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return total_C / count_C.clamp(min=1)
-    shared = torch.stack([total_C.detach(), count_C])
-    dist.all_reduce(shared)
-    count_C = shared[1].clamp(min=1)
-    local_C = total_C * dist.get_world_size() / count_C
-    return shared[0] / count_C + (local_C - local_C.detach())
-
-
-def _logits(trace: RouteTrace) -> torch.Tensor:
-    """`u / tau`, `[C, B, T]`: of a probability that has rounded to 0 or 1, no gradient would be left."""
-    return _stack([record.scores / record.temperature for record in trace.values()])
-
-
 def _labelled(
     trace: RouteTrace, labels: Mapping[int, UtilityLabels]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores, labels and validity, each `[C, B, T]`."""
-    scores_CBT = _stack([record.scores for record in trace.values()])
-    labels_CBT = _stack([labels[index].utility for index in trace]).to(scores_CBT.device)
-    return scores_CBT, labels_CBT, _stack([labels[index].valid for index in trace]).to(scores_CBT.device)
-
-
-def _cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Cosine over the last dimension, in float32; fewer passes over memory than `F.cosine_similarity`."""
-    a, b = a.float(), b.float()
-    return (a * b).sum(-1) * torch.rsqrt(((a * a).sum(-1) * (b * b).sum(-1)).clamp_min(1e-16))
-
-
-def _stack(per_layer: list[torch.Tensor]) -> torch.Tensor:
-    """`[C, B, T]` on one device; layers of a split model may be on several."""
-    return torch.stack([value.to(per_layer[0].device) for value in per_layer])
-
-
-def _real(trace: RouteTrace) -> torch.Tensor:
-    return _stack([record.real for record in trace.values()])
+    scores_CBT = stack([record.scores for record in trace.values()])
+    labels_CBT = stack([labels[index].utility for index in trace]).to(scores_CBT.device)
+    return scores_CBT, labels_CBT, stack([labels[index].valid for index in trace]).to(scores_CBT.device)

@@ -1,108 +1,40 @@
-"""The training objective: loss weights and schedules, when labels are refreshed, and what is logged."""
+"""The training objective: the sum of the losses, when labels are refreshed, thresholds and what is logged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from .arguments import RoutingArguments
+from .averages import stack
 from .calibration import active_routings, quantile_tables
-from .config import ConfigError, check_budget
+from .exits import Exits, observe_exits
 from .forks import Prefix, observe_prefix
-from .losses import JEPA_TARGETS, LOSSES, diagnostics, routing_losses
-from .oracle import ORACLES, UtilityLabels, prefix_utility
-from .trace import RouteTrace, record_routes, routings
+from .holder import Routing
+from .losses import diagnostics, routing_losses
+from .moe import RouterTrace, observe_routers
+from .oracle import UtilityLabels, prefix_utility
+from .trace import RouteRecord, RouteTrace, overridden, record_routes, routings
+
+__all__ = ["RoutingArguments", "RoutingObjective", "Watched"]
 
 _TEMPERATURE_DECAY = 0.99  # of the counterfactual temperature's moving average
 
 
-@dataclass
-class RoutingArguments:
-    """Loss weights and schedules of a routed training run.
+@dataclass(frozen=True)
+class Watched:
+    """What a `RoutingObjective` sees of a forward pass. All but the trace only where a loss needs it."""
 
-    Args:
-        lm_weight: Weight of the language-model loss.
-        jepa_weight: Weight of the JEPA alignment loss (JEPA gate only).
-        jepa_targets: `"paired"`, or `"deranged"`: every token is aligned with the outcome of another one.
-        util_weight: Weight of the regression of scores on the oracle's labels; applies when there is an `oracle`.
-        rank_weight: Weight of the pairwise ranking by the oracle's labels; applies when there is an `oracle`.
-        budget_weight: Weight of the budget loss.
-        alive_weight: Weight of the alive loss.
-        alive_min: `p_min` of the alive loss.
-        cgs_weight: Weight of counterfactual gate supervision; with 0 its labels are not computed.
-        z_weight: Weight of the z-loss on the scores' scale.
-        distill_weight: Weight of the divergence from the dense model, which runs once more per step.
-        oracle: Where the labels of `util` and `rank` come from: `"all_full"` (other routed layers run full),
-            `"on_policy"` (they follow the gate), or `"none"`.
-        oracle_window: `W`, tokens whose loss a label looks at.
-        oracle_gamma: Decay of the window.
-        oracle_warmup: First optimizer step with labels.
-        oracle_interval: Steps from one refresh of the labels to the next; in between `util` and `rank` are absent.
-        cgs_warmup: The same for counterfactual gate supervision, which labels one layer per refresh, in turn.
-        cgs_interval: Steps between its refreshes.
-        budget_start: Budget at step 0; it falls linearly to the adapter's over `budget_schedule_steps`.
-        budget_schedule_steps: Length of the budget schedule in optimizer steps; 0 for none.
-        temperature_start: Gate temperature at step 0; it moves linearly to the adapter's over
-            `temperature_schedule_steps`.
-        temperature_schedule_steps: Length of the temperature schedule in optimizer steps; 0 for none.
-    """
-
-    lm_weight: float = field(default=LOSSES["lm"].weight, metadata={"help": "weight of the language-model loss"})
-    jepa_weight: float = field(default=LOSSES["jepa"].weight, metadata={"help": "weight of the JEPA loss"})
-    jepa_targets: str = field(default="paired", metadata={"help": f"one of {JEPA_TARGETS}"})
-    util_weight: float = field(default=LOSSES["util"].weight, metadata={"help": "weight of the utility regression"})
-    rank_weight: float = field(default=LOSSES["rank"].weight, metadata={"help": "weight of the pairwise ranking"})
-    budget_weight: float = field(default=LOSSES["budget"].weight, metadata={"help": "weight of the budget loss"})
-    alive_weight: float = field(default=LOSSES["alive"].weight, metadata={"help": "weight of the alive loss"})
-    alive_min: float = field(default=0.05, metadata={"help": "p_min of the alive loss"})
-    cgs_weight: float = field(default=LOSSES["cgs"].weight, metadata={"help": "weight of counterfactual supervision"})
-    z_weight: float = field(default=LOSSES["z"].weight, metadata={"help": "weight of the z-loss"})
-    distill_weight: float = field(default=LOSSES["distill"].weight, metadata={"help": "weight of KL(dense || routed)"})
-    oracle: str = field(default="none", metadata={"help": f"labels of util and rank: none, or one of {ORACLES}"})
-    oracle_window: int = field(default=8, metadata={"help": "tokens whose loss a label looks at"})
-    oracle_gamma: float = field(default=0.5, metadata={"help": "decay of the window"})
-    oracle_warmup: int = field(default=100, metadata={"help": "first optimizer step with labels"})
-    oracle_interval: int = field(default=5, metadata={"help": "steps between refreshes of the labels"})
-    cgs_warmup: int = field(default=500, metadata={"help": "first step with counterfactual supervision"})
-    cgs_interval: int = field(default=4, metadata={"help": "steps between its refreshes"})
-    budget_start: float = field(default=1.0, metadata={"help": "budget at step 0 of the budget schedule"})
-    budget_schedule_steps: int = field(default=0, metadata={"help": "steps of the budget schedule; 0 for none"})
-    temperature_start: float = field(default=2.0, metadata={"help": "gate temperature at step 0 of its schedule"})
-    temperature_schedule_steps: int = field(default=0, metadata={"help": "steps of the temperature schedule"})
-
-    def check(self) -> None:
-        """Raise `ConfigError` on a value out of range."""
-        check_budget(self.budget_start)
-        for name in (*(f"{loss}_weight" for loss in LOSSES), "alive_min"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be a finite number of at least 0")
-        for name, allowed in (("oracle", ("none", *ORACLES)), ("jepa_targets", JEPA_TARGETS)):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not supported; use one of: {', '.join(allowed)}")
-        if not 0 < self.temperature_start < float("inf"):
-            raise ConfigError(f"temperature_start={self.temperature_start!r} must be a finite number above 0")
-        if not 0 <= self.oracle_gamma <= 1:
-            raise ConfigError(f"oracle_gamma={self.oracle_gamma!r} must be a number in [0, 1]")
-        for name in ("oracle_window", "oracle_interval", "cgs_interval"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1")
-        for name in ("budget_schedule_steps", "temperature_schedule_steps", "oracle_warmup", "cgs_warmup"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 0")
-
-    def weights(self) -> dict[str, float]:
-        return {name: getattr(self, f"{name}_weight") for name in LOSSES}
-
-    def uses_oracle(self) -> bool:
-        return self.oracle != "none" and (self.util_weight > 0 or self.rank_weight > 0)
-
-    def forks(self) -> bool:
-        """Whether a loss runs more than the model's own forward pass."""
-        return self.uses_oracle() or self.cgs_weight > 0 or self.distill_weight > 0
+    trace: RouteTrace
+    prefix: Prefix | None = None
+    exits: Exits | None = None
+    routers: RouterTrace | None = None
 
 
 class RoutingObjective:
@@ -123,18 +55,27 @@ class RoutingObjective:
         self._step = 0
         self._temperature: torch.Tensor | None = None
         self._sums: dict[str, tuple[torch.Tensor, int]] = {}
+        self._load: dict[int, torch.Tensor] = {}
+        self._budgets: dict[int, float] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[tuple[RouteTrace, Prefix | None]]:
+    def watching(self) -> Iterator[Watched]:
         """Around a forward pass, or many: what `__call__` needs to see of the last one."""
-        observed = observe_prefix(self.model) if self.arguments.forks() else nullcontext()
-        with record_routes(self.model) as trace, observed as prefix:
-            yield trace, prefix
+        a = self.arguments
+        with ExitStack() as watchers:
+            if a.similarity_weight > 0:
+                watchers.enter_context(overridden(self.model, "observe_similarity", True))
+            trace = watchers.enter_context(record_routes(self.model))
+            prefix = watchers.enter_context(observe_prefix(self.model)) if a.forks() else None
+            exits = watchers.enter_context(observe_exits(self.model)) if a.exit_weight > 0 else None
+            balanced = a.balance_weight > 0 or a.router_z_weight > 0
+            routers = watchers.enter_context(observe_routers(self.model)) if balanced else None
+            yield Watched(trace, prefix, exits, routers)
 
     def __call__(
         self,
         lm: torch.Tensor,
-        watched: tuple[RouteTrace, Prefix | None],
+        watched: Watched,
         share: float,
         labels: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
@@ -145,26 +86,42 @@ class RoutingObjective:
             lm: The language-model loss; already divided by the number of accumulated batches if `share` is below 1.
             watched: From `watching`.
             share: This batch's part of the optimizer step, for terms that are means over the batch.
-            labels: The batch's labels `[B, T]`; needed by `util`, `rank`, `cgs` and `distill`.
+            labels: The batch's labels `[B, T]`; needed by `util`, `rank`, `cgs`, `distill` and `exit`.
             logits: The model's logits `[B, T, V]`; needed by `distill`.
 
         Raises:
             ValueError: A term with a weight lacks what it needs.
         """
-        trace, prefix = watched
-        a = self.arguments
-        inputs: dict[str, Any] = {"jepa_targets": a.jepa_targets}
+        a, trace, prefix = self.arguments, watched.trace, watched.prefix
+        holders = active_routings(self.model)
+        budget_scope = holders[0].active_config().budget_scope
+        inputs: dict[str, Any] = {
+            "jepa_targets": a.jepa_targets,
+            "budget_scope": budget_scope,
+            "exits": watched.exits,
+            "routers": watched.routers,
+            "balance_dispatch": a.balance_dispatch,
+            "labels": labels,
+        }
+        if watched.exits is not None and labels is None:
+            raise ValueError("the exit loss needs labels in the batch")
+        if watched.routers is not None and not watched.routers.with_graph:
+            raise ValueError(
+                "the balance and router_z losses get no gradient through reentrant gradient checkpointing; "
+                "set gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
         if prefix is not None:
             if labels is None:
                 raise ValueError("the util, rank, cgs and distill losses need labels in the batch")
             if a.distill_weight > 0 and logits is None:
                 raise ValueError("the distill loss needs the model's logits; turn off what removes them")
-            inputs |= {"prefix": prefix, "labels": labels, "logits": logits}
+            inputs |= {"prefix": prefix, "logits": logits}
             inputs |= self._refreshed(prefix, labels)
         terms = routing_losses(trace, lm, a.weights(), a.alive_min, **inputs)
-        holders = active_routings(self.model)
-        for holder, table in zip(holders, quantile_tables([trace[holder.layer_index] for holder in holders])):
+        tables = quantile_tables([trace[h.layer_index] for h in holders], pooled=budget_scope == "global")
+        for holder, table in zip(holders, tables):
             holder.active_quantiles().track(table)
+            self._count(holder, trace[holder.layer_index])
         self._collect(terms, trace, share)
         zero = lm.new_zeros(())
         return terms.pop("lm", zero) + share * sum(terms.values(), zero)
@@ -195,10 +152,40 @@ class RoutingObjective:
         a = self.arguments
         for holder in active_routings(self.model):
             config = holder.active_config()
+            assert config.gate_temperature is not None
             holder.scheduled_budget = _ramp(step, a.budget_schedule_steps, a.budget_start, config.budget)
             holder.scheduled_temperature = _ramp(
                 step, a.temperature_schedule_steps, a.temperature_start, config.gate_temperature
             )
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """After an optimizer step: move the thresholds of `selection="controller"` by the load since the last one.
+
+        Every layer by its own load, or all by the mean over layers where the budget is global. The load is that of
+        all processes, so thresholds never differ between ranks.
+        """
+        holders = [h for h in active_routings(self.model) if h.layer_index in self._load]
+        if not holders:
+            return
+        counts_C2 = stack([self._load.pop(h.layer_index) for h in holders])
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(counts_C2)
+        load_C = counts_C2[:, 0] / counts_C2[:, 1]
+        if holders[0].active_config().budget_scope == "global":
+            load_C = load_C.mean().expand_as(load_C)
+        for holder, load in zip(holders, load_C):
+            controller, budget = holder.active_controller(), self._budgets[holder.layer_index]
+            assert controller is not None
+            # Without a single token the load is NaN, and the threshold stays.
+            controller.move(load.nan_to_num(nan=budget), budget, self.arguments.controller_step)
+
+    def _count(self, holder: Routing, record: RouteRecord) -> None:
+        """Tokens run full and tokens seen since the last step, where a controller wants to know."""
+        if holder.active_controller() is not None:
+            counts_2 = torch.stack([(record.mask & record.real).sum(), record.real.sum()]).float()
+            self._load[holder.layer_index] = self._load.get(holder.layer_index, 0) + counts_2
+            self._budgets[holder.layer_index] = record.budget
 
     def end_schedule(self) -> None:
         for holder in routings(self.model):

@@ -11,9 +11,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .forks import Prefix
-from .objective import RoutingArguments, RoutingObjective
-from .trace import RouteTrace
+from .objective import RoutingArguments, RoutingObjective, Watched
 
 
 @dataclass
@@ -46,6 +44,10 @@ class _RoutingCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.objective is not None:
             self.objective.schedule(state.global_step)
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.objective is not None:
+            self.objective.after_step()
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if self.objective is not None and logs is not None and "loss" in logs:
@@ -155,7 +157,7 @@ class DepthRouteTrainer(DepthRouteTrainerMixin, Trainer):
 
 def _add_losses(
     objective: RoutingObjective,
-    watched: tuple[RouteTrace, Prefix | None],
+    watched: Watched,
     args: TrainingArguments,
     trainer: Trainer | None,
 ) -> Callable[..., None]:

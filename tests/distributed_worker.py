@@ -23,10 +23,12 @@ from training import Row, adapter_state, gradients, make_trainer, rows, stacked,
 from transformers import Trainer
 
 from hf_depthroute import DepthRouteCallback, DepthRouteTrainer, record_routes, replay_routes
+from hf_depthroute.exits import observe_exits
 from hf_depthroute.forks import observe_prefix
 from hf_depthroute.losses import routing_losses
+from hf_depthroute.moe import observe_routers
 from hf_depthroute.oracle import prefix_utility
-from hf_depthroute.trace import RouteRecord, RouteTrace, routings
+from hf_depthroute.trace import RouteRecord, RouteTrace, overridden, routings
 from hf_depthroute.trainer import RoutingArguments
 
 Result = dict[str, Any]
@@ -45,12 +47,15 @@ def step(
     full_rows: list[bool] | None = None,
     checkpointing: bool | None = None,
     labelled: bool = False,
+    observed: bool = False,
 ) -> Result:
     """Loss, gradients and masks of one global batch; `full_rows` fixes which of its rows run full.
 
-    With `labelled`, the losses that need an oracle's labels take part.
+    With `labelled`, the losses that need an oracle's labels take part; with `observed`, those of other methods, which
+    watch the exits and the base's routers.
     """
-    model = build_routed("llama", "jepa").train()
+    model = build_routed("olmoe", causal_rule="predictor") if observed else build_routed("llama", "jepa")
+    model.train()
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
         model.enable_input_require_grads()
@@ -66,12 +71,18 @@ def step(
             stack.enter_context(replay_routes(wrapped, replayed))
         trace = stack.enter_context(record_routes(wrapped))
         prefix = stack.enter_context(observe_prefix(model))
-        lm = wrapped(**mine, num_items_in_batch=targets).loss * world
         inputs: dict[str, Any] = {}
+        weights = {"alive": 1.0, "cgs": 0.5, "z": 0.1}
+        if observed:
+            stack.enter_context(overridden(model, "observe_similarity", True))
+            inputs["exits"] = stack.enter_context(observe_exits(model))
+            inputs["routers"] = stack.enter_context(observe_routers(model))
+            weights |= dict.fromkeys(("capacity", "depth", "similarity", "exit", "balance", "router_z"), 1.0)
+        lm = wrapped(**mine, num_items_in_batch=targets).loss * world
         if labelled:
             inputs["utility"] = prefix_utility(prefix, mine["labels"], "on_policy")
             inputs["counterfactual"] = prefix_utility(prefix, mine["labels"], "on_policy", window=1, layers=[2])
-        terms = routing_losses(trace, lm, {"alive": 1.0, "cgs": 0.5, "z": 0.1}, alive_min=0.99, **inputs)
+        terms = routing_losses(trace, lm, weights, alive_min=0.99, labels=mine["labels"], **inputs)
         sum(terms.values()).backward()
     return {
         "terms": {name: term.item() for name, term in terms.items()},
@@ -102,6 +113,10 @@ def one_rank_is_padding(rank: int, world: int) -> Result:
 
 def oracle(rank: int, world: int) -> Result:
     return step(rank, world, stacked(rows(GLOBAL_BATCH, padding=(0, 5, 2, 0))), labelled=True)
+
+
+def other_methods(rank: int, world: int) -> Result:
+    return step(rank, world, stacked(rows(GLOBAL_BATCH, padding=(0, 5, 2, 0))), observed=True)
 
 
 def train(rank: int, world: int, cls: type[Trainer]) -> Result:
@@ -137,6 +152,7 @@ STEPS: tuple[Callable[[int, int], Result], ...] = (
     one_rank_routes_nothing,
     one_rank_is_padding,
     oracle,
+    other_methods,
 )
 RUNS: tuple[Callable[[int, int], Result], ...] = (trainer, callback)
 

@@ -59,6 +59,12 @@ def test_labels_of_two_processes_give_every_loss_that_needs_them(results: Path) 
     assert {"util", "rank", "cgs", "z"} <= set(first["terms"])
 
 
+def test_other_methods_of_two_processes_give_every_loss(results: Path) -> None:
+    first, _ = load(results, "other_methods")
+    expected = {"capacity", "depth", "similarity", "predictor", "exit", "balance", "router_z"}
+    assert expected <= set(first["terms"]) and all(first["terms"][name] > 0 for name in expected - {"capacity"})
+
+
 def test_a_rank_really_routed_nothing(results: Path) -> None:
     first, second = load(results, "one_rank_routes_nothing")
     assert set(first["ratio"].values()) == {1.0} and set(second["ratio"].values()) == {0.0}

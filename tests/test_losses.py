@@ -54,9 +54,11 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_every_row_of_the_table_has_a_formula_in_the_tests() -> None:
-    defaults = {"lm": 1.0, "jepa": 1.0, "util": 1.0, "rank": 0.2, "budget": 1.0, "alive": 0.5}
-    # The other three are off until a weight turns them on; test_oracle_losses.py has their formulas.
-    assert {name: term.weight for name, term in LOSSES.items()} == defaults | {"cgs": 0.0, "z": 0.0, "distill": 0.0}
+    defaults = {"lm": 1.0, "jepa": 1.0, "util": 1.0, "rank": 0.2, "budget": 1.0, "alive": 0.5, "predictor": 1.0}
+    # The others are off until a weight turns them on.
+    oracle = ("cgs", "z", "distill")  # in test_oracle_losses.py
+    others = ("capacity", "depth", "similarity", "exit", "balance", "router_z")  # in test_losses_baselines.py
+    assert {name: term.weight for name, term in LOSSES.items()} == defaults | dict.fromkeys((*oracle, *others), 0.0)
 
 
 def test_budget_loss_is_the_mean_squared_distance_of_p_bar_from_the_budget() -> None:
@@ -226,7 +228,8 @@ def test_the_straight_through_mask_has_hard_values_and_the_gradient_of_p() -> No
     scores = torch.randn(2, 4, generator=generator).requires_grad_()
     mask = scores > 0
     full, cheap = nn.Linear(3, 3), nn.Linear(3, 3)
-    out, after_full, after_cheap = masked_update(a, a, mask, torch.sigmoid(scores / TAU), full, cheap)
+    after_full, after_cheap = a + full(a), a + cheap(a)
+    out = masked_update(a, after_full, after_cheap, mask, torch.sigmoid(scores / TAU))
     assert torch.equal(out, torch.where(mask[..., None], a + full(a), a + cheap(a)))
     out.backward(grad_out)
     p = torch.sigmoid(scores / TAU)

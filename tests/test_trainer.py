@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILY_NAMES, GATES, build_base, build_routed, tokens
+from models import GATES, KINDS, MODELS, build_base, build_routed, tokens
 from training import (
     adapter_state,
     assert_same_tensors,
@@ -111,9 +111,8 @@ def test_default_weights_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_padding_does_not_change_the_losses(family: str, gate: str, side: str) -> None:
+@pytest.mark.parametrize(("family", "kind"), MODELS)
+def test_padding_does_not_change_the_losses(family: str, kind: str, side: str) -> None:
     plain = stacked(rows(3, length=8))
     plain["labels"][:, 0] = -100  # behind left padding, the last pad position would predict it
     amount = 5
@@ -126,14 +125,14 @@ def test_padding_does_not_change_the_losses(family: str, gate: str, side: str) -
         padded["position_ids"] = (padded["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     results = []
     for batch in (plain, padded):
-        model = build_routed(family, gate).train()
+        model = build_routed(family, kind).train()
         terms, trace = backward(model, batch, alive_min=0.99)
         real = batch["attention_mask"].bool()
         masks = torch.stack([record.mask[real] for record in trace.values()])
         results.append((terms, masks, gradients(model)))
     (terms, masks, grads), (padded_terms, padded_masks, padded_grads) = results
     assert torch.equal(masks, padded_masks)
-    assert terms.keys() == padded_terms.keys() == set(TERMS[gate])
+    assert terms.keys() == padded_terms.keys() == set(TERMS["jepa" if kind == "jepa" else "mlp"])
     for name, value in terms.items():
         assert value.item() == pytest.approx(padded_terms[name].item(), abs=1e-5), name
     assert_same_tensors(grads, padded_grads, tolerance=1e-4)
@@ -143,25 +142,25 @@ def test_padding_does_not_change_the_losses(family: str, gate: str, side: str) -
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_checkpointing_changes_no_loss_no_gradient_and_no_trace(family: str, gate: str, reentrant: bool) -> None:
+@pytest.mark.parametrize(("family", "kind"), MODELS)
+def test_checkpointing_changes_no_loss_no_gradient_and_no_trace(family: str, kind: str, reentrant: bool) -> None:
     batch = stacked(rows(3, length=8, padding=(0, 3)))
-    plain = build_routed(family, gate).train()
+    plain = build_routed(family, kind).train()
     plain_terms, plain_trace = backward(plain, batch, alive_min=0.99)
 
-    model = build_routed(family, gate).train()
+    model = build_routed(family, kind).train()
     enable_checkpointing(model, reentrant)
     calls = dict.fromkeys((0, *LAYERS), 0)
     layers = model.get_base_model().transformer.h if family == "gpt2" else model.get_base_model().model.layers
     for index in calls:
-        layers[index].mlp.register_forward_hook(lambda *_, i=index: calls.update({i: calls[i] + 1}))
+        attention = layers[index].attn if family == "gpt2" else layers[index].self_attn
+        attention.register_forward_pre_hook(lambda *_, i=index: calls.update({i: calls[i] + 1}))
     terms, trace = backward(model, batch, alive_min=0.99)
 
     # Every routed layer was recomputed; layer 0 is frozen, and needs it only where its input was made to need a graph.
     assert all(calls[index] == 2 for index in LAYERS)
     assert_same_traces(plain_trace, trace)
-    assert set(terms) == set(TERMS[gate])
+    assert set(terms) == set(TERMS["jepa" if kind == "jepa" else "mlp"])
     for name, value in terms.items():
         assert torch.equal(value, plain_terms[name]), name
     assert_same_tensors(gradients(plain), gradients(model))
@@ -358,10 +357,9 @@ def test_training_again_after_an_exception_counts_the_losses_once(tmp_path: Path
 # --- invariant 13: what trains ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_every_trainable_parameter_gets_a_gradient_and_no_base_parameter_does(family: str, gate: str) -> None:
-    model = build_routed(family, gate).train()
+@pytest.mark.parametrize(("family", "kind"), MODELS)
+def test_every_trainable_parameter_gets_a_gradient_and_no_base_parameter_does(family: str, kind: str) -> None:
+    model = build_routed(family, kind).train()
     backward(model, stacked(rows(4, padding=(0, 3))))
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trainable
@@ -393,10 +391,9 @@ def test_parameters_get_a_gradient_tensor_even_when_a_path_has_no_token(gate: st
     assert set(gradients(model)) == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_a_fresh_adapter_trains_and_the_base_stays_as_it_was(family: str, gate: str, tmp_path: Path) -> None:
-    model = get_depth_routed_model(build_base(family), DepthRouteConfig(layers=list(LAYERS), gate=gate))
+@pytest.mark.parametrize(("family", "kind"), MODELS)
+def test_a_fresh_adapter_trains_and_the_base_stays_as_it_was(family: str, kind: str, tmp_path: Path) -> None:
+    model = get_depth_routed_model(build_base(family), DepthRouteConfig(layers=list(LAYERS), **KINDS[kind]))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer, _ = make_trainer(model, rows(8, padding=(0, 3)), tmp_path, num_train_epochs=2, warmup_steps=0)
     trainer.train()
@@ -587,10 +584,21 @@ def test_save_model_writes_an_adapter_that_loads_to_the_same_model(gate: str, tm
         assert torch.equal(model(tokens(2, 8)).logits, loaded(tokens(2, 8)).logits)
 
 
+RESUMED: dict[str, dict[str, Any]] = {
+    "mlp": {},
+    "jepa": {},
+    "controller": {"selection": "controller", "target": "attention"},
+    "global controller": {"selection": "controller", "budget_scope": "global"},
+    "gumbel": {"selection": "gumbel", "target": "block"},
+    "sequence": {"granularity": "sequence", "target": "attention"},
+}
+
+
 @pytest.mark.parametrize("kind", ["trainer", "callback"])
-@pytest.mark.parametrize("gate", GATES)
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(gate: str, kind: str, tmp_path: Path) -> None:
-    """Parameters, quantile tables, optimizer, schedules and the logged values, with data in random order."""
+@pytest.mark.parametrize("method", RESUMED)
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(method: str, kind: str, tmp_path: Path) -> None:
+    """Parameters, thresholds, optimizer, schedules and the logged values, with data in random order."""
+    gate = "jepa" if method == "jepa" else "mlp"
     cls = DepthRouteTrainer if kind == "trainer" else Trainer
     fields = {
         "save_strategy": "steps",
@@ -606,7 +614,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(gate: str, kind: str
     schedule = RoutingArguments(budget_schedule_steps=5, temperature_start=6.0, temperature_schedule_steps=5)
 
     def run(folder: Path, resume: str | None) -> tuple[Any, Any]:
-        model = build_routed("llama", gate, seed=0 if resume is None else 7)
+        model = build_routed("llama", gate, seed=0 if resume is None else 7, **RESUMED[method])
         trainer, _ = make_trainer(model, rows(16, padding=(0, 3)), folder, cls, **fields)
         if kind == "callback":
             trainer.add_callback(DepthRouteCallback(trainer, schedule))
@@ -633,17 +641,18 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(gate: str, kind: str
 # --- precision ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_bfloat16_autocast_trains_with_finite_losses_and_float32_scores(family: str, gate: str, tmp_path: Path) -> None:
-    model = build_routed(family, gate)
+@pytest.mark.parametrize(("family", "kind"), MODELS)
+def test_bfloat16_autocast_trains_with_finite_losses_and_float32_scores(family: str, kind: str, tmp_path: Path) -> None:
+    model = build_routed(family, kind)
     trainer, kept = make_trainer(model, rows(4, padding=(0, 3)), tmp_path, bf16=True)
 
     with record_routes(model) as trace:
         trainer.train()
     assert all(record.scores.dtype == torch.float32 for record in trace.values())
     for entry in step_logs(trainer):
-        assert all(math.isfinite(entry[name]) for name in (*expected_metrics(gate), "loss"))
+        assert all(
+            math.isfinite(entry[name]) for name in (*expected_metrics("jepa" if kind == "jepa" else "mlp"), "loss")
+        )
     for step in kept.steps:
         assert all(value.isfinite().all() and value.dtype == torch.float32 for value in step.values())
 

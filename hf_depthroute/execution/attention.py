@@ -45,8 +45,17 @@ def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, A
         style is not None
         and config._attn_implementation in _KERNELS
         and not (config._attn_implementation == "eager" and getattr(attention, "reorder_and_upcast_attn", False))
-        and not (kwargs.get("output_attentions") or getattr(config, "output_attentions", False))
+        and not (kwargs.get("output_attentions") or getattr(config, "output_attentions", False) or _collecting())
     )
+
+
+def _collecting() -> bool:
+    """Whether the caller of the model asked for attention weights; not every family tells its layers."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return False
+    return "attentions" in (_active_collector.get() or ())
 
 
 def attended_rows(

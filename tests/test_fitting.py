@@ -1,0 +1,158 @@
+"""Branches fitted by least squares: the best `down` there is, on the tokens that need it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import FAMILY_NAMES, build_base, decoder_layers, tokens
+
+from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes
+from hf_depthroute.fitting import fit_branches
+from hf_depthroute.trace import overridden, routings
+
+BATCHES = [{"input_ids": tokens(8, 16, seed=seed)} for seed in (5, 6)]
+TARGETS = ("ffn", "attention", "block")
+
+
+def build(family="llama", layers=(1, 3), **fields):
+    fields = {"target": "ffn", "gate": "none", "branch_rank": 12} | fields
+    return get_depth_routed_model(build_base(family), DepthRouteConfig(layers=list(layers), **fields)).eval()
+
+
+def branches(model):
+    return {holder.layer_index: holder.depth_route_branch["default"] for holder in routings(model)}
+
+
+@torch.no_grad()
+def dense_update(model, layer, target, batches):
+    """What the branch of the only routed `layer` reads and what it should say, `[N, d]` each, on the dense stream."""
+    rows = []
+    decoder = decoder_layers(model)[layer]
+    seen = {}
+    handles = [
+        decoder.register_forward_hook(
+            lambda m, args, kwargs, out: seen.update(
+                h=args[0] if args else kwargs["hidden_states"], out=out[0] if isinstance(out, tuple) else out
+            ),
+            with_kwargs=True,
+        ),
+        decoder.self_attn.register_forward_hook(lambda m, args, out: seen.update(update=out[0])),
+    ]
+    with overridden(model, "_disable_adapters", True):
+        for batch in batches:
+            model(**batch)
+            a = seen["h"] + seen["update"]
+            read, after = {"ffn": (a, seen["out"]), "attention": (seen["h"], a), "block": (seen["h"], seen["out"])}[
+                target
+            ]
+            rows.append((read.flatten(0, 1), (after - read).flatten(0, 1)))
+    for handle in handles:
+        handle.remove()
+    return (torch.cat(parts) for parts in zip(*rows))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_down_is_the_ridge_solution_and_the_error_is_what_is_left(target):
+    model = build(layers=[2], target=target)
+    found = fit_branches(model, BATCHES, ridge=0.1)
+    read, update = dense_update(model, 2, target, BATCHES)
+    branch = branches(model)[2]
+    with torch.no_grad():
+        features = F.silu(branch.up(branch.norm(read))).double()
+        gram = features.T @ features
+        penalty = 0.1 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
+        expected = torch.linalg.solve(gram + penalty, features.T @ update.double()).T
+        left = (update - branch(read)).square().sum() / update.square().sum()
+    assert torch.allclose(branch.down.weight.double(), expected, atol=1e-5)
+    assert found == {2: pytest.approx(left.item(), abs=1e-5)}
+    assert 0 < found[2] < 1
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_fitted_branches_bring_the_logits_closer_to_the_dense_model(family, target):
+    dense, model = build_base(family), build(family, target=target)
+    batch = BATCHES[0]
+    with torch.no_grad():
+        wanted = dense(**batch).logits
+        before = (model(**batch).logits - wanted).square().mean()
+        errors = fit_branches(model, BATCHES)
+        after = (model(**batch).logits - wanted).square().mean()
+    assert list(errors) == [1, 3]
+    assert all(0 < error < 1 for error in errors.values())
+    assert after < before
+
+
+def test_a_rank_as_high_as_the_tokens_imitates_exactly():
+    batch = [{"input_ids": tokens(2, 6, seed=9)}]
+    model = build(layers=[1, 2], branch_rank=64)
+    errors = fit_branches(model, batch, ridge=0.0)
+    assert max(errors.values()) < 1e-8
+    with torch.no_grad():
+        assert torch.allclose(model(**batch[0]).logits, build_base("llama")(**batch[0]).logits, atol=1e-3)
+
+
+def test_a_calibrated_layer_is_fitted_on_the_tokens_that_take_its_cheap_path():
+    model = build(layers=[2], gate="mlp", budget=0.5, branch_rank=4)
+    calibrate(model, BATCHES)
+    errors = fit_branches(model, BATCHES, ridge=0.0)
+    read, update = dense_update(model, 2, "ffn", BATCHES)
+    masks = []
+    for batch in BATCHES:
+        with torch.no_grad(), record_routes(model) as trace:
+            model(**batch)
+        masks.append(trace[2].mask.flatten())
+    cheap = ~torch.cat(masks)
+    branch = branches(model)[2]
+    with torch.no_grad():
+        left = (update - branch(read))[cheap].square().sum() / update[cheap].square().sum()
+        features = F.silu(branch.up(branch.norm(read)))[cheap].double()
+        best = torch.linalg.lstsq(features, update[cheap].double()).solution
+    assert 0 < cheap.sum() < len(cheap)
+    assert errors[2] == pytest.approx(left.item(), abs=1e-5)
+    assert torch.allclose(branch.down.weight.double(), best.T, atol=1e-4)
+
+
+@pytest.mark.parametrize("fields", [{"gate": "mlp"}, {"gate": "linear"}], ids=["never calibrated", "runs dense"])
+def test_a_layer_without_cheap_tokens_is_fitted_on_all_tokens(fields):
+    model, static = build(layers=[2], **fields), build(layers=[2])
+    errors = fit_branches(model, BATCHES)
+    assert errors == pytest.approx(fit_branches(static, BATCHES))
+    assert torch.allclose(branches(model)[2].down.weight, branches(static)[2].down.weight, atol=1e-6)
+
+
+def test_padding_changes_nothing():
+    ids = BATCHES[0]["input_ids"]
+    padded = torch.cat([ids, torch.zeros(len(ids), 4, dtype=ids.dtype)], dim=1)
+    mask = torch.cat([torch.ones_like(ids), torch.zeros(len(ids), 4, dtype=ids.dtype)], dim=1)
+    one, two = build(), build()
+    plain = fit_branches(one, [{"input_ids": ids}])
+    masked = fit_branches(two, [{"input_ids": padded, "attention_mask": mask}])
+    assert masked == pytest.approx(plain, rel=1e-4)
+
+
+def test_fitting_again_gives_the_same_weights_and_leaves_the_mode():
+    one, two = build(gate="mlp", target="block").train(), build(gate="mlp", target="block")
+    torch.manual_seed(3)
+    first = fit_branches(one, BATCHES)
+    assert one.training and fit_branches(two, BATCHES) == pytest.approx(first, rel=1e-12)
+    for index, branch in branches(one).items():
+        assert torch.allclose(branch.down.weight, branches(two)[index].down.weight, rtol=0, atol=1e-6)
+    assert not any(layer._forward_pre_hooks for layer in decoder_layers(one))
+
+
+def test_later_layers_are_fitted_on_the_stream_of_the_fitted_ones():
+    model, alone = build(layers=[1, 2]), build(layers=[2])
+    both = fit_branches(model, BATCHES)
+    assert both[2] != pytest.approx(fit_branches(alone, BATCHES)[2], rel=1e-3)
+
+
+def test_what_cannot_be_fitted_is_refused():
+    experts = get_depth_routed_model(build_base("olmoe"), DepthRouteConfig(target="experts", gate="linear"))
+    with pytest.raises(ValueError, match="target='experts' has no update to imitate"):
+        fit_branches(experts, BATCHES)
+    with pytest.raises(ValueError, match="branch='none' has nothing to fit"):
+        fit_branches(build(branch="none"), BATCHES)
+    with pytest.raises(ValueError, match="ridge=-1 must be at least 0"):
+        fit_branches(build(), BATCHES, ridge=-1)
+    with pytest.raises(ValueError, match="no real token"):
+        fit_branches(build(), [])
