@@ -238,7 +238,7 @@ def _check_name_is_free(model: nn.Module, name: str) -> None:
         elif isinstance(module, BaseTunerLayer) and name in module._get_available_adapters():
             kind = type(module).__module__.split(".")[-2]
             raise ConfigError(
-                f"adapter name {name!r} is taken by a {kind} adapter on this model; pass adapter_name='depth_route'"
+                f"adapter name {name!r} is taken by a {kind} adapter on this model; pass adapter_name='router'"
             )
 
 

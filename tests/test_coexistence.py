@@ -45,7 +45,7 @@ def lora_config(family: str) -> LoraConfig:
 def test_name_taken_by_lora_is_refused_with_advice(family: str) -> None:
     model = peft.get_peft_model(build_base(family), lora_config(family))
     expected = logits(model.eval())
-    with pytest.raises(ConfigError, match=r"'default' is taken by a lora adapter.*adapter_name='depth_route'"):
+    with pytest.raises(ConfigError, match=r"'default' is taken by a lora adapter.*adapter_name='router'"):
         get_depth_routed_model(model.base_model.model, DepthRouteConfig())
     assert torch.equal(logits(model), expected)
 

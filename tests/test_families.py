@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, replay_routes, set_budget
+from hf_depthroute.execution import attention
 from hf_depthroute.families import FAMILIES, Family, UnsupportedModelError, describe_base, find_decoder, find_family
 from hf_depthroute.trace import RouteTrace
 
@@ -174,3 +175,34 @@ def test_routed_layer_with_every_token_full_is_the_familys_layer(family: str, at
 def test_base_is_described_by_its_sizes() -> None:
     description = describe_base(build_base("gpt2"))
     assert description == {"model_type": "gpt2", "hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64}
+
+
+@pytest.mark.parametrize("target", ["attention", "block"])
+def test_family_without_known_queries_masks_its_attention_and_says_so(new_base: PreTrainedModel, target: str) -> None:
+    with pytest.warns(UserWarning, match="nothing is saved there"):
+        model = routed(new_base, target=target)
+    ids = tokens(3, 12)
+    rows = []
+    handle = decoder_layers(model)[1].self_attn.q_proj.register_forward_pre_hook(lambda _, x: rows.append(x[0].shape))
+    sparse, trace = run(model, input_ids=ids)
+    handle.remove()
+    assert rows == [(3, 12, 32)]
+    assert 0 < int(trace[1].mask.sum()) < trace[1].mask.numel()
+    with replay_routes(model, trace), torch.no_grad():
+        assert gap(model.train()(ids).logits, sparse) < 1e-5
+
+
+def test_gpt2_projects_the_chosen_queries_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its projection is fused, so no module's rows can be counted: the parts of it are."""
+    model, ids, seen = routed(build_base("gpt2"), target="attention"), tokens(3, 12), {"0:1": 0, "1:3": 0}
+    original = attention._fused_part
+
+    def counted(module: Any, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        seen[f"{start}:{stop}"] += x.shape[:-1].numel()
+        return original(module, x, start, stop)
+
+    monkeypatch.setattr(attention, "_fused_part", counted)
+    _, trace = run(model, input_ids=ids)
+    chosen = sum(int(record.mask.sum()) for record in trace.values())
+    assert seen == {"0:1": chosen, "1:3": 3 * ids.numel()}
+    assert 0 < chosen < 3 * ids.numel()
