@@ -6,11 +6,15 @@ decisions themselves are compared apart from that, up to ties within the arithme
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from peft import PeftModel
 
+from hf_depthroute.moe import routers
 from hf_depthroute.trace import RouteTrace, routings
 
 FREE_MARGIN = 1e-4
@@ -72,6 +76,44 @@ def assert_first_flips_are_close(model: PeftModel, first: RouteTrace, second: Ro
         # A flip reaches all later positions of its sequence, from the next layer on.
         seen = (differs | moved).int().cumsum(dim=1).bool()
         flipped_before = seen if flipped_before is None else flipped_before | seen
+
+
+@contextmanager
+def pinned_experts(model: PeftModel, batch: int) -> Iterator[None]:
+    """The base's own expert routers repeat, position by position, what they chose in the first pass inside the block.
+
+    They are discrete too: in bfloat16 a rounding difference moves a token to another expert, and with pinned routes
+    that is the base's error, not the routing's. Does nothing for a model without experts.
+    """
+    chosen: dict[int, torch.Tensor] = {}  # [B, T, K]
+    cursor: dict[int, int] = {}
+
+    def hook(index: int) -> Any:
+        def repeat(router: Any, args: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+            logits, weights, picked = out
+            steps = picked.unflatten(0, (batch, -1))
+            if index not in chosen:
+                chosen[index], cursor[index] = steps, 0
+                return None
+            start, length = cursor[index] % chosen[index].shape[1], steps.shape[1]
+            cursor[index] = start + length
+            again = chosen[index][:, start : start + length].flatten(0, 1)
+            probs = logits.float().softmax(-1).gather(-1, again)
+            if getattr(router, "norm_topk_prob", True):
+                probs = probs / probs.sum(-1, keepdim=True)
+            return logits, probs.to(weights.dtype), again
+
+        return repeat
+
+    base = model.get_base_model()
+    found = routers(base) if hasattr(base.config, "num_experts_per_tok") else {}
+    gathered = {h.layer_index for h in routings(model) if h.active_config().target in ("ffn", "block")}
+    handles = [router.register_forward_hook(hook(index)) for index, router in found.items() if index not in gathered]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def take(trace: RouteTrace, rows: torch.Tensor) -> RouteTrace:

@@ -16,6 +16,7 @@ from protocol import (
     bfloat16_rounding,
     gap,
     narrow,
+    pinned_experts,
     spread,
     take,
 )
@@ -137,9 +138,10 @@ def base_gap(model: PeftModel, ids: torch.Tensor, name: str) -> float:
     """The gap that the base model has in the same comparison."""
     walk, kind = CONTINUATIONS[name]
     with torch.no_grad(), model.disable_adapter():
+        whole = model(ids).logits
         session = Session(model, ids, new_cache(model, kind), None)
         walk(session)
-        return gap(torch.cat(session.logits, dim=1), model(ids).logits)
+        return gap(torch.cat(session.logits, dim=1), whole)
 
 
 @every_model
@@ -168,9 +170,12 @@ def assert_continuation_equals_prefill(model: PeftModel, continuation: str) -> N
 def test_bfloat16_decode_flips_only_close_decisions(family: str, kind: str) -> None:
     model, ids = shared(family, kind, "sdpa", torch.bfloat16), tokens(3, LENGTH)
     name = "dynamic cache, token by token"
-    whole, trace = run(model, input_ids=ids, use_cache=False)
-    pinned_logits, _ = continued(model, ids, name, pinned=trace)
-    assert_pinned(gap(pinned_logits, whole), base_gap(model, ids, name), bfloat16_rounding(whole))
+    with pinned_experts(model, len(ids)):
+        whole, trace = run(model, input_ids=ids, use_cache=False)
+        pinned_logits, _ = continued(model, ids, name, pinned=trace)
+    with pinned_experts(model, len(ids)):
+        own_gap = base_gap(model, ids, name)
+    assert_pinned(gap(pinned_logits, whole), own_gap, bfloat16_rounding(whole))
     _, free_trace = continued(model, ids, name)
     assert_first_flips_are_close(model, trace, free_trace)
 
