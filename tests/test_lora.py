@@ -115,8 +115,9 @@ def test_decoding_over_lora_equals_prefill(family: str, target: str) -> None:
 
 
 @every_family
-@every_order
-@every_target
+@pytest.mark.parametrize(
+    ("order", "target"), [("below", "ffn"), ("below", "attention"), ("below", "block"), ("on top", "ffn")]
+)
 def test_joint_training_changes_lora_and_routers_and_not_the_base(
     family: str, order: str, target: str, tmp_path: Path
 ) -> None:

@@ -1,0 +1,158 @@
+"""LoRA and routing on the embedded base, fine-tuned on another text: each alone, in two steps, and jointly.
+
+    OMP_NUM_THREADS=1 python recipes/lora/run.py --out OUT
+
+The text is the language reference that Python's `help()` shows (`pydoc_data.topics`), which the base has not seen.
+`OUT/results.json` holds the losses, `OUT/joint` and `OUT/two_step` the adapters of both kinds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pydoc_data.topics
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from hf_depthroute import (
+    DepthRouteConfig,
+    DepthRouteTrainer,
+    DepthRouteTrainingArguments,
+    calibrate,
+    get_depth_routed_model,
+    set_budget,
+)
+from hf_depthroute.evaluation.perplexity import mean_loss
+from hf_depthroute.study.data import OrderedBlocks, draw_order, spread, to_batches
+from hf_depthroute.study.run import load_base
+from hf_depthroute.trace import count_routes
+
+BASE = str(Path(__file__).parents[1] / "embedded_base" / "model")
+LENGTH, BATCH, BUDGET = 128, 8, 0.5
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]}
+
+
+def read_blocks() -> tuple[torch.Tensor, torch.Tensor]:
+    """Training blocks and 48 validation blocks, `[N, 128]`; every tenth topic is for validation."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BASE)
+    split: dict[bool, list[int]] = {True: [], False: []}
+    for place, (_, text) in enumerate(sorted(pydoc_data.topics.topics.items())):
+        split[place % 10 == 0] += [*tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]
+    train, validation = (
+        torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH) for ids in (split[False], split[True])
+    )
+    return train, spread(validation, 48)
+
+
+def add_lora(base: nn.Module) -> Any:
+    return get_peft_model(base, LoraConfig(**LORA, task_type="CAUSAL_LM"), adapter_name="tuned")
+
+
+def add_router(base: nn.Module) -> Any:
+    return get_depth_routed_model(base, DepthRouteConfig(layers="last:3", budget=BUDGET), adapter_name="router")
+
+
+def train(model: Any, blocks: torch.Tensor, steps: int, seed: int, out: Path) -> dict[str, Any]:
+    """Train what is trainable; the trainable parameters and the processor time."""
+    arguments = dict(
+        output_dir=str(out / "trainer"), use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
+        max_steps=steps, per_device_train_batch_size=BATCH, train_sampling_strategy="sequential", learning_rate=2e-3,
+        warmup_steps=steps // 10, logging_strategy="no", seed=seed,
+    )  # fmt: skip
+    data = OrderedBlocks(blocks, draw_order(len(blocks), steps * BATCH, seed))
+    collate = transformers.default_data_collator
+    trainer: Any
+    if "router" in model.peft_config:
+        trainer = DepthRouteTrainer(model, DepthRouteTrainingArguments(**arguments), collate, data)
+    else:
+        plain = {"weight_decay": 0.01, "lr_scheduler_type": "cosine"}
+        trainer = transformers.Trainer(model, transformers.TrainingArguments(**arguments, **plain), collate, data)
+    trainer.remove_callback(transformers.PrinterCallback)
+    started = time.process_time()
+    trainer.train()
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return {"steps": steps, "trainable": trainable, "cpu_seconds": round(time.process_time() - started, 1)}
+
+
+def measure(model: Any, blocks: torch.Tensor, validation: torch.Tensor) -> dict[str, float]:
+    """Validation loss by the inference rule, the share of tokens run full, and the loss with nothing skipped."""
+    batches = to_batches(validation, 16, torch.device("cpu"))
+    if "router" not in model.peft_config:
+        return {"loss": round(mean_loss(model, batches), 4)}
+    calibrate(model, to_batches(spread(blocks, 32), 16, torch.device("cpu")))
+    with count_routes(model) as counter:
+        loss = mean_loss(model, batches)
+    share = statistics.fmean(counter.full_ratio().values())
+    set_budget(model, 1.0)
+    dense = mean_loss(model, batches)
+    set_budget(model, BUDGET)
+    return {"loss": round(loss, 4), "share": round(share, 4), "loss_at_budget_1": round(dense, 4)}
+
+
+def reload(folder: Path) -> Any:
+    """The model of two saved adapters: LoRA first, then the router on the same base."""
+    lora = PeftModel.from_pretrained(load_base(BASE), folder / "tuned", adapter_name="tuned")
+    return PeftModel.from_pretrained(lora.get_base_model(), folder / "router", adapter_name="router")
+
+
+def run_seed(seed: int, steps: int, blocks: torch.Tensor, validation: torch.Tensor, out: Path) -> dict[str, Any]:
+    """Every way once: what it trained, and what came out."""
+    found: dict[str, Any] = {}
+
+    lora = add_lora(load_base(BASE))
+    found["lora"] = {**train(lora, blocks, steps, seed, out), **measure(lora, blocks, validation)}
+
+    router = add_router(load_base(BASE))
+    found["routing"] = {**train(router, blocks, steps, seed, out), **measure(router, blocks, validation)}
+
+    lora = add_lora(load_base(BASE))
+    first = train(lora, blocks, steps // 2, seed, out)
+    model = add_router(lora.get_base_model())
+    lora.set_requires_grad("tuned", False)  # injection lets all adapters of the model train
+    second = train(model, blocks, steps - steps // 2, seed + 100, out)
+    found["two_step"] = {name: first[name] + second[name] for name in first} | measure(model, blocks, validation)
+    model.save_pretrained(out / "two_step")
+
+    lora = add_lora(load_base(BASE))
+    model = add_router(lora.get_base_model())
+    found["joint"] = {**train(model, blocks, steps, seed, out), **measure(model, blocks, validation)}
+    model.save_pretrained(out / "joint")
+
+    batches = to_batches(validation, 16, torch.device("cpu"))
+    found["joint"]["loss_reloaded"] = round(mean_loss(reload(out / "joint"), batches), 4)
+    lora.merge_adapter()
+    found["joint"]["loss_merged"] = round(mean_loss(model, batches), 4)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    blocks, validation = read_blocks()
+    dense = mean_loss(load_base(BASE), to_batches(validation, 16, torch.device("cpu")))
+    results = {
+        "setting": {"length": LENGTH, "batch": BATCH, "budget": BUDGET, "steps": args.steps, "lora": LORA},
+        "base": round(dense, 4),
+        "seeds": {},
+    }
+    for seed in args.seeds:
+        transformers.set_seed(seed)
+        results["seeds"][str(seed)] = run_seed(seed, args.steps, blocks, validation, args.out)
+        print(json.dumps(results["seeds"][str(seed)]), flush=True)
+        (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
