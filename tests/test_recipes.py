@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,15 @@ def test_auxiliary_loss_report_is_made_from_its_results():
     assert len(verdicts) == len(CLAIMS) + len(QUESTIONS)
     for verdict in verdicts:
         assert f"**{verdict.word}**: {verdict.statement} {verdict.sentence}" in written.replace("\\", "")
+
+
+def test_moe_report_is_made_from_its_results(monkeypatch):
+    folder = RECIPES / "moe"
+    monkeypatch.syspath_prepend(str(folder))  # the report imports its neighbours
+    for name in ("pretrain", "route"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    result = json.loads((folder / "results.json").read_text())
+    assert load_script(folder / "report.py").markdown(result) == (folder / "results.md").read_text()
 
 
 def test_weights_in_the_repository_stay_under_12_megabytes():

@@ -1,0 +1,237 @@
+"""Route the experts of the pretrained OLMoE: routers of either kind against dropped experts and random routing.
+
+    python recipes/moe/route.py --work DIR
+
+`DIR/bases/BASE` comes from `pretrain.py`. Every run writes one JSON and its adapter under `DIR/runs`; a run that has
+a JSON is left as it is. Then all adapters are loaded into one model and timed, dense and routed runs in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftModel
+from pretrain import BATCH, blocks
+from transformers import OlmoeForCausalLM
+
+from hf_depthroute import (
+    DepthRouteConfig,
+    DepthRouteTrainer,
+    DepthRouteTrainingArguments,
+    calibrate,
+    get_depth_routed_model,
+)
+from hf_depthroute.bench import describe_machine
+from hf_depthroute.evaluation.perplexity import mean_loss
+from hf_depthroute.importance import expert_importance, least_important
+from hf_depthroute.moe import expert_load
+from hf_depthroute.study.data import Blocks, OrderedBlocks, draw_order, to_batches
+from hf_depthroute.trace import count_routes
+
+BASE = "switch_z"
+BUDGETS = (0.75, 0.5)
+SEEDS = (0, 1, 2)
+STEPS, LEARNING_RATE, CAPACITY_WEIGHT = 40, 3e-3, 1.0
+DROPPED = {"static": (1, 2, 3, 4, 5), "ablation": (4, 8, 12, 16, 20)}  # experts of each layer; of all layers
+ROUNDS, PREFILL = 15, (8, 256)
+CPU = torch.device("cpu")
+
+
+def specs() -> list[dict[str, Any]]:
+    """Every run: its method, its budget or number of dropped experts, and its seed."""
+    routed = [
+        {"method": method, "budget": budget, "seed": seed}
+        for method in ("per_expert", "per_layer", "random")
+        for budget in BUDGETS
+        for seed in SEEDS
+    ]
+    static = [{"method": name, "dropped": count, "seed": 0} for name, counts in DROPPED.items() for count in counts]
+    return routed + static
+
+
+def name_of(spec: dict[str, Any]) -> str:
+    size = f"drop{spec['dropped']}" if spec["method"] in DROPPED else f"b{round(100 * spec['budget'])}"
+    return f"{spec['method']}-{size}-s{spec['seed']}"
+
+
+def by_weight(model: OlmoeForCausalLM, batches: list[dict[str, torch.Tensor]], count: int) -> list[list[int]]:
+    """The `count` experts of each layer with the least summed routing weight."""
+    dropped = []
+    for importance in expert_importance(model, batches).values():
+        ranked = {expert: float(value) for expert, value in enumerate(importance)}
+        dropped.append(least_important(ranked, count))
+    return dropped
+
+
+def by_ablation(
+    model: OlmoeForCausalLM, batches: list[dict[str, torch.Tensor]], count: int, ranking: Path
+) -> list[list[int]]:
+    """The `count` experts of all layers whose loss on `batches` rises least when each is dropped alone.
+
+    The ranking, `[layer, expert]` from the least important on, is kept in the file `ranking`.
+    """
+    layers, experts = range(model.config.num_hidden_layers), range(model.config.num_experts)
+    if not ranking.exists():
+        config = DepthRouteConfig(
+            layers="all", target="experts", branch="none", gate="none", dropped_experts=[[] for _ in layers]
+        )
+        routed, losses = get_depth_routed_model(model, config), {}
+        for layer, expert in itertools.product(layers, experts):
+            routed.peft_config["default"].dropped_experts = [[expert] if index == layer else [] for index in layers]
+            losses[layer, expert] = mean_loss(routed, batches[:2])
+        routed.unload()
+        ranking.write_text(json.dumps(sorted(losses, key=lambda pair: losses[pair])))
+    least = json.loads(ranking.read_text())[:count]
+    return [sorted(expert for index, expert in least if index == layer) for layer in layers]
+
+
+def configure(
+    spec: dict[str, Any], model: OlmoeForCausalLM, batches: list[dict[str, torch.Tensor]], ranking: Path
+) -> DepthRouteConfig:
+    """Pairs that are dropped add nothing: there is no branch."""
+    shared: dict[str, Any] = {"layers": "all", "target": "experts", "branch": "none", "seed": spec["seed"]}
+    if spec["method"] == "static":
+        return DepthRouteConfig(**shared, gate="none", dropped_experts=by_weight(model, batches, spec["dropped"]))
+    if spec["method"] == "ablation":
+        dropped = by_ablation(model, batches, spec["dropped"], ranking)
+        return DepthRouteConfig(**shared, gate="none", dropped_experts=dropped)
+    if spec["method"] == "random":
+        return DepthRouteConfig(**shared, gate="random", expert_gates="per_expert", budget=spec["budget"])
+    # The capacity loss holds the mean over layers, so a calibrated threshold is one for all layers.
+    linear = {"gate": "linear", "expert_gates": spec["method"], "budget_scope": "global"}
+    return DepthRouteConfig(**shared, **linear, budget=spec["budget"])
+
+
+def train(model: Any, spec: dict[str, Any], data: Blocks, folder: Path) -> None:
+    """Router-Tuning: the routers alone, on the language-model loss and the capacity loss."""
+    arguments = DepthRouteTrainingArguments(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=LEARNING_RATE,
+        weight_decay=0.0, warmup_steps=5, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        logging_steps=20, seed=spec["seed"], capacity_weight=CAPACITY_WEIGHT, budget_weight=0.0, alive_weight=0.0,
+    )  # fmt: skip
+    order = draw_order(len(data.train), STEPS * BATCH, seed=100 + spec["seed"])
+    trainer = DepthRouteTrainer(
+        model=model, args=arguments, train_dataset=OrderedBlocks(data.train, order),
+        data_collator=transformers.default_data_collator,
+    )  # fmt: skip
+    trainer.train()
+
+
+def measured(model: Any, validation: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    with count_routes(model) as counter:
+        loss = mean_loss(model, validation)
+    return {"loss": loss, "share": statistics.mean(counter.full_ratio().values())}
+
+
+def equal_layers(
+    model: Any, calibration: list[dict[str, torch.Tensor]], validation: list[dict[str, torch.Tensor]]
+) -> dict[str, float]:
+    """The same routers with the budget in every layer, as random routing has it."""
+    model.peft_config["default"].budget_scope = "layer"
+    calibrate(model, calibration)
+    return measured(model, validation)
+
+
+def run(spec: dict[str, Any], base: Path, data: Blocks, folder: Path) -> None:
+    """One adapter: trained where it has something to train, calibrated to its budget, measured and saved."""
+    start = time.process_time()
+    base_model = OlmoeForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    validation = to_batches(data.validation, BATCH, CPU)
+    calibration = to_batches(data.train[-128:], BATCH, CPU)
+    model = get_depth_routed_model(base_model, configure(spec, base_model, calibration, base / "ranking.json"))
+    result: dict[str, Any] = dict(spec)
+    if spec["method"] in ("per_expert", "per_layer"):
+        train(model, spec, data, folder)
+        result["as_trained"] = measured(model, validation)
+        model.peft_config["default"].threshold = None  # from p >= 1/2 to the quantile of the budget
+    if spec["method"] not in DROPPED:
+        calibrate(model, calibration)
+    load = expert_load(model, validation)
+    result |= {
+        **measured(model, validation),
+        "load_assigned": {str(index): one.assigned.tolist() for index, one in load.items()},
+        "load_ran": {str(index): one.ran.tolist() for index, one in load.items()},
+        "cpu_seconds": round(time.process_time() - start, 1),
+    }
+    model.save_pretrained(folder)
+    if "as_trained" in result:
+        result["equal_layers"] = equal_layers(model, calibration, validation)
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(
+        f"{name_of(spec)}: loss {result['loss']:.4f}, share {result['share']:.3f}, {result['cpu_seconds']} s",
+        flush=True,
+    )
+
+
+@torch.no_grad()
+def bench(base: Path, runs: Path, data: Blocks) -> dict[str, Any]:
+    """Prefill time of seed 0's adapters over dense time: medians over rounds of each round's own ratio.
+
+    Ablation differs from `static` only in which experts it drops, and is not timed.
+    """
+    names = [name_of(spec) for spec in specs() if spec["seed"] == 0 and spec["method"] != "ablation"]
+    untouched = OlmoeForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    variants: dict[str, Any] = {"dense": untouched}
+    for name in names:
+        model = OlmoeForCausalLM.from_pretrained(base, dtype=torch.float32)
+        variants[name] = with_adapter(model, runs / name)
+    count, length = PREFILL
+    ids = data.validation.flatten()[: count * length].view(count, length).long()
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    draw = random.Random(0)
+    for model in variants.values():
+        model(ids, use_cache=False)
+    for _ in range(ROUNDS):
+        for name in draw.sample(list(variants), len(variants)):
+            start = time.perf_counter()
+            variants[name](ids, use_cache=False)
+            times[name].append(time.perf_counter() - start)
+    ratios = {name: [mine / dense for mine, dense in zip(times[name], times["dense"])] for name in names}
+    return {
+        "batch": count,
+        "length": length,
+        "rounds": ROUNDS,
+        "dense_ms": 1000 * statistics.median(times["dense"]),
+        "ratio": {name: statistics.median(values) for name, values in ratios.items()},
+        "machine": describe_machine(CPU),
+    }
+
+
+def with_adapter(model: Any, folder: Path) -> Any:
+    routed = PeftModel.from_pretrained(model, folder).eval()
+    config = routed.peft_config["default"]
+    if config.gate == "linear":
+        config.threshold = None  # loading fills in the gate's default, p >= 1/2; these are calibrated
+    return routed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--bench-only", action="store_true", help="time the adapters again")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    data, base, runs = blocks(), args.work / "bases" / BASE, args.work / "runs"
+    for spec in [] if args.bench_only else specs():
+        folder = runs / name_of(spec)
+        if not (folder / "result.json").exists():
+            run(spec, base, data, folder)
+    if (args.work / "timing.json").exists() and not args.bench_only:
+        return
+    untouched = OlmoeForCausalLM.from_pretrained(base, dtype=torch.float32)
+    dense = mean_loss(untouched, to_batches(data.validation, BATCH, CPU))
+    timing = {"dense_loss": dense, **bench(base, runs, data)}
+    (args.work / "timing.json").write_text(json.dumps(timing, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
