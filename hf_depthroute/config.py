@@ -68,8 +68,9 @@ class DepthRouteConfig(PeftConfig):
             layer's load error, without any budget loss. Default: top-k where it can be; threshold for the gates linear
             and exit, for sequences and for a global budget; soft for halting. Inference is always causal: a token runs
             in full iff its score reaches the layer's threshold.
-        threshold: A fixed score threshold for every routed layer. Default: 0 for linear and halting (`p >= 0.5`);
-            otherwise the quantile table of the layer, which training tracks and `calibrate` sets.
+        threshold: A fixed score threshold for every routed layer. Default: the quantile table of the layer, which
+            training tracks and `calibrate` sets; for linear and halting, where `selection` is left out too, 0
+            (`p >= 0.5`).
         scale_by_gate: Mixture-of-Depths: multiply the full path's update by `p`, in training and in inference.
         causal_rule: What decides at inference: `"quantile"` (the score against the threshold) or `"predictor"`
             (Mixture-of-Depths: a second gate that is trained to foresee the top-k choice).
@@ -154,11 +155,11 @@ class DepthRouteConfig(PeftConfig):
         if self.gate_temperature is None:
             self.gate_temperature = 1.0 if fixed else 2.0
         if self.selection is None:
+            if fixed and self.threshold is None:  # a saved threshold of None comes with its selection, and stays
+                self.threshold = 0.0
             whole = self.granularity == "sequence" or self.budget_scope == "global"
             causal = whole or self.gate in ("linear", "exit", "none")
             self.selection = "soft" if self.gate == "halting" else "threshold" if causal else "topk"
-        if self.threshold is None and fixed and self.selection in ("threshold", "soft"):
-            self.threshold = 0.0
 
     def routed_layers(self, depth: int) -> list[int]:
         """Indices of the routed layers of a model with `depth` decoder layers, ascending.

@@ -134,6 +134,7 @@ DEFAULTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"selection": "topk", "threshold": None, "gate_temperature": 2.0}),
     ({"gate": "linear"}, {"selection": "threshold", "threshold": 0.0, "gate_temperature": 1.0}),
     ({"gate": "linear", "selection": "topk"}, {"selection": "topk", "threshold": None}),
+    ({"gate": "linear", "selection": "threshold"}, {"selection": "threshold", "threshold": None}),
     ({"gate": "halting", "target": "block"}, {"selection": "soft", "threshold": 0.0, "gate_input": "residual"}),
     ({"gate": "exit", "target": "block"}, {"selection": "threshold", "threshold": None}),
     ({"granularity": "sequence"}, {"selection": "threshold", "threshold": None}),
@@ -146,6 +147,14 @@ def test_defaults_follow_the_gate_and_are_what_is_saved(fields: dict[str, Any], 
     saved = DepthRouteConfig(**fields).to_dict()
     assert {name: saved[name] for name in expected} == expected
     assert {name: DepthRouteConfig(**saved).to_dict()[name] for name in expected} == expected
+
+
+def test_threshold_that_was_taken_away_stays_away_when_saved(tmp_path: Path) -> None:
+    for fields in ({"gate": "linear"}, {"gate": "halting", "target": "block"}):
+        config = DepthRouteConfig(**fields)
+        config.threshold = None
+        config.save_pretrained(tmp_path)
+        assert DepthRouteConfig.from_pretrained(tmp_path).threshold is None
 
 
 def test_halting_gate_routes_all_layers_but_the_first() -> None:
