@@ -59,6 +59,12 @@ MODELS = [
     if not (kind == "experts" and family not in MOE_FAMILIES)
     and not (kind == "jepa" and family in ("mixtral", "qwen2_moe", "qwen3_moe"))
 ]
+# Every family, and every kind on the families that differ most: for what does not depend on the two together.
+COVERING = [
+    (family, kind)
+    for family, kind in MODELS
+    if kind == "mlp" or family in ("llama", "gpt2", "olmoe") or (family, kind) == ("qwen2_moe", "experts")
+]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from models import (
     ATTENTIONS,
+    COVERING,
     DEPTH,
     FAMILY_NAMES,
     GATES,
     KINDS,
-    MODELS,
     adapter_parts,
     build_base,
     build_routed,
@@ -30,7 +30,7 @@ from hf_depthroute.config import ConfigError
 from hf_depthroute.holder import Routing
 from hf_depthroute.trace import routings
 
-every_model = pytest.mark.parametrize(("family", "kind"), MODELS)
+every_model = pytest.mark.parametrize(("family", "kind"), COVERING)
 every_family = pytest.mark.parametrize("family", FAMILY_NAMES)
 
 

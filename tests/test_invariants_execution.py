@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import GATES, MODELS, WIDTH, build_base, build_routed, decoder_layers, routed, tokens
+from models import COVERING, GATES, MODELS, WIDTH, build_base, build_routed, decoder_layers, routed, tokens
 from peft import PeftModel
 from protocol import gap
 from torch import nn
@@ -20,6 +20,7 @@ from hf_depthroute.families import find_decoder, find_family
 from hf_depthroute.trace import RouteTrace, routings
 
 every_model = pytest.mark.parametrize(("family", "kind"), MODELS)
+some_models = pytest.mark.parametrize(("family", "kind"), COVERING)
 
 
 @functools.cache
@@ -134,7 +135,7 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@every_model
+@some_models
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "left-padded"])
 def test_generate_computes_the_chosen_rows_only(family: str, kind: str, generation: str, padded: bool) -> None:
@@ -150,7 +151,7 @@ def test_generate_computes_the_chosen_rows_only(family: str, kind: str, generati
     assert_only_decided_rows_ran(counts)
 
 
-@every_model
+@some_models
 def test_left_padding_changes_no_generated_token(family: str, kind: str) -> None:
     model, ids = shared(family, kind), tokens(2, 6)
     padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
@@ -160,7 +161,7 @@ def test_left_padding_changes_no_generated_token(family: str, kind: str) -> None
     assert torch.equal(model.generate(input_ids=padded, attention_mask=mask, **options)[:, 3:], alone)
 
 
-@every_model
+@some_models
 def test_static_cache_generates_what_the_dynamic_cache_does(family: str, kind: str) -> None:
     model, ids = shared(family, kind), tokens(2, 6)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
@@ -211,7 +212,7 @@ def test_gathered_update_equals_masked_update(share: float, with_branch: bool) -
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@every_model
+@some_models
 def test_low_precision_is_finite_with_float32_scores(family: str, kind: str, dtype: torch.dtype) -> None:
     model = routed(build_base(family, dtype=dtype), kind)
     for training in (False, True):
@@ -226,7 +227,7 @@ def test_low_precision_is_finite_with_float32_scores(family: str, kind: str, dty
             assert 0 < int(record.mask.sum()) < record.mask.numel()
 
 
-@every_model
+@some_models
 def test_autocast_is_finite_with_float32_scores(family: str, kind: str) -> None:
     model = shared(family, kind)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), record_routes(model) as trace:
@@ -236,7 +237,7 @@ def test_autocast_is_finite_with_float32_scores(family: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@every_model
+@some_models
 def test_bad_row_stays_in_its_own_sequence_and_is_never_selected(family: str, kind: str, value: float) -> None:
     model, ids = shared(family, kind), tokens(3, 8)
 
@@ -256,7 +257,7 @@ def test_bad_row_stays_in_its_own_sequence_and_is_never_selected(family: str, ki
         assert not bool(record.mask[1, 4:].any())
 
 
-@every_model
+@some_models
 def test_one_token_and_all_padding_rows_run(family: str, kind: str) -> None:
     model = shared(family, kind)
     with torch.no_grad():

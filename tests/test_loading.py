@@ -14,7 +14,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from models import FAMILY_NAMES, GATES, MODELS, VOCABULARY, build_base, routed, tokens
+from models import COVERING, FAMILY_NAMES, GATES, VOCABULARY, build_base, routed, tokens
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -110,7 +110,7 @@ def make(tmp_path: Path) -> Callable[..., tuple[PeftModel, Path, Path]]:
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize(("family", "kind"), MODELS)
+@pytest.mark.parametrize(("family", "kind"), COVERING)
 def test_every_loader_gives_the_same_model(make: Callable[..., Any], family: str, kind: str, loader: str) -> None:
     model, base, adapter = make(family, kind)
     loaded = LOADERS[loader](base, adapter, "default")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import GATES, KINDS, MODELS, build_base, build_routed, tokens
+from models import COVERING, GATES, KINDS, build_base, build_routed, tokens
 from training import (
     adapter_state,
     assert_same_tensors,
@@ -111,7 +111,7 @@ def test_default_weights_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("family", "kind"), MODELS)
+@pytest.mark.parametrize(("family", "kind"), COVERING)
 def test_padding_does_not_change_the_losses(family: str, kind: str, side: str) -> None:
     plain = stacked(rows(3, length=8))
     plain["labels"][:, 0] = -100  # behind left padding, the last pad position would predict it
@@ -142,7 +142,7 @@ def test_padding_does_not_change_the_losses(family: str, kind: str, side: str) -
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(("family", "kind"), MODELS)
+@pytest.mark.parametrize(("family", "kind"), COVERING)
 def test_checkpointing_changes_no_loss_no_gradient_and_no_trace(family: str, kind: str, reentrant: bool) -> None:
     batch = stacked(rows(3, length=8, padding=(0, 3)))
     plain = build_routed(family, kind).train()
@@ -357,7 +357,7 @@ def test_training_again_after_an_exception_counts_the_losses_once(tmp_path: Path
 # --- invariant 13: what trains ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "kind"), MODELS)
+@pytest.mark.parametrize(("family", "kind"), COVERING)
 def test_every_trainable_parameter_gets_a_gradient_and_no_base_parameter_does(family: str, kind: str) -> None:
     model = build_routed(family, kind).train()
     backward(model, stacked(rows(4, padding=(0, 3))))
@@ -391,7 +391,7 @@ def test_parameters_get_a_gradient_tensor_even_when_a_path_has_no_token(gate: st
     assert set(gradients(model)) == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize(("family", "kind"), MODELS)
+@pytest.mark.parametrize(("family", "kind"), COVERING)
 def test_a_fresh_adapter_trains_and_the_base_stays_as_it_was(family: str, kind: str, tmp_path: Path) -> None:
     model = get_depth_routed_model(build_base(family), DepthRouteConfig(layers=list(LAYERS), **KINDS[kind]))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -641,7 +641,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(method: str, kind: s
 # --- precision ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "kind"), MODELS)
+@pytest.mark.parametrize(("family", "kind"), COVERING)
 def test_bfloat16_autocast_trains_with_finite_losses_and_float32_scores(family: str, kind: str, tmp_path: Path) -> None:
     model = build_routed(family, kind)
     trainer, kept = make_trainer(model, rows(4, padding=(0, 3)), tmp_path, bf16=True)
