@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,91 @@ def aux_losses() -> list[str]:
     ]
 
 
+def pareto() -> list[str]:
+    """The verdicts of the comparison with static dropping."""
+    text = (RECIPES / "pareto/results.md").read_text()
+    verdicts = text.split("## Verdicts\n")[1].split("\n## ")[0].strip()
+    setting = read("pareto/results.json")["setting"]
+    steps = f"{setting['steps']} steps of {setting['batch_size']} x {setting['length']} tokens"
+    return [
+        "**Routing against static dropping** (`recipes/pareto`): every method and baseline with the same cheap "
+        f"branches, {steps}, up to {len(setting['seeds'])} seeds on the embedded base, loss against measured prefill "
+        "time ([tables and plot](recipes/pareto/results.md)). Does a routed config beat every static baseline at equal "
+        "time, beyond the seed spread?",
+        "",
+        verdicts,
+    ]
+
+
+def token_selective() -> list[str]:
+    """TSA beside the paper's figures."""
+    result = read("token_selective/results.json")
+    paper, runs = result["paper"]["shakespeare"], result["runs"]
+    dense, tsa = runs["dense"]["loss"], runs["tsa"]
+    settings = runs["tsa"]["settings"]
+    rows = [
+        ["paper (5,000 steps of 64)", f"{paper['alpha']:.3f}", f"{100 * paper['saved']:.1f} %",
+         f"{100 * paper['loss_over_dense']:+.1f} %"],
+        ["soft", f"{tsa['alpha']:.3f}", f"{100 * tsa['saved']:.1f} %", f"{100 * (tsa['loss'] / dense - 1):+.1f} %"],
+        ["hard: tokens below 1/2 really skip", f"{tsa['hard_share']:.3f}", f"{100 * tsa['hard_saved']:.1f} %",
+         f"{100 * (tsa['hard_loss'] / dense - 1):+.1f} %"],
+    ]  # fmt: skip
+    return [
+        "**Token-selective routing** (`recipes/token_selective`): the paper's model on Tiny-Shakespeare from scratch, "
+        f"but {settings['steps']:,} steps of {settings['batch']} sequences and one seed, not 5,000 of 64.",
+        "",
+        *table(["", "alpha", "operations saved", "validation loss over dense"], rows),
+    ]
+
+
+def moe() -> list[str]:
+    """Routed experts against dropped ones."""
+    result = read("moe/results.json")
+
+    def mean(method: str, budget: float, key: str) -> float:
+        return statistics.fmean(
+            run[key] for run in result["runs"] if (run["method"], run.get("budget")) == (method, budget)
+        )
+
+    ratio = result["timing"]["ratio"]
+    rows = [
+        [title, f"{mean(method, 0.5, 'share'):.2f}", f"{mean(method, 0.5, 'loss'):.3f}",
+         f"{ratio[f'{method}-b50-s0']:.2f}"]
+        for method, title in (("per_expert", "a router per expert"), ("per_layer", "a router per layer"),
+                              ("random", "random routing"))
+    ]  # fmt: skip
+    static = next(run for run in result["runs"] if run["method"] == "static" and run["dropped"] == 4)
+    rows.append(["4 of 8 experts dropped", f"{static['share']:.2f}", f"{static['loss']:.3f}",
+                 f"{ratio['static-drop4-s0']:.2f}"])  # fmt: skip
+    return [
+        "**Experts** (`recipes/moe`): a tiny mixture of experts that the recipe pretrains for "
+        f"{result['setting']['pretraining']['steps']} steps (dense loss {result['timing']['dense_loss']:.3f}: it has "
+        "learned little, so much can be left out), no cheap branches, budget 0.5.",
+        "",
+        *table(["", "share of pairs run", "loss", "prefill time / dense"], rows),
+    ]
+
+
+def kv_cache() -> list[str]:
+    """Bytes that skipped sequences leave out."""
+    result = read("router_tuning/kv_cache.json")
+    saved = 1 - result["routed_bytes"] / result["dense_bytes"]
+    big = result["llama_3_8b_64_x_2048"]
+    equal = "equals" if result["generation_equals_reference"] else "differs from"
+    held = f"{result['routed_bytes']:,} of {result['dense_bytes']:,} bytes, {result['prompts']} prompts"
+    gib = [big[name] / 2**30 for name in ("dense_bytes", "routed_bytes")]
+    return [
+        f"**KV cache** (`recipes/router_tuning/kv_cache.py`): attention of {len(result['routed_layers'])} of 6 layers "
+        f"skipped per sequence at budget 0.5 leaves {100 * saved:.0f} % of the cache out ({held}), and generation "
+        f"{equal} a masked reference. At the shape of Llama-3-8B with 16 of 32 layers, 64 x 2,048 tokens, it counts "
+        f"{gib[0] - gib[1]:.0f} of {gib[0]:.0f} GiB; the paper reports 8 GB.",
+    ]
+
+
 def block() -> str:
     """The README's results, between its two markers."""
-    return "\n".join([START, "", *quality(), "", *speed(), "", *demo(), "", *aux_losses(), "", END])
+    parts = (quality, speed, demo, pareto, token_selective, moe, kv_cache, aux_losses)
+    return "\n".join([START, *(line for part in parts for line in ("", *part())), "", END])
 
 
 def main() -> None:
