@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 class RouteRecord:
     """Decisions of one layer in one forward pass.
 
-    With target experts, decisions are about pairs: mask, scores and probs are `[B, T, K]`, K the experts per token.
+    With target experts, decisions are about pairs: mask, scores and probs are `[B, T, K]`, K the experts per token. A
+    decision about a sequence stands at all of its positions; where it was made on an earlier call and is only
+    remembered by the KV cache, scores and probs are NaN.
 
     Attributes:
         mask: Bool `[B, T]`, true where the token ran the full path.
