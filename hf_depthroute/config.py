@@ -225,6 +225,8 @@ def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
             yield "dropped_experts goes with target='experts' and gate='none', and they need it"
         if c.scale_by_gate or c.causal_rule == "predictor":
             yield "scale_by_gate and causal_rule='predictor' are not supported with target='experts'"
+        if c.dropped_experts is not None and isinstance(c.layers, (list, tuple)) and list(c.layers) != sorted(c.layers):
+            yield f"layers={reprlib.repr(c.layers)} must ascend, because dropped_experts has one list for each of them"
     elif c.dropped_experts is not None:
         yield "dropped_experts goes with target='experts' and gate='none'"
     if c.selection == "topk" and (c.granularity == "sequence" or c.budget_scope == "global"):

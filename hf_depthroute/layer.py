@@ -150,8 +150,10 @@ def _decide_sequences(
     if keep is not None and plan.replayed is None:
         nothing = torch.full((batch, length), torch.nan, device=gate_input.device)
         return keep[:, None].expand(-1, length), nothing, nothing, {name: nothing for name in plan.extras}
-    real = gate_input.new_ones(batch, length) if token_mask is None else token_mask.to(gate_input.dtype)
-    pooled = (gate_input * real[..., None]).sum(1, keepdim=True) / real.sum(1)[:, None, None].clamp(min=1)
+    real = gate_input.new_ones(batch, length, dtype=torch.bool) if token_mask is None else token_mask
+    # In float32: the sum over a long prompt leaves the range of float16.
+    total = gate_input.masked_fill(~real[..., None], 0).sum(1, keepdim=True, dtype=torch.float32)
+    pooled = (total / real.sum(1)[:, None, None].clamp(min=1)).to(gate_input.dtype)
     extras = {name: value.expand(-1, length, *value.shape[2:]) for name, value in holder.score(plan, pooled).items()}
     scores = extras.pop("scores")
     mask, probs = holder.decide(plan, scores, None, extras.get("predicted"))

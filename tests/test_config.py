@@ -111,6 +111,7 @@ CONFLICTS: dict[str, dict[str, Any]] = {
     "gate='jepa'": {"target": "experts", "gate": "jepa"},
     "dropped_experts goes": {"target": "experts", "gate": "none"},
     "dropped_experts goes with": {"dropped_experts": [[0]]},
+    "layers=[3, 1]": {"target": "experts", "gate": "none", "layers": [3, 1], "dropped_experts": [[0], [1]]},
     "scale_by_gate and causal_rule": {"target": "experts", "scale_by_gate": True},
     "selection='topk'": {"granularity": "sequence", "selection": "topk"},
     "selection='topk' ranks": {"budget_scope": "global", "selection": "topk"},

@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 from hf_depthroute import calibrate, record_routes, replay_routes, route_cost
 from hf_depthroute.cache import SkippingLayer, kv_cache_bytes
+from hf_depthroute.layer import _decide_sequences
 from hf_depthroute.trace import RouteTrace
 
 TARGETS = ("ffn", "attention", "block")
@@ -207,6 +208,19 @@ def test_calibration_holds_the_share_of_sequences() -> None:
     for budget in (0.25, 0.75):
         shares = calibrate(model, batches, budget=budget)
         assert all(abs(share - budget) < 0.05 for share in shares.values())
+
+
+def test_long_prompt_in_float16_and_bad_padding_are_decided_on_the_mean_of_real_tokens() -> None:
+    model = build_routed("llama", "mlp", target="ffn", granularity="sequence", gate_input="residual")
+    layer, holder = decoder_layers(model)[1], decoder_layers(model)[1].routing
+    plan = holder.plan(training=False)
+    stream = torch.full((1, 2000, 32), 100.0, dtype=torch.float16)  # its sum is above the largest float16
+    stream[:, 1500:] = torch.nan
+    real = torch.arange(2000)[None] < 1500
+    _, scores, _, _ = _decide_sequences(layer, holder, plan, stream, real, {})
+    expected = holder.score(plan, stream[:, :1])["scores"]
+    assert torch.isfinite(scores).all()
+    assert torch.equal(scores[:, :1], expected)
 
 
 def test_cache_filled_by_the_adapter_is_refused_without_it() -> None:
