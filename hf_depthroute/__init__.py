@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .autotune import tune_execution
 from .calibration import calibrate, set_budget
 from .config import DepthRouteConfig
 from .cost import route_cost
@@ -25,6 +26,7 @@ __all__ = [
     "replay_routes",
     "route_cost",
     "set_budget",
+    "tune_execution",
 ]
 
 

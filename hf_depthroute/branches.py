@@ -6,6 +6,7 @@ Shapes: N rows, d model width, r rank.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +14,60 @@ from accelerate.utils import align_module_device
 from torch import nn
 
 
+class Derived(dict[Any, Any]):
+    """What was computed from weights and can be computed again; a copy of a model, or a pickle, starts without it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Derived:
+        return Derived()
+
+    def __reduce__(self) -> tuple[type[Derived], tuple[()]]:
+        return Derived, ()
+
+
+def stamp(*tensors: torch.Tensor | None) -> tuple[tuple[int, int], ...] | None:
+    """Changes whenever one of the tensors does; None where that cannot be told, and nothing may be kept.
+
+    A write through `tensor.data` does not show.
+    """
+    if torch.compiler.is_compiling() or any(t is not None and t.is_inference() for t in tensors):
+        return None
+    return tuple((t.data_ptr(), t._version) for t in tensors if t is not None)
+
+
 class MixedLinear(nn.Linear):
     """A linear map that computes in its input's dtype whatever dtype its weights are stored in.
 
     PEFT keeps trainable adapter weights in float32 over a bfloat16 base. Casting the weight instead of the input keeps
     the matmul in the base's dtype (several times faster on CPUs and GPUs), with float32 master weights.
+
+    Inference keeps the cast weights: casting them in every step of a generation costs as much as multiplying with them.
+    They are made again when the weights change, and after `train()` or `eval()`.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._derived = Derived()
+
+    def train(self, mode: bool = True) -> MixedLinear:
+        self._derived.clear()
+        return super().train(mode)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        weight, bias = self.weight, self.bias
+        if weight.dtype != x.dtype:
+            weight, bias = self.cast(x.dtype)
+        return F.linear(x, weight, bias)
+
+    def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+        """Weight and bias in `dtype`."""
+        now = None if self.training or torch.is_grad_enabled() else stamp(self.weight, self.bias)
+        if now is not None and self._derived.get("stamp") == (dtype, now):
+            weight, bias = self._derived["cast"]
+            return weight, bias
+        weight, bias = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        if now is not None:
+            self._derived.update(stamp=(dtype, now), cast=(weight, bias))
+        return weight, bias
 
 
 class LowRankBranch(nn.Module):

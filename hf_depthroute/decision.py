@@ -6,12 +6,17 @@ Shapes: B batch, T positions, K experts per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from .calibration import BudgetController, ScoreQuantiles
 from .config import DepthRouteConfig
 from .selection import threshold_mask, topk_mask
 from .trace import RouteCounter, RouteTrace
+
+if TYPE_CHECKING:
+    from .holder import Routing
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class RoutePlan:
 
     Attributes:
         adapter: Name of the active adapter, with its `config`.
-        rule: One of `SELECTIONS`, `"predictor"` or `"static"`.
+        rule: One of `SELECTIONS`, `"predictor"`, `"static"`, or `"full"`: the base's layer runs, without the gate.
         mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"` or `"each"` (TSA: both sublayers scaled).
         extras: What is recorded besides mask, scores and probs.
         budget: The budget in force: the adapter's, or the training schedule's.
@@ -29,6 +34,8 @@ class RoutePlan:
         temperature: `tau` of `p = sigmoid(u / tau)`.
         replayed: Bool `[B, T]`; decisions to use instead of the rule's.
         recorders: Traces and counters that want to know.
+        everything: Every token runs full, whatever its score (a budget of 1 at inference), and the host knows it.
+        executor: How the routed part is run at inference, one of `holder.EXECUTORS`.
     """
 
     adapter: str
@@ -41,6 +48,75 @@ class RoutePlan:
     temperature: float
     replayed: torch.Tensor | None
     recorders: tuple[RouteTrace | RouteCounter, ...]
+    everything: bool = False
+    executor: str = "auto"
+
+
+def make_plan(holder: Routing, name: str, config: DepthRouteConfig, training: bool, executor: str) -> RoutePlan:
+    """The plan of the next forward pass of adapter `name`, from the holder's run-time state."""
+    scheduled = holder.scheduled_budget if training else None
+    budget = config.budget if scheduled is None else scheduled
+    threshold: torch.Tensor | float = -torch.inf
+    if config.threshold is not None:
+        threshold = config.threshold
+    elif budget < 1.0 and name in holder.depth_route_controller:
+        threshold = cast(BudgetController, holder.depth_route_controller[name]).threshold.clone()
+    elif budget < 1.0:
+        threshold = cast(ScoreQuantiles, holder.depth_route_quantiles[name])(budget)
+    replayed = None if holder.replay is None else holder.replay.get(holder.layer_index)
+    rule = _rule(holder, config, training)
+    mix = "each" if config.gate == "halting" else "scaled" if config.scale_by_gate else "hard"
+    if mix == "hard" and rule == "soft":
+        mix = "soft"
+    everything = (
+        not training
+        and rule == "threshold"
+        and mix == "hard"
+        and budget >= 1.0
+        and config.threshold is None
+        and config.gate != "exit"
+        and replayed is None
+    )
+    if (executor == "full" and not training) or (everything and not holder.recorders):
+        rule = "full"
+    return RoutePlan(
+        adapter=name,
+        config=config,
+        rule=rule,
+        mix=mix,
+        extras=_extras(holder, name, config, training),
+        budget=budget,
+        threshold=threshold,
+        temperature=(holder.scheduled_temperature if training else None) or cast(float, config.gate_temperature),
+        replayed=None if replayed is None else replayed.mask,
+        recorders=tuple(holder.recorders),
+        everything=everything,
+        executor=executor,
+    )
+
+
+def _rule(holder: Routing, config: DepthRouteConfig, training: bool) -> str:
+    if config.gate == "none":
+        return "static"
+    if holder.selection:
+        return holder.selection
+    if training:
+        return cast(str, config.selection)
+    return "predictor" if config.causal_rule == "predictor" else "threshold"
+
+
+def _extras(holder: Routing, name: str, config: DepthRouteConfig, training: bool) -> tuple[str, ...]:
+    gate: Any = holder.depth_route_gate[name]
+    extras: tuple[str, ...] = gate.outputs
+    if name in holder.depth_route_predictor:
+        extras += ("predicted",)
+    if config.target == "experts":
+        return (*extras, "expert_index")
+    if training and name in holder._projections:
+        extras += ("z_full", "z_cheap")
+    if training and holder.observe_similarity:
+        extras += ("similarity",)
+    return extras
 
 
 def decide(

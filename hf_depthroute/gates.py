@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .branches import MixedLinear, reset_linear
+from .branches import Derived, MixedLinear, reset_linear, stamp
 from .config import DepthRouteConfig
 
 GateOutput = dict[str, torch.Tensor]
@@ -25,11 +25,16 @@ class ScoreHead(nn.Linear):
         super().__init__(features, outputs, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., features] -> [...], or [..., outputs] where several
-        with torch.autocast(x.device.type, enabled=False):
-            if self.out_features > 1:
-                return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
-            scores = (x.float() * self.weight.float().squeeze(0)).sum(-1)
-            return scores if self.bias is None else scores + self.bias.float()
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self._score(x)
+        return self._score(x)
+
+    def _score(self, x: torch.Tensor) -> torch.Tensor:
+        if self.out_features > 1:
+            return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        scores = (x.float() * self.weight.float().squeeze(0)).sum(-1)
+        return scores if self.bias is None else scores + self.bias.float()
 
 
 class MLPGate(nn.Module):
@@ -74,6 +79,7 @@ class JEPAGate(nn.Module):
         self.predict = MixedLinear(summary, summary)
         self.decide_hidden = MixedLinear(3 * summary, summary)
         self.score = ScoreHead(summary)
+        self._derived = Derived()
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         nn.init.normal_(self.actions.weight, generator=generator)
@@ -87,17 +93,20 @@ class JEPAGate(nn.Module):
         return self.context.weight.numel() + 2 * predictor + decision
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], q [B, T, summary_dim]
-        q = self.predict(F.silu(self._shared(a.detach()) + self._offsets(a.dtype)))  # [B, T, 2, summary_dim]
+        context_map, offsets, decide, decide_bias = self._parts(a)
+        q = self.predict(F.silu(self._shared(a.detach(), context_map) + offsets))  # [B, T, 2, summary_dim]
         q_full, q_cheap = q.unbind(-2)
-        # D's first map is linear in the difference: W1 q_full + W2 q_cheap + W3 (q_full - q_cheap).
-        w1, w2, w3 = self.decide_hidden.weight.chunk(3, dim=1)
-        decide = torch.cat([w1 + w3, w2 - w3], dim=1).to(q.dtype)
-        compared = F.linear(q.flatten(-2), decide, self.decide_hidden.bias.to(q.dtype))
+        compared = F.linear(q.flatten(-2), decide.to(q.dtype), decide_bias.to(q.dtype))
         return {"scores": self.score(F.silu(compared)), "q_full": q_full, "q_cheap": q_cheap}
 
-    def _shared(self, x: torch.Tensor) -> torch.Tensor:  # [B, T, d] -> [B, T, 1, summary_dim]
+    def train(self, mode: bool = True) -> JEPAGate:
+        self._derived.clear()
+        return super().train(mode)
+
+    def _shared(
+        self, x: torch.Tensor, context_map: torch.Tensor
+    ) -> torch.Tensor:  # [B, T, d] -> [B, T, 1, summary_dim]
         """The context's part of P's first map, the same for both actions."""
-        context_map = self.predict_hidden.weight[:, : self.context.out_features]
         if not self.training:
             return F.linear(self.context(x), context_map.to(x.dtype))[..., None, :]
         # No nonlinearity in between: over the many tokens of a training batch, one map is cheaper than two.
@@ -105,10 +114,28 @@ class JEPAGate(nn.Module):
             weight, bias = context_map @ self.context.weight, context_map @ self.context.bias
         return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))[..., None, :]
 
-    def _offsets(self, dtype: torch.dtype) -> torch.Tensor:  # [2, summary_dim]
-        """The actions' part of P's first map; row 0 full, row 1 cheap."""
-        action_map = self.predict_hidden.weight[:, self.context.out_features :]
-        return F.linear(self.actions.weight, action_map, self.predict_hidden.bias).to(dtype)
+    def _parts(self, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the maps become before they meet a token, kept in inference as `MixedLinear` keeps its weights.
+
+        Returns:
+            The context's part of P's first map; the actions' part, `[2, summary_dim]`, row 0 full, row 1 cheap; D's
+            first map, linear in the difference: `W1 q_full + W2 q_cheap + W3 (q_full - q_cheap)`, and its bias.
+        """
+        weights = self.predict_hidden.weight, self.actions.weight, self.predict_hidden.bias
+        w_decide, b_decide = self.decide_hidden.weight, self.decide_hidden.bias
+        keeps = not (self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(a.device.type))
+        now = stamp(*weights, w_decide, b_decide) if keeps else None
+        if now is not None and self._derived.get("stamp") == (a.dtype, now):
+            parts: tuple[torch.Tensor, ...] = self._derived["parts"]
+            return parts
+        context_map, action_map = weights[0].split([self.context.out_features, self.actions.embedding_dim], dim=1)
+        w1, w2, w3 = w_decide.chunk(3, dim=1)
+        offsets = F.linear(self.actions.weight, action_map, self.predict_hidden.bias).to(a.dtype)
+        parts = context_map, offsets, torch.cat([w1 + w3, w2 - w3], dim=1), b_decide
+        if now is not None:
+            parts = tuple(part.to(a.dtype) for part in parts)
+            self._derived.update(stamp=(a.dtype, now), parts=parts)
+        return parts
 
 
 class LinearGate(nn.Module):

@@ -12,15 +12,21 @@ from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from .branches import LowRankBranch
+from .branches import Derived, LowRankBranch, stamp
 from .calibration import BudgetController, ScoreQuantiles
 from .config import DepthRouteConfig
-from .decision import RoutePlan, decide
+from .decision import RoutePlan, decide, make_plan
 from .families import Family
 from .gates import GATES, MLPGate, TargetProjection
 from .trace import RouteCounter, RouteTrace
 
+EXECUTORS = ("auto", "gathered", "rows", "masked", "full")
 HOLDER = "routing"  # the attribute of a decoder layer that holds its adapter state
+
+
+def shape_class(batch: int, length: int) -> tuple[bool, int]:
+    """Input shapes that cost about the same: decode or not, and the number of rows to the next power of two."""
+    return length == 1, (batch * length - 1).bit_length()
 
 
 class Routing(nn.Module, BaseTunerLayer):
@@ -69,7 +75,10 @@ class Routing(nn.Module, BaseTunerLayer):
         self.selection: str | None = None  # overrides the rule: "topk" or "threshold"
         self.scheduled_budget: float | None = None  # training schedules
         self.scheduled_temperature: float | None = None
+        self.executor = "auto"  # one of `EXECUTORS`: how inference runs the routed part
+        self.tuned: dict[tuple[bool, int], str] = {}  # executors by `shape_class`, from `tune_execution`
         self.observe_similarity = False  # record the cosine of the stream before and after the full path
+        self._plans = Derived()  # of inference; making one costs as much as a small layer's arithmetic
         self.last_mask: torch.Tensor | None = None  # early exit: of the forward pass in progress
 
     def add_adapter(self, name: str, config: DepthRouteConfig) -> None:
@@ -145,60 +154,33 @@ class Routing(nn.Module, BaseTunerLayer):
             raise ValueError(f"layer {self.layer_index}: no depth-routed adapter is active")
         return name
 
-    def plan(self, training: bool) -> RoutePlan | None:
-        """How this forward pass routes; None when it runs as the base does."""
+    def plan(self, training: bool, rows: tuple[int, int] = (0, 0)) -> RoutePlan | None:
+        """How this forward pass routes; None when it runs as the base does.
+
+        Args:
+            training: Whether the layer trains.
+            rows: Batch size and positions of the input; `tune_execution` may have chosen an executor for them.
+        """
         name = self.adapter()
         if name is None:
             return None
         config = self.config(name)
-        scheduled = self.scheduled_budget if training else None
-        budget = config.budget if scheduled is None else scheduled
-        threshold: torch.Tensor | float = -torch.inf
-        if config.threshold is not None:
-            threshold = config.threshold
-        elif budget < 1.0 and name in self.depth_route_controller:
-            threshold = cast(BudgetController, self.depth_route_controller[name]).threshold.clone()
-        elif budget < 1.0:
-            threshold = self.depth_route_quantiles[name](budget)
-        replayed = None if self.replay is None else self.replay.get(self.layer_index)
-        rule = self._rule(config, training)
-        mix = "each" if config.gate == "halting" else "scaled" if config.scale_by_gate else "hard"
-        if mix == "hard" and rule == "soft":
-            mix = "soft"
-        return RoutePlan(
-            adapter=name,
-            config=config,
-            rule=rule,
-            mix=mix,
-            extras=self._extras(name, config, training),
-            budget=budget,
-            threshold=threshold,
-            temperature=(self.scheduled_temperature if training else None) or cast(float, config.gate_temperature),
-            replayed=None if replayed is None else replayed.mask,
-            recorders=tuple(self.recorders),
-        )
-
-    def _rule(self, config: DepthRouteConfig, training: bool) -> str:
-        if config.gate == "none":
-            return "static"
-        if self.selection:
-            return self.selection
-        if training:
-            return cast(str, config.selection)
-        return "predictor" if config.causal_rule == "predictor" else "threshold"
-
-    def _extras(self, name: str, config: DepthRouteConfig, training: bool) -> tuple[str, ...]:
-        gate: Any = self.depth_route_gate[name]
-        extras: tuple[str, ...] = gate.outputs
-        if name in self.depth_route_predictor:
-            extras += ("predicted",)
-        if config.target == "experts":
-            return (*extras, "expert_index")
-        if training and name in self._projections:
-            extras += ("z_full", "z_cheap")
-        if training and self.observe_similarity:
-            extras += ("similarity",)
-        return extras
+        executor = self.executor
+        if self.tuned and executor == "auto":
+            executor = self.tuned.get(shape_class(*rows), executor)
+        if training or self.recorders or self.replay is not None:
+            return make_plan(self, name, config, training, executor)
+        table = cast(ScoreQuantiles, self.depth_route_quantiles[name]).values
+        controller = self.depth_route_controller._modules.get(name)
+        now = stamp(table, None if controller is None else cast(BudgetController, controller).threshold)
+        if now is None:
+            return make_plan(self, name, config, training, executor)
+        key = (config.budget, config.threshold, config.gate_temperature, self.selection, now)
+        kept = self._plans.get((name, executor))
+        if kept is None or kept[0] != key or kept[1].config is not config:
+            kept = self._plans[name, executor] = key, make_plan(self, name, config, training, executor)
+        plan: RoutePlan = kept[1]
+        return plan
 
     def score(self, plan: RoutePlan, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """`scores` `[B, T]` (per expert `[B, T, E]`) of the gate's input `[B, T, d]`, and what the gate adds."""

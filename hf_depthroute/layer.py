@@ -37,7 +37,7 @@ def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs
     """
     kwargs.update(zip(layer._argument_names, args))
     holder: Routing | None = layer._modules.get(HOLDER)
-    plan = None if holder is None else holder.plan(layer.training)
+    plan = None if holder is None else holder.plan(layer.training, (hidden_states.shape[0], hidden_states.shape[1]))
     token_mask = kwargs.get(TOKEN_MASK)
     if layer.gradient_checkpointing and layer.training:
         kwargs = without_cache(kwargs)
@@ -54,6 +54,8 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
     token_mask = kwargs.pop(TOKEN_MASK, None)
     if plan is None:
         return (layer._base_forward(hidden_states, **kwargs),)
+    if plan.rule == "full":
+        return _run_full(layer, plan, hidden_states, token_mask, kwargs)
     holder: Routing = layer._modules[HOLDER]
     if plan.config.target == "experts":
         return _run_experts(layer, holder, plan, hidden_states, token_mask, kwargs)
@@ -84,7 +86,7 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
         by_sequence = plan.config.granularity == "sequence" or plan.rule == "static"
         if by_sequence and plan.config.target != "ffn":
             out = _skip_sequences(layer, holder, plan, stream, normed, mask[:, 0], scale, branch, kwargs)
-        elif plan.config.target != "ffn" and scale is None and bool(mask.all()):
+        elif plan.everything or (plan.config.target != "ffn" and scale is None and bool(mask.all())):
             out = site.full(layer, holder, stream, normed, kwargs)  # bit for bit what the base computes
         else:
             out = site.sparse(layer, holder, stream, normed, mask, branch, scale, kwargs, plan.mix == "each")
@@ -94,9 +96,26 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
     return out, mask, scores, probs, *(extras[name] for name in plan.extras)
 
 
+def _run_full(
+    layer: Any,
+    plan: RoutePlan,
+    hidden_states: torch.Tensor,
+    token_mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    """The base's layer; what is recorded has no scores."""
+    out = layer._base_forward(hidden_states, **kwargs)
+    if not plan.recorders:
+        return (out,)
+    mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool) if token_mask is None else token_mask
+    nothing = torch.full_like(mask, torch.nan, dtype=torch.float32)
+    return (out, mask, *[nothing for _ in range(2 + len(plan.extras))])
+
+
 def _dense(layer: Any, plan: RoutePlan) -> bool:
-    """Whether both paths run for every token: in training, where a compiler looks, and where they are mixed."""
-    return layer.training or plan.rule == "soft" or torch.compiler.is_compiling()
+    """Whether both paths run for every token: in training, where a compiler looks, where mixed, and where asked to."""
+    masked = plan.executor == "masked"
+    return layer.training or plan.rule == "soft" or masked or torch.compiler.is_compiling()
 
 
 def both_paths(
