@@ -71,7 +71,8 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
         mask, probs = holder.decide(plan, scores, token_mask, extras.get("predicted"))
     branch = holder.depth_route_branch._modules.get(plan.adapter)
 
-    if _dense(layer, plan):
+    by_rows = _by_rows(layer, holder, plan, stream, kwargs)
+    if _dense(layer, plan) and not by_rows:
         after_full, after_cheap = both_paths(layer, holder, plan, stream, normed, probs, kwargs)
         if plan.mix != "each":
             out = masked_update(stream, after_full, after_cheap, mask, probs, plan.mix)
@@ -84,9 +85,13 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
     else:
         scale = probs if plan.mix in ("scaled", "each") else None
         by_sequence = plan.config.granularity == "sequence" or plan.rule == "static"
-        if by_sequence and plan.config.target != "ffn":
+        if by_sequence and plan.config.target != "ffn" and not _dense(layer, plan):
             out = _skip_sequences(layer, holder, plan, stream, normed, mask[:, 0], scale, branch, kwargs)
-        elif plan.everything or (plan.config.target != "ffn" and scale is None and bool(mask.all())):
+        elif plan.everything:  # known without a look at the mask: bit for bit what the base computes
+            out = site.full(layer, holder, stream, normed, kwargs)
+        elif by_rows:
+            out = site.by_rows(layer, holder, stream, normed, mask, branch, scale, kwargs, plan.mix == "each")
+        elif plan.config.target != "ffn" and scale is None and bool(mask.all()):
             out = site.full(layer, holder, stream, normed, kwargs)  # bit for bit what the base computes
         else:
             out = site.sparse(layer, holder, stream, normed, mask, branch, scale, kwargs, plan.mix == "each")
@@ -113,9 +118,20 @@ def _run_full(
 
 
 def _dense(layer: Any, plan: RoutePlan) -> bool:
-    """Whether both paths run for every token: in training, where a compiler looks, where mixed, and where asked to."""
-    masked = plan.executor == "masked"
-    return layer.training or plan.rule == "soft" or masked or torch.compiler.is_compiling()
+    """Whether both paths run for every token: in training, where they are mixed, and where a compiler looks.
+
+    Row ops (`_by_rows`) skip under a compiler too.
+    """
+    return layer.training or plan.rule == "soft" or plan.executor == "masked" or torch.compiler.is_compiling()
+
+
+def _by_rows(layer: Any, holder: Routing, plan: RoutePlan, stream: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether row ops run the routed part: on CUDA, where a compiler looks, and where they are asked for."""
+    if layer.training or plan.rule == "soft" or plan.executor in ("masked", "gathered"):
+        return False
+    if not (stream.is_cuda or plan.executor == "rows" or torch.compiler.is_compiling()):
+        return False
+    return SITES[plan.config.target].supports_rows(layer, holder, stream, kwargs)
 
 
 def both_paths(

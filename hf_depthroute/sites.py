@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
-from .execution import CPU_SLICE, add_cheap, attended_rows, gathered_update, in_slices, supports_subset
+from .execution import CPU_SLICE, add_cheap, gathered_update, in_slices
+from .execution.attention import attended_rows, attended_update, supports_rows, supports_subset
+from .execution.kernels import swiglu_rows
+from .execution.kernels.support import is_swiglu
 from .holder import Routing
 
 Kwargs = dict[str, Any]
@@ -53,6 +56,26 @@ class FFNSite:
         """
         ffn, rows = ffn_of(layer, holder), slice_rows(holder, stream)
         return gathered_update(stream, normed, mask, ffn, cheap, rows, scale)
+
+    def supports_rows(self, layer: Any, holder: Routing, x: torch.Tensor, kwargs: Kwargs) -> bool:
+        """Whether `by_rows` can run on a stream like `x`."""
+        return is_swiglu(ffn_of(layer, holder), x)
+
+    def by_rows(
+        self,
+        layer: Any,
+        holder: Routing,
+        stream: torch.Tensor,
+        normed: torch.Tensor,
+        mask: torch.Tensor,
+        cheap: Any,
+        scale: torch.Tensor | None,
+        kwargs: Kwargs,
+        scale_each: bool = False,
+    ) -> torch.Tensor:
+        """As `sparse`, in row ops whose shapes do not depend on the mask; the cheap path runs for every token."""
+        base = stream if cheap is None else torch.where(mask[..., None], stream, stream + cheap(stream))
+        return ffn_rows(ffn_of(layer, holder), base, normed, mask, scale)
 
     def finish(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
         return stream
@@ -105,6 +128,40 @@ class AttentionSite:
         out = add_cheap(before.clone(), before, flat, cheap, slice_rows(holder, stream))
         return out.index_copy_(0, flat.nonzero().squeeze(-1), rows.to(out.dtype)).view(stream.shape)
 
+    def supports_rows(self, layer: Any, holder: Routing, x: torch.Tensor, kwargs: Kwargs) -> bool:
+        """As `FFNSite.supports_rows`."""
+        return supports_rows(getattr(layer, holder.family.attention), holder.family.queries, x, kwargs)
+
+    def by_rows(
+        self,
+        layer: Any,
+        holder: Routing,
+        stream: torch.Tensor,
+        normed: torch.Tensor,
+        mask: torch.Tensor,
+        cheap: Any,
+        scale: torch.Tensor | None,
+        kwargs: Kwargs,
+        scale_each: bool = False,
+    ) -> torch.Tensor:
+        """As `FFNSite.by_rows`; the keys and values of every token are written."""
+        attention, style = getattr(layer, holder.family.attention), holder.family.queries
+        assert style is not None
+        update = attended_update(attention, style, normed, mask, kwargs)
+        factor = None if scale is None else scale[..., None].to(update.dtype)
+        if factor is not None and scale_each:
+            update = update * factor
+        after = self.rest_by_rows(layer, holder, stream + update, mask, scale if scale_each else None)
+        if factor is not None and not scale_each:
+            after = stream + (after - stream) * factor
+        return torch.where(mask[..., None], after, stream if cheap is None else stream + cheap(stream))
+
+    def rest_by_rows(
+        self, layer: Any, holder: Routing, stream: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`rest` for the rows in `mask`, `[B, T, d]`; what stands in the other rows does not matter."""
+        return stream
+
     def finish(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
         return stream + ffn_of(layer, holder)(norm_of(layer, holder, "ffn")(stream))
 
@@ -140,6 +197,15 @@ class BlockSite(AttentionSite):
         update = in_slices(lambda part: ffn(norm(part)), rows, slice_rows(holder, rows))
         return rows + (update if scale is None else update * scale)
 
+    def supports_rows(self, layer: Any, holder: Routing, x: torch.Tensor, kwargs: Kwargs) -> bool:
+        return super().supports_rows(layer, holder, x, kwargs) and is_swiglu(ffn_of(layer, holder), x)
+
+    def rest_by_rows(
+        self, layer: Any, holder: Routing, stream: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        normed = norm_of(layer, holder, "ffn")(stream)
+        return ffn_rows(ffn_of(layer, holder), stream, normed, mask, scale)
+
     def finish(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
         return stream
 
@@ -161,6 +227,16 @@ def norm_of(layer: Any, holder: Routing, part: str) -> Any:
 
 def ffn_of(layer: Any, holder: Routing) -> Any:
     return getattr(layer, holder.family.ffn)
+
+
+def ffn_rows(
+    ffn: Any, stream: torch.Tensor, normed: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """`stream + scale * ffn(normed)` at the tokens in `mask` (bool `[B, T]`), `stream` at the others, `[B, T, d]`."""
+    rows, x = (part.reshape(-1, part.shape[-1]) for part in (stream, normed))
+    weights = ffn.gate_proj.weight, ffn.up_proj.weight, ffn.down_proj.weight
+    flat = None if scale is None else scale.reshape(-1)
+    return swiglu_rows(rows, x, mask.reshape(-1), flat, *weights).view(stream.shape)
 
 
 def slice_rows(holder: Routing, a: torch.Tensor) -> int | None:

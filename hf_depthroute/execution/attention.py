@@ -17,6 +17,9 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
+from .kernels import attend_rows, linear_rows
+from .kernels.support import is_plain_linear
+
 _KERNELS = ("sdpa", "eager")  # attention implementations that take any subset of the queries
 _CAUSAL_SLICE = 64  # chosen queries of a sequence that are run against one cut of the keys
 
@@ -26,12 +29,14 @@ class Projections:
     """How the attention of a family makes queries, keys and values.
 
     Args:
-        queries: `(attention, x [N, d]) -> [N, H, k]`, before the rotary embedding.
+        projected: `(attention, x [..., d]) -> [..., H * k]`, the query projection.
+        queries: `(attention, projected [..., H * k]) -> [..., H, k]`, before the rotary embedding.
         keys_values: `(attention, x [B, T, d]) -> [B, T, G, k]` twice, before the rotary embedding.
         output: Name of the output projection.
         rotary: Whether queries and keys are rotated by `position_embeddings`.
     """
 
+    projected: Callable[[Any, torch.Tensor], torch.Tensor]
     queries: Callable[[Any, torch.Tensor], torch.Tensor]
     keys_values: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     output: str = "o_proj"
@@ -46,6 +51,16 @@ def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, A
         and config._attn_implementation in _KERNELS
         and not (config._attn_implementation == "eager" and getattr(attention, "reorder_and_upcast_attn", False))
         and not (kwargs.get("output_attentions") or getattr(config, "output_attentions", False) or _collecting())
+    )
+
+
+def supports_rows(attention: Any, style: str | None, x: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether `attended_update` can stand in for a call of `attention` with `x`."""
+    allowed = kwargs.get("attention_mask")
+    return (
+        supports_subset(attention, style, kwargs)
+        and all(is_plain_linear(attention._modules.get(name), x) for name in ("q_proj", "o_proj"))
+        and (allowed is None or (allowed.ndim == 4 and allowed.shape[1] == 1))
     )
 
 
@@ -74,19 +89,12 @@ def attended_rows(
         `[N, d]`, in the order of `mask.nonzero()`.
     """
     make = STYLES[style]
-    keys, values = make.keys_values(attention, x)  # [B, T, G, k]
     embeddings = kwargs.get("position_embeddings") if make.rotary else None
-    if embeddings is not None:
-        keys = _rotated(keys, *(part.unsqueeze(2) for part in embeddings))
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    cache = kwargs.get("past_key_values")
-    if cache is not None:
-        keys, values = cache.update(keys, values, attention.layer_idx)  # [B, G, S, k]
-
+    keys, values = _keys_values(attention, make, x, embeddings, kwargs.get("past_key_values"))
     row_N, time_N = mask.nonzero(as_tuple=True)
     if row_N.numel() == 0:
         return x.new_zeros(0, x.shape[-1])
-    queries = make.queries(attention, x[row_N, time_N])  # [N, H, k]
+    queries = make.queries(attention, make.projected(attention, x[row_N, time_N][None])[0])  # [N, H, k]
     if embeddings is not None:
         cos, sin = (part.expand(len(x), -1, -1)[row_N, time_N].unsqueeze(1) for part in embeddings)
         queries = _rotated(queries, cos, sin)
@@ -109,6 +117,38 @@ def attended_rows(
             allowed = _mask_rows(allowed, len(x), mask, padded.shape[2], row_N, slot_N, keys.shape[2])
         out = _run(attention, padded, keys, values, allowed)
     return getattr(attention, make.output)(out[row_N, slot_N].flatten(-2)[None])[0]
+
+
+def attended_update(
+    attention: Any, style: str, x: torch.Tensor, mask: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """`attended_rows` by row ops: `[B, T, d]`, zeros where not `mask`; its shapes do not depend on the mask."""
+    make, flat = STYLES[style], mask.reshape(-1)
+    embeddings = kwargs.get("position_embeddings") if make.rotary else None
+    keys, values = _keys_values(attention, make, x, embeddings, kwargs.get("past_key_values"))
+    project, output = attention.q_proj, attention.o_proj
+    queries = linear_rows(x.reshape(-1, x.shape[-1]), flat, project.weight, project.bias)
+    queries = make.queries(attention, queries.view(*x.shape[:-1], -1))  # [B, T, H, k]
+    if embeddings is not None:
+        queries = _rotated(queries, *(part.unsqueeze(2) for part in embeddings))
+    allowed = kwargs.get("attention_mask")
+    if allowed is not None:
+        allowed = allowed[..., : keys.shape[2]]
+    # Without a mask, one query sees every key; several are the first positions of the cache.
+    past = keys.shape[2] - 1 if x.shape[1] == 1 else 0
+    out = attend_rows(queries, keys, values, mask, allowed, past, attention.scaling)
+    return linear_rows(out.flatten(0, 1).flatten(1), flat, output.weight, output.bias).view(*x.shape[:-1], -1)
+
+
+def _keys_values(
+    attention: Any, make: Projections, x: torch.Tensor, embeddings: tuple[torch.Tensor, ...] | None, cache: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of every token seen, `[B, G, S, k]` each; those of `x` `[B, T, d]` enter the cache."""
+    keys, values = make.keys_values(attention, x)  # [B, T, G, k]
+    if embeddings is not None:
+        keys = _rotated(keys, *(part.unsqueeze(2) for part in embeddings))
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    return (keys, values) if cache is None else cache.update(keys, values, attention.layer_idx)
 
 
 def _run(
@@ -169,16 +209,16 @@ def _split(attention: Any, x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (-1, attention.head_dim))
 
 
-def _plain_queries(attention: Any, x: torch.Tensor) -> torch.Tensor:
-    return _split(attention, attention.q_proj(x[None])[0])
+def _plain_projected(attention: Any, x: torch.Tensor) -> Any:
+    return attention.q_proj(x)
 
 
 def _plain_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _split(attention, attention.k_proj(x)), _split(attention, attention.v_proj(x))
 
 
-def _head_norm_queries(attention: Any, x: torch.Tensor) -> Any:
-    return attention.q_norm(_plain_queries(attention, x))
+def _head_norm_queries(attention: Any, projected: torch.Tensor) -> Any:
+    return attention.q_norm(_split(attention, projected))
 
 
 def _head_norm_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,8 +226,8 @@ def _head_norm_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tenso
     return attention.k_norm(keys), values
 
 
-def _flat_norm_queries(attention: Any, x: torch.Tensor) -> torch.Tensor:
-    return _split(attention, _clipped(attention, attention.q_norm(attention.q_proj(x[None])[0])))
+def _flat_norm_queries(attention: Any, projected: torch.Tensor) -> torch.Tensor:
+    return _split(attention, _clipped(attention, attention.q_norm(projected)))
 
 
 def _flat_norm_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,8 +249,8 @@ def _fused_part(attention: Any, x: torch.Tensor, start: int, stop: int) -> Any:
     return F.linear(x, fused.weight[:, columns].T, fused.bias[columns])
 
 
-def _fused_queries(attention: Any, x: torch.Tensor) -> torch.Tensor:
-    return _split(attention, _fused_part(attention, x[None], 0, 1)[0])
+def _fused_projected(attention: Any, x: torch.Tensor) -> Any:
+    return _fused_part(attention, x, 0, 1)
 
 
 def _fused_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,8 +259,8 @@ def _fused_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 STYLES: dict[str, Projections] = {
-    "rotary": Projections(_plain_queries, _plain_keys_values),
-    "rotary_head_norm": Projections(_head_norm_queries, _head_norm_keys_values),
-    "rotary_flat_norm": Projections(_flat_norm_queries, _flat_norm_keys_values),
-    "fused": Projections(_fused_queries, _fused_keys_values, output="c_proj", rotary=False),
+    "rotary": Projections(_plain_projected, _split, _plain_keys_values),
+    "rotary_head_norm": Projections(_plain_projected, _head_norm_queries, _head_norm_keys_values),
+    "rotary_flat_norm": Projections(_plain_projected, _flat_norm_queries, _flat_norm_keys_values),
+    "fused": Projections(_fused_projected, _split, _fused_keys_values, output="c_proj", rotary=False),
 }

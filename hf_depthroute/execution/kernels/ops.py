@@ -1,0 +1,152 @@
+"""Row ops: full shapes in and out, computed at the chosen rows only, without a word to the host.
+
+Custom operators of the namespace `hf_depthroute`: to `torch.compile` and to a CUDA graph each is one call whose shapes
+do not depend on the mask, so a compiled model skips as the eager one does. On CUDA they run Triton kernels
+that read the number of chosen rows on the device; elsewhere, and without Triton, plain PyTorch.
+
+Legend: N rows, i and o input and output width, d model width, f FFN width, B sequences, T positions, S keys,
+H query heads, G key-value heads, k head width.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import warnings
+from typing import Any
+
+import torch
+
+from . import derivatives, plain
+
+
+@torch.library.custom_op(
+    "hf_depthroute::linear_rows",
+    mutates_args=(),
+    schema="(Tensor x, Tensor mask, Tensor weight, Tensor? bias) -> Tensor",
+)
+def linear_rows(x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x W^T + b` at the rows in `mask`, zeros at the others.
+
+    Args:
+        x: `[N, i]`.
+        mask: Bool `[N]`.
+        weight: `[o, i]`, in the dtype of `x`.
+        bias: `[o]`, or None.
+
+    Returns:
+        `[N, o]`.
+    """
+    return plain.linear(x, mask, weight, bias)
+
+
+@torch.library.custom_op(
+    "hf_depthroute::swiglu_rows",
+    mutates_args=(),
+    schema="(Tensor stream, Tensor x, Tensor mask, Tensor? scale, Tensor w_gate, Tensor w_up, Tensor w_down) -> Tensor",
+)
+def swiglu_rows(
+    stream: torch.Tensor,
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    scale: torch.Tensor | None,
+    w_gate: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+) -> torch.Tensor:
+    """`stream + scale * W_down (SiLU(W_gate x) * W_up x)` at the rows in `mask`, `stream` at the others.
+
+    Args:
+        stream: `[N, d]`.
+        x: `[N, d]`, what the FFN reads.
+        mask: Bool `[N]`.
+        scale: Float `[N]`; None is 1.
+        w_gate: `[f, d]`, as the other weights in the dtype of `x`.
+        w_up: `[f, d]`.
+        w_down: `[d, f]`.
+
+    Returns:
+        `[N, d]`.
+    """
+    return plain.swiglu(stream, x, mask, scale, w_gate, w_up, w_down)
+
+
+@torch.library.custom_op(
+    "hf_depthroute::attend_rows",
+    mutates_args=(),
+    schema="(Tensor q, Tensor keys, Tensor values, Tensor mask, Tensor? allowed, SymInt past, float scaling) -> Tensor",
+)
+def attend_rows(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    allowed: torch.Tensor | None,
+    past: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Softmax attention of the queries in `mask`, zeros at the others; query heads share key-value heads in order.
+
+    Args:
+        q: `[B, T, H, k]`.
+        keys: `[B, G, S, k]` with any strides, as the values.
+        values: `[B, G, S, k]`.
+        mask: Bool `[B, T]`.
+        allowed: `[B or 1, 1, T, S]`: bool, or a float that is added to the scores. None: query `t` sees keys
+            `0 .. past + t`.
+        past: Positions in front of the first query; without effect where `allowed` is given.
+        scaling: Of the scores.
+
+    Returns:
+        `[B, T, H, k]`.
+    """
+    return plain.attend(q, keys, values, mask, allowed, past, scaling)
+
+
+@linear_rows.register_fake
+def _(x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@swiglu_rows.register_fake
+def _(stream: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(stream, memory_format=torch.contiguous_format)
+
+
+@attend_rows.register_fake
+def _(q: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+linear_rows.register_autograd(derivatives.linear, setup_context=derivatives.keep_linear)
+swiglu_rows.register_autograd(derivatives.swiglu, setup_context=derivatives.keep_swiglu)
+attend_rows.register_autograd(derivatives.attend, setup_context=derivatives.keep_attend)
+
+
+@functools.cache
+def _on_cuda() -> Any:
+    """The module that launches the Triton kernels; `plain`, with one warning, where Triton is missing."""
+    if importlib.util.find_spec("triton") is None:
+        warnings.warn(
+            "hf_depthroute: Triton is not installed, so routed layers run in plain PyTorch on CUDA: the host waits for "
+            "the number of chosen rows in every routed layer, and CUDA graphs cannot be captured; pip install triton",
+            stacklevel=2,
+        )
+        return plain
+    return importlib.import_module(".launch", __package__)
+
+
+@linear_rows.register_kernel("cuda")
+def _(x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return _on_cuda().linear(x, mask, weight, bias)
+
+
+@swiglu_rows.register_kernel("cuda")
+def _(stream: torch.Tensor, x: torch.Tensor, mask: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return _on_cuda().swiglu(stream, x, mask, *rest)
+
+
+@attend_rows.register_kernel("cuda")
+def _(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return _on_cuda().attend(q, keys, values, *rest)

@@ -1,0 +1,98 @@
+"""The row ops in plain PyTorch: gather the chosen rows, compute, scatter.
+
+Legend: N rows, F chosen rows, i and o input and output width, d model width, f FFN width, B sequences, T positions,
+S keys, H query heads, G key-value heads, k head width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+# Rows of one FFN call on a CPU; the intermediate of so many rows stays in the cache (see `execution.gathered`).
+_CPU_SLICE = 256
+_CAUSAL_SLICE = 64  # chosen queries of a sequence that are run against one cut of the keys
+
+
+def linear(x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `ops.linear_rows`."""
+    index = mask.nonzero().squeeze(-1)  # [F]
+    if index.numel() == len(x):
+        return F.linear(x, weight, bias)
+    out = x.new_zeros(len(x), len(weight))
+    if index.numel():
+        out.index_copy_(0, index, F.linear(x.index_select(0, index), weight, bias))
+    return out
+
+
+def swiglu(
+    stream: torch.Tensor,
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    scale: torch.Tensor | None,
+    w_gate: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+) -> torch.Tensor:
+    """See `ops.swiglu_rows`."""
+    index = mask.nonzero().squeeze(-1)  # [F]
+    out = stream.clone()
+    for rows in index.split(_CPU_SLICE if x.device.type == "cpu" else max(1, len(index))):
+        if not rows.numel():
+            continue
+        part = x if rows.numel() == len(x) else x.index_select(0, rows)
+        update = F.linear(F.silu(F.linear(part, w_gate)) * F.linear(part, w_up), w_down)
+        if scale is not None:
+            update = update * scale[rows, None].to(update.dtype)
+        out.index_add_(0, rows, update)
+    return out
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    allowed: torch.Tensor | None,
+    past: int,
+    scaling: float,
+) -> torch.Tensor:
+    """See `ops.attend_rows`."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for b, chosen in enumerate(mask):
+        time_F = chosen.nonzero().squeeze(-1)
+        parts: list[tuple[torch.Tensor, torch.Tensor | None, int]]
+        if allowed is not None:
+            rows = allowed[b if len(allowed) > 1 else 0, 0]  # [T, S]
+            parts = [(time_F, rows[time_F], keys.shape[2])] if time_F.numel() else []
+        else:
+            # A slice of the queries sees no more keys than its last one needs.
+            parts = [
+                (part, None if int(part[0]) == int(part[-1]) else _causal(part, past), past + int(part[-1]) + 1)
+                for part in time_F.split(_CAUSAL_SLICE)
+                if part.numel()
+            ]
+        for time, seen, length in parts:
+            out[b, time] = _attention(q[b, time], keys[b, :, :length], values[b, :, :length], seen, scaling)
+    return out
+
+
+def _causal(time_F: torch.Tensor, past: int) -> torch.Tensor:
+    """Bool `[F, keys that the last query sees]`."""
+    return torch.arange(past + int(time_F[-1]) + 1, device=time_F.device) <= past + time_F[:, None]
+
+
+def _attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """Queries `[F, H, k]` of one sequence against its keys `[G, S, k]`: `[F, H, k]`."""
+    grouped = q.shape[1] != keys.shape[0]
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys[None],
+        values[None],
+        attn_mask=None if allowed is None else allowed[None, None],
+        scale=scaling,
+        enable_gqa=grouped,
+    )
+    return out[0].transpose(0, 1)
