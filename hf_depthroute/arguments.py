@@ -35,6 +35,8 @@ class RoutingArguments:
         balance_dispatch: Its dispatch fractions: `"top1"`, or `"topk"` for all pairs that are sent.
         router_z_weight: Weight of the z-loss of the same routers.
         controller_step: How far one optimizer step moves a threshold of an adapter with `selection="controller"`.
+        fused_loss: Compute the language-model loss without logits wherever model, losses and Trainer allow it
+            (`DepthRouteTrainer.fused_loss_obstacle` says what does not). The value is the same.
         oracle: Where the labels of `util` and `rank` come from: `"all_full"` (other routed layers run full),
             `"on_policy"` (they follow the gate), or `"none"`.
         oracle_window: `W`, tokens whose loss a label looks at.
@@ -76,6 +78,7 @@ class RoutingArguments:
         default=LOSSES["router_z"].weight, metadata={"help": "weight of the expert routers' z-loss"}
     )
     controller_step: float = field(default=0.01, metadata={"help": "step of the threshold controller"})
+    fused_loss: bool = field(default=True, metadata={"help": "compute the language-model loss without logits"})
     oracle: str = field(default="none", metadata={"help": f"labels of util and rank: none, or one of {ORACLES}"})
     oracle_window: int = field(default=8, metadata={"help": "tokens whose loss a label looks at"})
     oracle_gamma: float = field(default=0.5, metadata={"help": "decay of the window"})

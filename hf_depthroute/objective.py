@@ -17,6 +17,7 @@ from .calibration import active_routings, quantile_tables
 from .exits import Exits, observe_exits
 from .forks import Prefix, observe_prefix
 from .holder import Routing
+from .input_gradients import without_input_gradients
 from .losses import diagnostics, routing_losses
 from .moe import RouterTrace, observe_routers
 from .oracle import UtilityLabels, prefix_utility
@@ -63,6 +64,7 @@ class RoutingObjective:
         """Around a forward pass, or many: what `__call__` needs to see of the last one."""
         a = self.arguments
         with ExitStack() as watchers:
+            watchers.enter_context(without_input_gradients(self.model))
             if a.similarity_weight > 0:
                 watchers.enter_context(overridden(self.model, "observe_similarity", True))
             trace = watchers.enter_context(record_routes(self.model))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from .calibration import active_routings
+from .fused_loss import FusedLoss, fused_loss_obstacle
 from .objective import RoutingArguments, RoutingObjective, Watched
 
 
@@ -107,11 +109,16 @@ class DepthRouteTrainerMixin:
     model_accepts_loss_kwargs: bool
     compute_loss_func: Any
     current_gradient_accumulation_steps: int
+    label_smoother: Any
+    accelerator: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         arguments = self.args if isinstance(self.args, RoutingArguments) else RoutingArguments()
         self.routing_objective = RoutingObjective(arguments, self.model)
+        self._fused: FusedLoss | None = None
         callback = _RoutingCallback()
         callback.objective = self.routing_objective
         self.add_callback(callback)
@@ -128,11 +135,43 @@ class DepthRouteTrainerMixin:
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         labels = inputs.get("labels")  # the Trainer may pop them
+        plain = super().compute_loss  # type: ignore[misc]
+        standard = getattr(plain, "__func__", None) is Trainer.compute_loss  # another one may look at the logits
+        fused = standard and labels is not None and not return_outputs and self.fused_loss_obstacle() is None
         with self.routing_objective.watching() as watched:
-            lm, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
+            with self._fused_loss() if fused else nullcontext():
+                lm, outputs = plain(model, inputs, True, num_items_in_batch)
             share = self._share(num_items_in_batch)
-            loss = self.routing_objective(lm, watched, share, labels, getattr(outputs, "logits", None))
+            logits = None if fused else getattr(outputs, "logits", None)
+            loss = self.routing_objective(lm, watched, share, labels, logits)
         return (loss, outputs) if return_outputs else loss
+
+    def fused_loss_obstacle(self) -> str | None:
+        """Why training steps compute logits; None where the loss is fused with the LM head.
+
+        They do too in a subclass whose `compute_loss` asks for the outputs, or over a Trainer with one of its own.
+        """
+        arguments = self.routing_objective.arguments
+        gates = {holder.active_config().gate for holder in active_routings(self.model)}
+        split = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.n_gpu > 1
+        obstacles = {
+            "fused_loss=False": not arguments.fused_loss,
+            "lm_weight=0: no gradient is wanted": arguments.lm_weight == 0,
+            "the distill loss needs them": arguments.distill_weight > 0,
+            "the gate reads them inside the layers": "exit" in gates,
+            "label smoothing": self.label_smoother is not None,
+            "a loss function of the Trainer's own": self.compute_loss_func is not None,
+            "use_liger_kernel=True has a fused loss too": self.args.use_liger_kernel,
+            "the model is split over devices or copied by DataParallel": split
+            or getattr(self.accelerator, "parallelism_config", None) is not None,
+        }
+        return next((reason for reason, holds in obstacles.items() if holds), fused_loss_obstacle(self.model))
+
+    def _fused_loss(self) -> AbstractContextManager[None]:
+        # The same object for every step, so that a compiled model is compiled once.
+        if self._fused is None:
+            self._fused = FusedLoss(self.model)
+        return self._fused
 
     def _share(self, num_items_in_batch: torch.Tensor | int | None) -> float:
         """This batch's part of the optimizer step, for terms that are means over one batch."""
