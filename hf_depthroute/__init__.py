@@ -7,6 +7,8 @@ from .autotune import tune_execution
 from .calibration import calibrate, set_budget
 from .config import DepthRouteConfig
 from .cost import route_cost
+from .draft_search import search_draft
+from .drafting import draft_view, lossless_generate
 from .trace import record_routes, replay_routes
 from .tuner import get_depth_routed_model
 
@@ -21,10 +23,13 @@ __all__ = [
     "DepthRouteTrainer",
     "DepthRouteTrainingArguments",
     "calibrate",
+    "draft_view",
     "get_depth_routed_model",
+    "lossless_generate",
     "record_routes",
     "replay_routes",
     "route_cost",
+    "search_draft",
     "set_budget",
     "tune_execution",
 ]

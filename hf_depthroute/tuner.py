@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from peft.utils.other import set_additional_trainable_modules
 from torch import nn
 
 from .config import ConfigError, DepthRouteConfig, register_peft_type
+from .drafting import full_depth, is_draft
 from .families import Family, describe_base, find_decoder, find_family
 from .gates import default_hidden
 from .holder import HOLDER, Routing
@@ -158,6 +160,11 @@ class DepthRouteModel(BaseTuner):
                     f"this adapter was made for another base model: {key} is {wanted}, this model has {here.get(key)}"
                 )
         return config.routed_layers(depth)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`generate` of the base model. With a draft view as `assistant_model`, the model verifies at full depth."""
+        with full_depth(self.model) if is_draft(kwargs.get("assistant_model")) else nullcontext():
+            return self.model.generate(*args, **kwargs)
 
     def unload(self) -> nn.Module:
         """Remove every routed adapter; the model as it was before injection, other PEFT methods included."""
