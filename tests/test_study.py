@@ -370,7 +370,7 @@ def test_the_code_that_results_depend_on_is_hashed(tmp_path):
     package = tmp_path / "package"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     before = hash_code(package)
-    for name in ("cli/study.py", "report/plots.py", "bench.py", "hub.py"):
+    for name in ("cli/study.py", "report/plots.py", "bench/single.py", "hub.py"):
         (package / name).write_text("changed\n")
     assert hash_code(package) == before
     for name in ("oracle.py", "evaluation/perplexity.py", "study/metrics.py"):

@@ -1,8 +1,9 @@
-"""`hf-depthroute bench`: measured time of a routed model against its dense base."""
+"""`hf-depthroute bench`: measured speed and memory of a routed model against its dense base."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,28 +11,68 @@ import typer
 from . import options as o
 from .errors import CliError
 
+_OF_SHAPE = ("layers", "target", "gate", "depth", "vocabulary")  # an adapter has its own
+_SINGLE = ("prefill", "decode", "memory")
+
 
 def bench(
     model: o.BaseModel = None,
     adapter: Annotated[str | None, typer.Option(help="Hub id or folder of the adapter.")] = None,
     shape: Annotated[
-        str | None, typer.Option(help="Random weights of this shape instead: qwen2.5-0.5b or llama-3.2-1b.")
+        str | None,
+        typer.Option(
+            help="Random weights of this shape instead: qwen2.5-0.5b, llama-3.2-1b, llama-3-8b or olmoe-1b-7b."
+        ),
+    ] = None,
+    suite: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure the cases of this YAML file instead.")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="OLD NEW", help="Compare two result files instead of measuring."),
     ] = None,
     layers: Annotated[str | None, typer.Option(help="With --shape: routed layers. Default: last:12.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="With --shape: ffn, attention, block or experts. Default: ffn.")
+    ] = None,
     gate: Annotated[str | None, typer.Option(help="With --shape: mlp or jepa. Default: mlp.")] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="With --shape or --suite: keep so many decoder layers.")
+    ] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=2, help="With --shape or --suite: size of it.")] = None,
     config: o.ConfigFile = None,
+    cases: Annotated[
+        str, typer.Option(help="Some of prefill,decode,memory, and with --shape train,load.")
+    ] = "prefill,decode",
     budgets: o.Budgets = "0.5,0.25",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in prefill.")] = 4,
-    length: o.Length = 256,
-    decode_batch: Annotated[int, typer.Option(min=1, help="Sequences in decode.")] = 1,
+    masked: Annotated[
+        bool, typer.Option("--masked", help="Time a plain mask-after-compute router too, at the same budgets.")
+    ] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Time the executors that are measured to be fastest per layer too.")
+    ] = False,
+    baselines: Annotated[
+        str | None,
+        typer.Option(
+            help="How models run, some of eager,static,compiled; the fastest counts, dense and routed. "
+            "Default: eager on a CPU, all on a GPU."
+        ),
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Sequences in prefill and training; one or more, comma-separated.")] = "4",
+    length: Annotated[str, typer.Option(help="Tokens of the prompt; one or more, comma-separated.")] = "256",
+    decode_batch: Annotated[str, typer.Option(help="Sequences in decode; one or more, comma-separated.")] = "1",
     decode_steps: Annotated[int, typer.Option(min=0, help="Timed decoding steps; 0 leaves decode out.")] = 16,
+    loss: Annotated[str, typer.Option(help="Of a training step: naive, fused, or both, comma-separated.")] = "naive",
     dtype: Annotated[str, typer.Option(help="auto (as stored; bfloat16 with --shape), float32, ...")] = "auto",
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 15,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Rounds; medians are reported. Default: 15, or the suite's.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None,
     json_file: o.JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the result into this folder.")] = None,
     debug: o.Debug = False,
 ) -> None:
-    """Time prefill and decode, dense against routed, in one process.
+    """Measure a routed model against its dense base, in one process.
 
     Prompts are random tokens, on which every budget is calibrated first, so that the share asked for really runs
     full. eta is the part of the skipped arithmetic that shows on the clock.
@@ -40,57 +81,221 @@ def bench(
     Example:
       hf-depthroute bench --shape qwen2.5-0.5b --budgets 0.5,0.25 --threads 2
       hf-depthroute bench --adapter routed --json bench.json
+      hf-depthroute bench --suite recipes/speed/cpu.yaml --json new.json --plot plots
+      hf-depthroute bench --compare old.json new.json
     """
-    if (adapter is None) == (shape is None):
-        raise CliError("bench: give either --adapter (with or without --model) or --shape")
-    if shape is not None and model is not None:
-        raise CliError("bench: --model does not go with --shape; a shape has random weights")
-    if shape is None and (layers is not None or gate is not None):
-        raise CliError("bench: --layers and --gate go with --shape; an adapter has its own")
+    given = {"--adapter": adapter, "--shape": shape, "--suite": suite, "--compare": compare}
+    chosen = [name for name, value in given.items() if value is not None]
+    if len(chosen) != 1:
+        raise CliError("bench: give either --adapter (with or without --model), --shape, --suite or --compare")
+    if model is not None and adapter is None:
+        why = "a shape has random weights" if shape is not None else "it names what is measured"
+        raise CliError(f"bench: --model does not go with {chosen[0]}; {why}")
+    of_shape = {"layers": layers, "target": target, "gate": gate, "depth": depth, "vocabulary": vocabulary}
+    misplaced = [name for name in _OF_SHAPE if of_shape[name] is not None]
+    misplaced = [name for name in misplaced if suite is None or name not in ("depth", "vocabulary")]
+    if shape is None and misplaced:
+        raise CliError(f"bench: --{' and --'.join(misplaced)} go with --shape; {chosen[0]} brings its own")
+    if compare is not None:
+        _compare(*compare, json_file)
+        return
     from . import loading
 
     loading.quiet(debug)
     import torch
 
-    from ..bench import SHAPES, bench_shape, dense_view
-    from ..bench import bench as measure
-
     loading.check_dtype(dtype, loading.DTYPES)
     if threads is not None:
         torch.set_num_threads(threads)
-    arguments: dict[str, Any] = {
-        "budgets": o.parse_budgets(budgets),
-        "batch": batch,
-        "length": length,
-        "decode_batch": decode_batch,
-        "decode_steps": decode_steps,
-        "repeats": repeats,
-        "progress": lambda line: print(line, file=sys.stderr),
+    sizes = {
+        "batch": _numbers("--batch", batch),
+        "length": _numbers("--length", length, low=2),
+        "decode_batch": _numbers("--decode-batch", decode_batch),
     }
-    if shape is not None:
-        if shape not in SHAPES:
-            raise CliError(f"--shape {shape}: use one of: {', '.join(SHAPES)}")
-        result = bench_shape(
-            shape,
-            layers=o.parse_layers(layers) or "last:12",  # type: ignore[arg-type]
-            gate=gate or "mlp",
-            dtype=torch.bfloat16 if dtype == "auto" else getattr(torch, dtype),
-            **arguments,
-        )
+    modes = None if baselines is None else _names("--baselines", baselines, ("eager", "static", "compiled"))
+    if suite is not None:
+        overrides = {"depth": depth, "vocabulary": vocabulary, "rounds": repeats, "baselines": modes}
+        result = _run_suite(suite, overrides | {"dtype": None if dtype == "auto" else dtype})
     else:
-        assert adapter is not None
-        adapter_config = loading.load_adapter_config(adapter)
-        model = loading.base_of(adapter, adapter_config, model)
-        loading.check_length(length + decode_steps, loading.load_config(model), "--length + --decode-steps")
-        base = loading.load_model(model, dtype)
-        untouched = dense_view(base)
-        result = measure(loading.load_adapter(base, adapter), base=untouched, **arguments)
+        allowed = _SINGLE if shape is None else (*_SINGLE, "train", "load")
+        arguments: dict[str, Any] = {
+            "cases": _names("--cases", cases, allowed),
+            "budgets": tuple(o.parse_budgets(budgets)),
+            "masked": masked,
+            "tune": tune,
+            "baselines": modes,
+            "steps": decode_steps,
+            "rounds": repeats or 15,
+        }
+        if adapter is not None:
+            result = _measure_adapter(adapter, model, dtype, arguments, sizes)
+        else:
+            fields: dict[str, Any] = of_shape | {"shape": shape, "layers": o.parse_layers(layers), "dtype": dtype}
+            fields |= {"loss": list(_names("--loss", loss, ("naive", "fused")))}
+            result = _measure_shape(fields, arguments, sizes)
     if json_file is not None:
         loading.write_json(json_file, result)
-    rows = [
-        (part, budget, f"{values['full_ratio']:.3f}", f"{result[part]['dense_ms']:.2f}", f"{values['routed_ms']:.2f}",
-         f"{values['speedup']:.3f}", f"{values['eta']:.2f}", f"{values['tokens_per_s']:.0f}")
-        for part in ("prefill", "decode") if part in result
-        for budget, values in result[part]["budgets"].items()
-    ]  # fmt: skip
-    loading.print_table(("", "budget", "full ratio", "dense ms", "routed ms", "speed-up", "eta", "tokens/s"), rows)
+    from ..bench.results import tables
+
+    for table in tables(result):
+        _print(table)
+    if plot is not None:
+        from ..bench.plots import plot_result
+
+        for path in plot_result(plot, result):
+            print(f"wrote {path}", file=sys.stderr)
+
+
+def _compare(old: Path, new: Path, json_file: Path | None) -> None:
+    from . import loading
+
+    loading.quiet(False)
+    from ..bench.results import compare_results, comparison_table, read_result
+
+    try:
+        comparison = compare_results(read_result(old), read_result(new))
+    except ValueError as error:
+        raise CliError(f"--compare {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CliError(f"--compare {old} {new}: not results of hf-depthroute bench ({error!r} is wrong)") from error
+    if json_file is not None:
+        loading.write_json(json_file, comparison.to_dict())
+    for note in comparison.notes:
+        print(f"note: {note}")
+    table = comparison_table(comparison)
+    if table.rows:
+        _print(table)
+    else:
+        print("the results have no measurement in common")
+
+
+def _run_suite(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    from ..bench.suite import read_suite, run_cases
+
+    try:
+        name, listed = read_suite(path, **overrides)
+    except ValueError as error:
+        raise CliError(f"--suite {error}") from error
+    return _refused(lambda: run_cases(listed, name=name, progress=_progress))
+
+
+def _measure_shape(fields: dict[str, Any], arguments: dict[str, Any], sizes: dict[str, list[int]]) -> dict[str, Any]:
+    import torch
+
+    from ..bench.shapes import SHAPES
+    from ..bench.single import bench_shape
+    from ..bench.suite import expand, run_cases
+
+    shape, cases = fields["shape"], arguments.pop("cases")
+    if shape not in SHAPES:
+        raise CliError(f"--shape {shape}: use one of: {', '.join(SHAPES)}")
+    if fields["dtype"] == "auto":
+        fields["dtype"] = "bfloat16"
+    given = {name: value for name, value in fields.items() if value is not None}
+    steps = arguments.pop("steps")
+    if all(len(values) == 1 for values in sizes.values()) and set(cases) <= set(_SINGLE):
+        given.pop("loss")
+        given["dtype"] = getattr(torch, given["dtype"])
+        chosen = _single(sizes, steps, arguments.pop("rounds"))
+        return _refused(lambda: bench_shape(parts=cases, **given, **arguments, **chosen))
+    listed = []
+    try:
+        for case in cases:
+            if case == "decode" and steps == 0:
+                continue
+            batch = sizes["decode_batch" if case == "decode" else "batch"]
+            entry = {"case": case, **given, **arguments, "batch": batch, "length": sizes["length"]}
+            listed += expand(entry | ({"steps": steps} if case == "decode" else {}), {})
+    except ValueError as error:
+        raise CliError(f"bench: {error}") from error
+    listed = list(dict.fromkeys(_plain(case) for case in listed))
+    return _refused(lambda: run_cases(listed, progress=_progress))
+
+
+def _plain(case: Any) -> Any:
+    """Without what its kind of case does not look at, so that nothing is measured twice."""
+    import dataclasses
+
+    drop: dict[str, Any] = {} if case.case == "train" else {"loss": "naive"}
+    if case.case == "load":
+        drop |= {"batch": 1, "length": 1}
+    return dataclasses.replace(case, **drop)
+
+
+def _measure_adapter(
+    adapter: str, model: str | None, dtype: str, arguments: dict[str, Any], sizes: dict[str, list[int]]
+) -> dict[str, Any]:
+    from ..bench.shapes import dense_view
+    from ..bench.single import bench, bench_sizes
+    from ..bench.variants import hold_adapter_in, wants_base_dtype
+    from . import loading
+
+    adapter_config = loading.load_adapter_config(adapter)
+    model = loading.base_of(adapter, adapter_config, model)
+    cases, steps, rounds = (arguments.pop(name) for name in ("cases", "steps", "rounds"))
+    loading.check_length(max(sizes["length"]) + steps, loading.load_config(model), "--length + --decode-steps")
+    base = loading.load_model(model, dtype)
+    untouched = dense_view(base)
+    routed = loading.load_adapter(base, adapter)
+    first = next(base.parameters())
+    if wants_base_dtype(first.device, arguments["baselines"]):
+        hold_adapter_in(routed, first.dtype)
+    if all(len(values) == 1 for values in sizes.values()):
+        chosen = _single(sizes, steps, rounds)
+        return _refused(lambda: bench(routed, base=untouched, parts=cases, **arguments, **chosen))
+    arguments |= {"decode_steps": steps, "repeats": rounds, "progress": _progress}
+    return _refused(lambda: bench_sizes(routed, base=untouched, parts=cases, **arguments, **sizes))
+
+
+def _single(sizes: dict[str, list[int]], steps: int, rounds: int) -> dict[str, Any]:
+    values = {name: values[0] for name, values in sizes.items()}
+    return values | {"decode_steps": steps, "repeats": rounds, "progress": _progress}
+
+
+def _refused(measure: Any) -> dict[str, Any]:
+    """What `measure` returns; what it cannot measure is the caller's choice, and said in one line."""
+    try:
+        result: dict[str, Any] = measure()
+    except ValueError as error:
+        raise CliError(f"bench: {error}") from error
+    return result
+
+
+def _print(table: Any) -> None:
+    """On stdout; a table too wide for the terminal wraps, and none is cut in a pipe or a file."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=240)
+    printed = Table(box=box.SIMPLE_HEAD)
+    for number, name in enumerate(table.head):
+        text = number == 0 or not any(row[number][:1].isdigit() for row in table.rows)
+        printed.add_column(name, justify="left" if text else "right")
+    for row in table.rows:
+        printed.add_row(*row)
+    console.print(printed)
+
+
+def _numbers(option: str, text: str, low: int = 1) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise CliError(f"{option} {text!r}: write whole numbers, such as 1,8") from error
+    if min(numbers) < low:
+        raise CliError(f"{option} {text}: each must be at least {low}")
+    return numbers
+
+
+def _names(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise CliError(f"{option} {text}: {unknown[0]!r} is unknown here; use some of: {', '.join(allowed)}")
+    return names
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr)

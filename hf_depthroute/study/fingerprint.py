@@ -12,7 +12,7 @@ import torch
 import transformers
 
 PACKAGE = Path(__file__).parents[1]
-UNRELATED = ("cli", "report", "bench.py", "hub.py")  # parts of the package that no result depends on
+UNRELATED = ("cli", "report", "bench", "hub.py")  # parts of the package that no result depends on
 
 _NAMES = {"code": "code of hf_depthroute", "data": "data", "base": "base model"}
 

@@ -1,0 +1,283 @@
+"""Measured time of a routed model against its dense base, in prefill and in decode.
+
+    eta = (T_dense - T_routed) / (T_dense - T_ideal),   T_ideal = T_dense * FLOPs_routed / FLOPs_dense
+
+`eta` is 1 when every skipped FLOP shows on the clock; `eta_roofline` is the same with the ratio of the two roofline
+times instead of FLOPs. `T_dense` is the fastest of the modes measured, and so is `T_routed`. All variants share one
+set of weights, one process and the same tokens; their runs are interleaved in random order; times are medians over
+rounds, and ratios are medians of each round's own ratio.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..cost import route_cost
+from .roofline import count_work
+from .timing import Estimate, Peaks, Samples, interleave, measure_peaks, synchronise
+from .variants import (
+    BASE,
+    DISABLED,
+    FULL,
+    Variants,
+    as_run,
+    budget_name,
+    check_modes,
+    count_passes,
+    fill_cache,
+    masked_name,
+    new_cache,
+    new_step,
+    rewind_cache,
+    tuned_name,
+)
+
+Key = tuple[str, str]  # variant, mode
+_TELLING = 0.005  # an ideal saving below this share of the dense time gives no meaningful eta
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is run: a prompt, or given tokens one by one after a prompt.
+
+    Attributes:
+        input_ids: `[B, T]`; in decode the prompt, then the tokens.
+        steps: Decoding steps; 0 for prefill.
+        logits: `"all"` positions of a prompt go through the LM head, or the `"last"`.
+    """
+
+    input_ids: torch.Tensor
+    steps: int = 0
+    logits: str = "all"
+
+    @property
+    def batch(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def prompt(self) -> int:
+        """Tokens per sequence before the decoding steps."""
+        return self.input_ids.shape[1] - self.steps
+
+    def sizes(self) -> dict[str, Any]:
+        """Of one timed forward pass, as `count_work` takes them; in decode the middle one."""
+        if self.steps:
+            return {"batch": self.batch, "length": 1, "cached": self.prompt + self.steps // 2, "logits": 1}
+        kept = self.prompt if self.logits == "all" else 1
+        return {"batch": self.batch, "length": self.prompt, "cached": 0, "logits": kept}
+
+
+def measure_inference(
+    variants: Variants,
+    workload: Workload,
+    *,
+    modes: Sequence[str] | None = None,
+    rounds: int = 15,
+    peaks: Peaks | None = None,
+) -> dict[str, Any]:
+    """Time every variant in every mode.
+
+    Args:
+        variants: Of one model.
+        workload: Prefill or decode.
+        modes: Some of `MODES`. Default: eager on CPUs, all on GPUs.
+        rounds: Each times every variant and mode once.
+        peaks: Of the machine; measured when None.
+
+    Returns:
+        A JSON-ready dict. `dense_ms` (per decoding step), `dense_mode`, `dense_modes`, `dense_error` (relative),
+        `dense_tokens_per_s`, `roofline`; `disabled_over_base`; `overheads` of the adapter when disabled and at budget
+        1; `budgets` with for each `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `eta_roofline`,
+        `full_ratio`, `full_passes`, `flops_routed_over_dense`, `roofline` and `tokens_per_s`; `masked` and
+        `tuned` with the same
+        times for the mask-after-compute router. Errors are standard errors of medians; `eta` is None where the ideal
+        saves nothing.
+
+    Raises:
+        ValueError: A mode is unknown.
+    """
+    device = workload.input_ids.device
+    modes = check_modes(modes, device)
+    peaks = peaks or measure_peaks(device, next(variants.inner.parameters()).dtype)
+    runs = _Runs(variants, workload)
+    keys = [(name, mode) for mode in modes for name in variants.names]
+    with torch.no_grad():
+        samples = interleave({key: runs.timer(*key) for key in keys}, rounds)
+        shares = {budget: runs.shares(budget) for budget in variants.budgets}
+    return _report(variants, workload, modes, samples, shares, peaks)
+
+
+class _Runs:
+    """Runs a workload as any variant in any mode. Caches are filled once, and rewound after each run."""
+
+    def __init__(self, variants: Variants, workload: Workload) -> None:
+        self.variants, self.workload = variants, workload
+        self._caches: dict[Any, Any] = {}
+
+    def timer(self, name: str, mode: str) -> Callable[[], float]:
+        def seconds() -> float:
+            device = self.workload.input_ids.device
+            with self._ready(name, mode) as (run, rewind):
+                # What ran before leaves its mark on caches and on the allocator: run once untimed, as in steady use.
+                run()
+                rewind()
+                synchronise(device)
+                start = time.perf_counter()
+                run()
+                synchronise(device)
+                taken = time.perf_counter() - start
+                rewind()
+                return taken
+
+        return seconds
+
+    def shares(self, budget: float) -> Mapping[int, tuple[float, float]]:
+        """What ran, from `PassCounter.shares`."""
+        with self._ready(budget_name(budget), "eager") as (run, rewind), count_passes(self.variants.model) as counter:
+            run()
+            rewind()
+        return counter.shares()
+
+    @contextmanager
+    def _ready(self, name: str, mode: str) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+        """A function that runs the workload, and one that brings the cache back to where it started."""
+        work = self.workload
+        with self.variants.using(name) as model:
+            call = as_run(model, mode)
+            cache = self._cache(name, mode, model)
+            tokens = work.input_ids[:, work.prompt :].split(1, dim=1) if work.steps else (work.input_ids,)
+            start = work.prompt if work.steps else 0
+            kept = work.sizes()["logits"]
+
+            def run() -> None:
+                kwargs = {"past_key_values": cache} if cache is not None else {}
+                for part in tokens:
+                    new_step(mode)
+                    logits = call(part, use_cache=True, logits_to_keep=kept, **kwargs).logits
+                    if work.steps:
+                        logits.argmax(-1)  # decoding looks at them, whatever is fed next
+
+            def rewind() -> None:
+                if cache is not None:
+                    rewind_cache(cache, start)
+
+            yield run, rewind
+
+    def _cache(self, name: str, mode: str, model: nn.Module) -> Any:
+        """The cache that this variant starts from; None where each run makes its own."""
+        work = self.workload
+        if not work.steps and mode == "eager":
+            return None
+        # Every variant decodes from the same keys and values, unless the cache holds decisions of one variant.
+        key = (name if self.variants.keeps_sequences() else None, "eager" if mode == "eager" else "static")
+        if key not in self._caches:
+            cache = new_cache(model, mode, work.input_ids.shape[1])
+            fill_cache(model, cache, work.input_ids[:, : work.prompt])
+            if not work.steps:
+                rewind_cache(cache, 0)
+            self._caches[key] = cache
+        return self._caches[key]
+
+
+def _report(
+    variants: Variants,
+    work: Workload,
+    modes: Sequence[str],
+    samples: Samples[Key],
+    shares: Mapping[float, Mapping[int, tuple[float, float]]],
+    peaks: Peaks,
+) -> dict[str, Any]:
+    per, tokens = max(1, work.steps), work.batch * (work.steps or work.prompt)
+    reference = variants.reference
+
+    def fastest(name: str) -> Key:
+        return min(((name, mode) for mode in modes), key=samples.median)
+
+    dense = fastest(reference)
+    seconds = samples.median(dense)
+    sizes = work.sizes()
+    dense_work = count_work(variants.model, **sizes)
+
+    def timed(name: str, label: str) -> tuple[dict[str, Any], Estimate]:
+        key = fastest(name)
+        ratio = samples.ratio(key, dense)
+        value, error = ratio.rounded()
+        part = {
+            f"{label}_ms": round(samples.median(key) * 1e3 / per, 3),
+            "mode": key[1],
+            "ratio": value,
+            "ratio_error": error,
+            "speedup": round(1 / ratio.value, 4),
+            "tokens_per_s": round(tokens / samples.median(key), 1),
+        }
+        if len(modes) > 1:
+            part["modes"] = {mode: round(samples.ratio((name, mode), dense).value, 4) for mode in modes}
+        return part, ratio
+
+    dense_error = samples.estimate(dense).error
+    part: dict[str, Any] = {
+        "batch": work.batch,
+        "length": work.prompt,
+        **({"steps": work.steps} if work.steps else {"logits": work.logits}),
+        "rounds": len(samples.seconds[dense]),
+        "dense_ms": round(seconds * 1e3 / per, 3),
+        "dense_error": None if dense_error is None else round(dense_error / seconds, 4),
+        "dense_mode": dense[1],
+        "dense_modes": {mode: round(samples.median((reference, mode)) * 1e3 / per, 3) for mode in modes},
+        "dense_tokens_per_s": round(tokens / seconds, 1),
+        "roofline": dense_work.summary(peaks),
+        "overheads": {},
+        "disabled_over_base": None,
+        "budgets": {},
+        "masked": {},
+        "tuned": {},
+    }
+    if reference == BASE:
+        for name in (DISABLED, FULL):  # in the mode that the dense model is fastest in, for like with like
+            value, error = samples.ratio((name, dense[1]), dense).rounded()
+            part["overheads"][name] = {"ratio": value, "ratio_error": error, "mode": dense[1]}
+        part["disabled_over_base"] = part["overheads"][DISABLED]["ratio"]
+    for budget, layers in shares.items():
+        row, ratio = timed(budget_name(budget), "routed")
+        ran = {index: rows for index, (rows, _) in layers.items()}
+        with variants.using(budget_name(budget)):
+            cost = route_cost(
+                variants.model,
+                batch_size=sizes["batch"],
+                length=sizes["length"],
+                cached=sizes["cached"],
+                logits_to_keep=sizes["logits"],
+                full_ratio=ran,
+            )
+            routed_work = count_work(variants.model, **sizes, shares=layers)
+        ideal = cost.flops_routed / cost.flops_dense
+        ideal_roofline = routed_work.seconds(peaks) / dense_work.seconds(peaks)
+        row |= {
+            "eta": _eta(ratio.value, ideal),
+            "eta_roofline": _eta(ratio.value, ideal_roofline),
+            "full_ratio": round(statistics.mean(ran.values()), 4),
+            "full_passes": round(statistics.mean(passes for _, passes in layers.values()), 4),
+            "flops_routed_over_dense": round(ideal, 4),
+            "roofline_routed_over_dense": round(ideal_roofline, 4),
+            "roofline": routed_work.summary(peaks),
+        }
+        part["budgets"][str(budget)] = row
+        if masked_name(budget) in variants.names:
+            part["masked"][str(budget)], masked = timed(masked_name(budget), "masked")
+            part["masked"][str(budget)]["eta"] = _eta(masked.value, ideal)
+        if budget in variants.chosen:  # layers may have turned routing off, so there is no eta
+            part["tuned"][str(budget)], _ = timed(tuned_name(budget), "tuned")
+            part["tuned"][str(budget)]["executors"] = variants.chosen[budget]
+    return part
+
+
+def _eta(ratio: float, ideal: float) -> float | None:
+    return round((1 - ratio) / (1 - ideal), 4) if 1 - ideal >= _TELLING else None

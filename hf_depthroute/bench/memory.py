@@ -1,0 +1,94 @@
+"""Measured memory: weights, KV cache, and the peak of everything a run holds beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..cache import kv_cache_bytes
+from ..calibration import active_routings
+from .inference import Workload
+from .variants import Variants, budget_name, fill_cache, new_cache
+
+
+def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """The most memory that exists at one time during `run`, above what there was before it.
+
+    On CPUs from the profiler's record of every allocation and release, which slows `run` down; on GPUs from the
+    allocator's own statistics.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return max(0, torch.cuda.max_memory_allocated(device) - before)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its start and its end on stderr
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    recorded: Any = profiler.profiler
+    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def module_bytes(modules: Sequence[nn.Module]) -> int:
+    """Bytes of the parameters and buffers of some modules, each tensor once."""
+    tensors = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+@torch.no_grad()
+def measure_memory(variants: Variants, workload: Workload) -> dict[str, Any]:
+    """Bytes of the weights, and per variant of the KV cache after the prompt, and the peaks of prefill and decode.
+
+    Returns:
+        A JSON-ready dict: `base_bytes`, `adapter_bytes`, and per variant `kv_bytes`, `prefill_bytes` and
+        `decode_bytes`. The last two are peaks above the weights; prefill's includes the KV cache that it makes, and
+        decode's is above the cache that was there.
+    """
+    holders = active_routings(variants.model)
+    adapter = module_bytes(holders)
+    rows = {}
+    device = workload.input_ids.device
+    prompt, following = workload.input_ids[:, : workload.prompt], workload.input_ids[:, workload.prompt :]
+    kept = workload.sizes()["logits"]
+    for name in variants.names:
+        with variants.using(name) as model:
+            filled: Any = new_cache(model, "eager", workload.input_ids.shape[1])
+            fill_cache(model, filled, prompt)
+            row = {"kv_bytes": kv_cache_bytes(filled)}
+
+            def prefill(model: Any = model) -> None:
+                model(prompt, use_cache=True, logits_to_keep=kept)
+
+            def decode(model: Any = model, cache: Any = filled) -> None:
+                model(following[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+            row["prefill_bytes"] = peak_bytes(prefill, device)
+            if following.numel():
+                row["decode_bytes"] = peak_bytes(decode, device)
+            rows[name] = row
+    total = module_bytes([variants.model])
+    return {
+        "batch": workload.batch,
+        "length": workload.prompt,
+        "logits": workload.logits,
+        "base_bytes": total - adapter,
+        "adapter_bytes": adapter,
+        "variants": rows,
+        "kv_over_dense": {
+            str(budget): round(rows[budget_name(budget)]["kv_bytes"] / rows[variants.reference]["kv_bytes"], 4)
+            for budget in variants.budgets
+        },
+    }

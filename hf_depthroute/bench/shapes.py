@@ -1,0 +1,113 @@
+"""Models to time: random weights at the shapes of released models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+# Speed does not depend on the values of the weights. The two small shapes have a vocabulary of 32,000, so that the
+# head, which no routing touches, does not hide the layers; `random_model(vocabulary=...)` sets another one.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "llama-3-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
+    "olmoe-1b-7b": {
+        "model_type": "olmoe",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "vocab_size": 50304,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def random_model(
+    shape: str,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    *,
+    depth: int | None = None,
+    vocabulary: int | None = None,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """A model with random weights at one of `SHAPES`, in eval mode.
+
+    Args:
+        shape: A key of `SHAPES`.
+        dtype: Of the weights.
+        seed: Of the weights.
+        depth: Decoder layers; fewer than the shape's own where the machine does not hold them all.
+        vocabulary: Rows of the embedding and the head; default: the shape's.
+        device: Where the weights are made.
+
+    Raises:
+        ValueError: `shape` is unknown, `depth` or `vocabulary` is out of range.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"shape {shape!r} is unknown; use one of: {', '.join(SHAPES)}")
+    sizes = dict(SHAPES[shape])
+    if depth is not None:
+        if not 1 <= depth <= sizes["num_hidden_layers"]:
+            raise ValueError(f"depth={depth}: {shape} has {sizes['num_hidden_layers']} layers; use 1 to that many")
+        sizes["num_hidden_layers"] = depth
+    if vocabulary is not None:
+        if vocabulary < 2:
+            raise ValueError(f"vocabulary={vocabulary} must be at least 2")
+        sizes["vocab_size"] = vocabulary
+    config = transformers.AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def dense_view(model: nn.Module) -> nn.Module:
+    """A copy of a model's modules around the very same tensors: the untouched base to compare with."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def random_tokens(model: Any, batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[batch, length]` on the model's device."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=generator)
+    return ids.to(next(model.parameters()).device)

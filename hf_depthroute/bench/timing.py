@@ -1,0 +1,167 @@
+"""The machine that figures are measured on, and how they are: interleaved runs, medians, ratios within a round."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import transformers
+
+_ROUNDS = 15
+_BUFFER_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}  # far beyond any cache
+_MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What the machine reaches, in one dtype.
+
+    Attributes:
+        bytes_per_s: The higher rate of a copy (bytes read and written) and of a matrix-vector product (bytes read).
+        flops_per_s: Of a square matrix product, 1,024 on CPUs and 8,192 on GPUs.
+    """
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def to_dict(self) -> dict[str, float]:
+        return {
+            "gb_per_s": round(self.bytes_per_s / 1e9, 2),
+            "gflop_per_s": round(self.flops_per_s / 1e9, 2),
+        }
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """What the figures were measured on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
+    """The machine's peaks, the best of a few runs each; measured once per process, dtype and number of threads."""
+    return _measure_peaks(device, dtype, torch.get_num_threads())
+
+
+@functools.cache
+def _measure_peaks(device: torch.device, dtype: torch.dtype, threads: int) -> Peaks:
+    kind = device.type if device.type in _MATMUL_SIZE else "cpu"
+    width = 4096
+    matrix = torch.ones(_BUFFER_BYTES[kind] // dtype.itemsize // width, width, dtype=dtype, device=device)
+    target, vector = torch.empty_like(matrix), matrix[0].clone()
+    copied = 2 * matrix.nbytes / _best(target.copy_, (matrix,), device)
+    read = matrix.nbytes / _best(torch.mv, (matrix, vector), device)
+    del matrix, target
+    size = _MATMUL_SIZE[kind]
+    square = torch.ones(size, size, dtype=dtype, device=device)
+    flops = 2 * size**3 / _best(torch.mm, (square, square), device)
+    return Peaks(max(copied, read), flops)
+
+
+def _best(run: Callable[..., Any], arguments: tuple[torch.Tensor, ...], device: torch.device) -> float:
+    """Seconds of the fastest run: a peak is what the machine can do when nothing disturbs it."""
+    seconds = []
+    for _ in range(_ROUNDS):
+        synchronise(device)
+        start = time.perf_counter()
+        run(*arguments)
+        synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def relative_load() -> float | None:
+    """Processes that wanted to run in the last minute, per core; None where the system does not say."""
+    try:
+        return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
+    except OSError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = {line.split(":", 1)[1].strip() for line in file if line.startswith("model name")}
+        return ", ".join(sorted(names)) or platform.processor()
+    except OSError:
+        return platform.processor()
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+WARMUP = 2  # rounds that are not counted
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median and its standard error, from the quartiles; no error where there are too few rounds to tell."""
+
+    value: float
+    error: float | None
+
+    @classmethod
+    def of(cls, values: list[float]) -> Estimate:
+        if len(values) < 4:
+            return cls(statistics.median(values), None)
+        low, middle, high = statistics.quantiles(values, n=4)
+        # 1.349 quartile distances to a standard deviation; a median's error is 1.253 times a mean's.
+        return cls(middle, 1.253 * (high - low) / 1.349 / len(values) ** 0.5)
+
+    def rounded(self, digits: int = 4) -> tuple[float, float | None]:
+        return round(self.value, digits), None if self.error is None else round(self.error, digits)
+
+
+class Samples(Generic[Key]):
+    """Seconds of each variant, one per round.
+
+    Ratios are taken within a round, where the machine's drift is the same for both sides.
+    """
+
+    def __init__(self, seconds: Mapping[Key, list[float]]) -> None:
+        self.seconds = dict(seconds)
+
+    def median(self, key: Key) -> float:
+        return statistics.median(self.seconds[key])
+
+    def estimate(self, key: Key) -> Estimate:
+        return Estimate.of(self.seconds[key])
+
+    def ratio(self, key: Key, reference: Key) -> Estimate:
+        """Time of `key` over that of `reference`."""
+        return Estimate.of([a / b for a, b in zip(self.seconds[key], self.seconds[reference])])
+
+
+def interleave(variants: Mapping[Key, Callable[[], float]], rounds: int) -> Samples[Key]:
+    """Time all variants in turn.
+
+    Args:
+        variants: What to time; each call returns the seconds it took.
+        rounds: Counted rounds, after `WARMUP` others.
+    """
+    seconds: dict[Key, list[float]] = {key: [] for key in variants}
+    for round_ in range(rounds + WARMUP):
+        for key in random.Random(round_).sample(list(variants), len(variants)):
+            taken = variants[key]()
+            if round_ >= WARMUP:
+                seconds[key].append(taken)
+    return Samples(seconds)

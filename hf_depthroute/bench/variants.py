@@ -1,0 +1,284 @@
+"""What is timed side by side on one set of weights: variants of a model, each in several modes.
+
+* `base`: the untouched model.
+* `disabled`: the adapter is there and switched off.
+* `budget 1.0`: the adapter is on and every token runs full.
+* `budget B`: the routed model.
+* `masked B`: the same decisions by a plain mask-after-compute router, which runs both paths for every token.
+* `tuned B`: every layer with the executor that `tune_execution` measured to be the fastest at this shape.
+
+Modes: `eager` fills a `DynamicCache`, `static` a `StaticCache` of the length that is needed, and `compiled` the same
+under `torch.compile`, with CUDA graphs where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, StaticCache
+
+from ..autotune import tune_execution
+from ..calibration import active_routings, calibrate
+from ..trace import RouteRecord, overridden
+
+BASE, DISABLED, FULL = "base", "disabled", "budget 1.0"
+
+
+def budget_name(budget: float) -> str:
+    return f"budget {float(budget)}"
+
+
+def masked_name(budget: float) -> str:
+    return f"masked {float(budget)}"
+
+
+def tuned_name(budget: float) -> str:
+    return f"tuned {float(budget)}"
+
+
+class Variants:
+    """Switches a routed model between its variants.
+
+    Args:
+        model: A `PeftModel` with an active depth-routed adapter; put into eval mode.
+        base: The untouched base, from `dense_view` before the adapter was injected; None where there is none.
+        budgets: Budgets below 1, each routed and, with `masked`, masked.
+        masked: Whether to include the mask-after-compute router.
+        input_ids: `[B, T]`, tokens to calibrate every budget on. None: the adapter's own thresholds are used.
+        tune: Prompts `[B, T]` to choose executors on, for the variant with tuned ones; None: without it.
+        decodes: Whether executors are chosen for decoding steps after the prompts, or for the prompts.
+
+    Raises:
+        ValueError: No routed adapter is active, or its inference does not follow a budget.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        base: nn.Module | None,
+        budgets: Sequence[float],
+        masked: bool = False,
+        input_ids: torch.Tensor | None = None,
+        tune: torch.Tensor | None = None,
+        decodes: bool = False,
+    ) -> None:
+        self.model, self.base = model.eval(), base
+        self.budgets = tuple(float(budget) for budget in budgets if budget < 1.0)
+        self.config = active_routings(model)[0].active_config()
+        self._budget, self._saved = self.config.budget, _thresholds(model)
+        # All thresholds are found now: calibration must not run between timed rounds.
+        self._tables = {1.0: self._saved}
+        self._tuned_before = [holder.tuned for holder in active_routings(model)]
+        self._tuned: dict[float, list[dict[tuple[bool, int], str]]] = {}
+        self.chosen: dict[float, dict[str, int]] = {}  # by budget: how many layers took which executor
+        self._set_tuned(None)
+        for budget in self.budgets:
+            if input_ids is not None:
+                calibrate(model, [{"input_ids": input_ids}], budget=budget)
+            self._tables[budget] = _thresholds(model)
+            if tune is not None:
+                self.config.budget = budget
+                self._tune(budget, tune, decodes)
+        names = [*([BASE] if base is not None else []), DISABLED, FULL, *map(budget_name, self.budgets)]
+        names += [*(map(masked_name, self.budgets) if masked else ()), *map(tuned_name, self._tuned)]
+        self.names: tuple[str, ...] = tuple(names)
+        self.reference = self.names[0]
+        # `generate` calls the model without PEFT's wrapper.
+        self.inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._current: float | None = None
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[nn.Module]:
+        """The model of variant `name`, which behaves as such inside the block."""
+        kind, _, budget = name.partition(" ")
+        if kind == BASE:
+            assert self.base is not None
+            yield self.base
+            return
+        if kind == DISABLED:
+            with overridden(self.model, "_disable_adapters", True):
+                yield self.inner
+            return
+        self._use(float(budget))
+        if kind == "masked":
+            with overridden(self.model, "executor", "masked"):
+                yield self.inner
+            return
+        self._set_tuned(self._tuned[float(budget)] if kind == "tuned" else None)
+        try:
+            yield self.inner
+        finally:
+            self._set_tuned(None)
+
+    def restore(self) -> None:
+        """Give the adapter back its budget, its thresholds and its tuned executors."""
+        self._set_tuned(self._tuned_before)
+        self.config.budget, self._current = self._budget, None
+        _set_thresholds(self.model, self._saved)
+
+    def keeps_sequences(self) -> bool:
+        """Whether a KV cache remembers decisions, so that no two variants can share one."""
+        return self.config.granularity == "sequence" or self.config.gate == "none"
+
+    def _tune(self, budget: float, prompts: torch.Tensor, decodes: bool) -> None:
+        choices = tune_execution(self.model, prompts, steps=8 if decodes else 0, repeats=3)
+        wanted = "decode" if decodes else "prefill"
+        self.chosen[budget] = dict(Counter(choice.executor for choice in choices if choice.step == wanted))
+        self._tuned[budget] = [holder.tuned for holder in active_routings(self.model)]
+        self._set_tuned(None)
+
+    def _set_tuned(self, tuned: list[dict[tuple[bool, int], str]] | None) -> None:
+        for index, holder in enumerate(active_routings(self.model)):
+            holder.tuned = {} if tuned is None else tuned[index]
+
+    def _use(self, budget: float) -> None:
+        if budget != self._current:
+            self.config.budget = self._current = budget
+            _set_thresholds(self.model, self._tables[budget])
+
+
+def hold_adapter_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the adapter's weights in the base's dtype, as `autocast_adapter_dtype=False` does when one is loaded."""
+    for holder in active_routings(model):
+        for group in holder.adapter_layer_names:
+            getattr(holder, group).to(dtype)
+
+
+def adapter_dtype(model: nn.Module) -> str:
+    """The dtype of the adapter's weights, such as `"float32"`."""
+    weights = (p for holder in active_routings(model) for p in holder.parameters())
+    return str(next(weights).dtype).removeprefix("torch.")
+
+
+def wants_base_dtype(device: torch.device, modes: Sequence[str] | None) -> bool:
+    """Whether routers are timed in the base's dtype: where casts are launches of their own, or compiled."""
+    return device.type == "cuda" or "compiled" in (modes or ())
+
+
+class PassCounter:
+    """A recorder of what ran, summed over forward passes: rows that ran full, and passes in which any row did."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, list[torch.Tensor]] = {}
+
+    def __setitem__(self, layer_index: int, record: RouteRecord) -> None:
+        mask = record.mask & record.real
+        self._counts.setdefault(layer_index, []).append(torch.stack([mask.float().mean(), mask.any().float()]))
+
+    def shares(self) -> Mapping[int, tuple[float, float]]:
+        """Per layer: the share of rows that ran full, and the share of passes in which at least one did."""
+        means = {index: torch.stack(counts).mean(0).tolist() for index, counts in sorted(self._counts.items())}
+        return {index: (rows, passes) for index, (rows, passes) in means.items()}
+
+
+@contextmanager
+def count_passes(model: nn.Module) -> Iterator[PassCounter]:
+    """Count what every routed layer of `model` runs in the block; forward passes must be of equal size."""
+    counter, holders = PassCounter(), active_routings(model)
+    for holder in holders:
+        holder.recorders.append(counter)  # type: ignore[arg-type]
+    try:
+        yield counter
+    finally:
+        for holder in holders:
+            holder.recorders[:] = [recorder for recorder in holder.recorders if recorder is not counter]
+
+
+def _thresholds(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+    """Per routed layer, everything that a budget's threshold comes from."""
+    return [{name: value.clone() for name, value in state.items()} for state in _states(model)]
+
+
+def _set_thresholds(model: nn.Module, saved: list[dict[str, torch.Tensor]]) -> None:
+    for state, values in zip(_states(model), saved):
+        for name, value in values.items():
+            state[name].copy_(value)
+
+
+def _states(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for holder in active_routings(model):
+        controller = holder.active_controller()
+        modules = (holder.active_quantiles(), *(() if controller is None else (controller,)))
+        found.append({f"{i}.{name}": value for i, m in enumerate(modules) for name, value in m.named_buffers()})
+    return found
+
+
+MODES = ("eager", "static", "compiled")
+_CHUNK = 8192  # tokens of one call that fills a cache: what a call holds in between stays small
+
+_compiled: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
+
+
+def check_modes(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
+    """The modes to measure; by default eager on CPUs and all of them on GPUs.
+
+    Raises:
+        ValueError: A name is unknown, or there is none.
+    """
+    if names is None:
+        return MODES if device.type == "cuda" else ("eager",)
+    unknown = [name for name in names if name not in MODES]
+    if unknown or not names:
+        raise ValueError(f"baseline {', '.join(unknown) or 'missing'}: use some of: {', '.join(MODES)}")
+    return tuple(name for name in MODES if name in names)
+
+
+def as_run(model: nn.Module, mode: str) -> Callable[..., Any]:
+    """What is called in this mode. A model is compiled once; its variants are told apart by the compiler's guards."""
+    if mode != "compiled":
+        return model
+    if id(model) not in _compiled:
+        _raise_recompile_limit()
+        kind = "reduce-overhead" if next(model.parameters()).device.type == "cuda" else None
+        _compiled[id(model)] = model, torch.compile(model, dynamic=False, fullgraph=True, mode=kind)
+    return _compiled[id(model)][1]
+
+
+def forget_compiled() -> None:
+    """Drop what was compiled, so that its models can be freed."""
+    _compiled.clear()
+    torch.compiler.reset()
+
+
+def new_step(mode: str) -> None:
+    """Between calls of a compiled model: outputs of the last one may be overwritten."""
+    if mode == "compiled":
+        torch.compiler.cudagraph_mark_step_begin()
+
+
+def new_cache(model: Any, mode: str, length: int) -> Any:
+    """An empty cache for `length` tokens per sequence."""
+    if mode == "eager":
+        return DynamicCache(config=model.config)
+    return StaticCache(config=model.config, max_cache_len=length)
+
+
+@torch.no_grad()
+def fill_cache(model: nn.Module, cache: Any, input_ids: torch.Tensor) -> None:
+    """Run the prompt `[B, T]` into `cache`, some tokens at a time."""
+    for part in input_ids.split(max(1, _CHUNK // len(input_ids)), dim=1):
+        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def rewind_cache(cache: Any, length: int) -> None:
+    """Forget all positions of `cache` from `length` on."""
+    surplus = int(cache.get_seq_length()) - length
+    for layer in cache.layers:
+        position = getattr(layer, "cumulative_length", None)
+        if isinstance(position, torch.Tensor):
+            position.fill_(length)  # in place: a captured graph holds its address
+        elif surplus:
+            layer.crop(-surplus)
+
+
+def _raise_recompile_limit() -> None:
+    # Every budget and executor is a graph of its own; the default limit of 8 would send the rest to eager mode.
+    config: Any = torch._dynamo.config
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    setattr(config, name, max(64, getattr(config, name)))
