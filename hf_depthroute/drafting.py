@@ -80,10 +80,12 @@ class _Draft:
         if kwargs.get("past_key_values") is None:
             self._warn_of_a_routed_target()
         plain = not args and kwargs.keys() <= _PLAIN_KEYS and not kwargs.get("min_new_tokens")
-        if plain and kwargs.get("attention_mask") is None:
+        mask = kwargs.get("attention_mask")
+        if plain and (mask is None or bool(mask.all())):
             ids, count, processors = (kwargs[name] for name in ("input_ids", "max_new_tokens", "logits_processor"))
             out = self._continue(ids, count, config, processors, kwargs.get("past_key_values"))
         else:
+            config.assistant_confidence_threshold = self.confidence
             out = super().generate(*args, **kwargs)  # type: ignore[misc]
         self.drafted += out.sequences.shape[1] - kwargs["input_ids"].shape[1]
         return out
@@ -101,8 +103,7 @@ class _Draft:
     def _continue(self, ids: torch.Tensor, count: int, config: Any, processors: Any, cache: Any) -> Any:
         """Up to `count` tokens behind `ids` `[1, T]`, and for each the scores `[1, V]` that it was drawn from."""
         if cache is None:
-            cache = DynamicCache(config=self.config.get_text_config(decoder=True))  # type: ignore[attr-defined]
-            cache.activate_past_recording()  # it will be cropped behind the accepted tokens
+            cache = DynamicCache()  # also of sliding windows it keeps everything, so that it can be cropped
         ends = config.eos_token_id if isinstance(config.eos_token_id, list | tuple) else [config.eos_token_id]
         last_only = {"logits_to_keep": 1} if self._supports_logits_to_keep() else {}  # type: ignore[attr-defined]
         scores: list[torch.Tensor] = []

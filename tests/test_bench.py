@@ -342,6 +342,13 @@ def test_lists_of_sizes_are_combined_and_overrides_win(suite_file):
     assert len({case.describe() for case in cases}) == len(cases)
 
 
+def test_a_depth_from_outside_keeps_the_share_of_routed_layers(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("shape: qwen2.5-0.5b\ncases:\n - {case: load, layers: 'last:12'}\n - {case: load, layers: all}\n")
+    _, cases = read_suite(path, depth=6)
+    assert [case.layers for case in cases] == ["last:3", "all"]
+
+
 @pytest.mark.parametrize(
     "line, message",
     [

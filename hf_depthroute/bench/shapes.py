@@ -106,6 +106,11 @@ def dense_view(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, shared)
 
 
+def first_sequences(input_ids: torch.Tensor, tokens: int = 16384) -> torch.Tensor:
+    """The first sequences of `[B, T]` that hold at most so many tokens, and at least one of them."""
+    return input_ids[: max(1, tokens // input_ids.shape[1])]
+
+
 def random_tokens(model: Any, batch: int, length: int, seed: int = 0) -> torch.Tensor:
     """Random token ids `[batch, length]` on the model's device."""
     generator = torch.Generator().manual_seed(seed)

@@ -31,7 +31,7 @@ from ..yaml_files import YamlError, read_mapping
 from .inference import Workload, measure_inference
 from .lora import LOSSES, measure_loading, measure_training
 from .memory import measure_memory
-from .shapes import SHAPES, dense_view, random_model, random_tokens
+from .shapes import SHAPES, dense_view, first_sequences, random_model, random_tokens
 from .timing import Peaks, describe_machine, measure_peaks, relative_load
 from .variants import (
     Variants,
@@ -44,7 +44,7 @@ from .variants import (
 
 CASES = ("prefill", "decode", "train", "load", "memory")
 DTYPES = ("bfloat16", "float32", "float16")
-_TUNED_PROMPT = 128
+_TUNED_PROMPT = 128  # tokens
 _MANY = ("batch", "length", "loss")  # keys that may hold a list
 
 
@@ -138,7 +138,8 @@ def read_suite(path: Path, **overrides: Any) -> tuple[str, list[Case]]:
 
     Args:
         path: Of the YAML file.
-        overrides: Fields of `Case` that hold for every case, whatever the file says; None leaves the file's.
+        overrides: Fields of `Case` that hold for every case, whatever the file says; None leaves the file's. A depth
+            also shortens `layers: last:N` in proportion, where the file asks for the whole depth.
 
     Raises:
         ValueError: The file cannot be used. The message is one line and names file, case and key.
@@ -166,6 +167,10 @@ def expand(entry: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[Case]
         raise ValueError(f"unknown key {unknown[0]!r}; use some of: {', '.join(sorted(known))}")
     if missing := [key for key in ("case", "shape") if key not in values]:
         raise ValueError(f"{missing[0]} is missing")
+    if overrides.get("depth") and "depth" not in entry and str(values.get("layers")).startswith("last:"):
+        whole = int(SHAPES.get(values["shape"], {"num_hidden_layers": 1})["num_hidden_layers"])
+        last = int(values["layers"].removeprefix("last:"))
+        values["layers"] = f"last:{max(1, last * overrides['depth'] // whole)}"
     for key in ("budgets", "baselines", "layers"):
         if isinstance(values.get(key), list):
             values[key] = tuple(values[key])
@@ -247,7 +252,7 @@ def _measure(case: Case, base: Any, peaks: Peaks) -> dict[str, Any]:
         dense_view(base),
         case.budgets,
         case.masked,
-        calibration_tokens(ids),
+        first_sequences(ids),
         tuned_on,
         case.case == "decode",
     )
@@ -256,11 +261,6 @@ def _measure(case: Case, base: Any, peaks: Peaks) -> dict[str, Any]:
         return measure_memory(variants, workload)
     dtype = {"adapter_dtype": adapter_dtype(routed)}
     return dtype | measure_inference(variants, workload, modes=case.baselines, rounds=case.rounds, peaks=peaks)
-
-
-def calibration_tokens(input_ids: torch.Tensor, tokens: int = 16384) -> torch.Tensor:
-    """The first sequences of `[B, T]` that hold at most so many tokens, and at least one of them."""
-    return input_ids[: max(1, tokens // input_ids.shape[1])]
 
 
 def _tuning_prompts(case: Case, input_ids: torch.Tensor) -> torch.Tensor:

@@ -242,8 +242,9 @@ def as_run(model: nn.Module, mode: str) -> Callable[..., Any]:
 
 def forget_compiled() -> None:
     """Drop what was compiled, so that its models can be freed."""
-    _compiled.clear()
-    torch.compiler.reset()
+    if _compiled:  # a reset loads the compiler, which takes seconds
+        _compiled.clear()
+        torch.compiler.reset()
 
 
 def new_step(mode: str) -> None:

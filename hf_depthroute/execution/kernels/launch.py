@@ -14,7 +14,7 @@ import torch
 import triton
 
 from . import few_queries, few_rows, many_queries, many_rows, plain
-from .choices import Choice, Trial, choose
+from .choices import Choice, Trial, choose, half_of
 
 Rows = tuple[torch.Tensor, torch.Tensor]  # of `compact`: int32 `[R, N]` where chosen, int32 `[R]` how many
 
@@ -104,13 +104,6 @@ def _compacted(mask: torch.Tensor) -> Rows:
     return index, count
 
 
-def _half(rows: int, sequences: int, device: torch.device) -> Rows:
-    """Every other row, in the form of `_compacted`: what block shapes are measured on."""
-    index = torch.arange(rows, device=device, dtype=torch.int32) * 2 % max(1, rows - 1)
-    count = torch.full((sequences,), (rows + 1) // 2, device=device, dtype=torch.int32)
-    return index.expand(sequences, -1).contiguous(), count
-
-
 def _gate_up(x: torch.Tensor, rows: Rows, w_gate: torch.Tensor, w_up: torch.Tensor, hidden: Any) -> None:
     inner, width = w_gate.shape
 
@@ -155,7 +148,7 @@ def _choose_tile(
 ) -> Choice:
     def prepare() -> Trial:
         # Into another tensor: the rows of `out` that are skipped have their values already.
-        rows, scratch = _half(len(x), 1, x.device), torch.empty_like(out)
+        rows, scratch = half_of(len(x), 1, x.device), torch.empty_like(out)
         return lambda choice: launch(choice, rows, scratch)
 
     one_tile = len(x) <= 64
@@ -241,7 +234,7 @@ def _attend_many(
         )  # fmt: skip
 
     def prepare() -> Trial:
-        half, scratch = _half(length, batch, q.device), torch.empty_like(out)
+        half, scratch = half_of(length, batch, q.device), torch.empty_like(out)
         return lambda choice: launch(choice, half, scratch)
 
     key = (*heads.values(), triton.next_power_of_2(length))
