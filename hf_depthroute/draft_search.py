@@ -62,7 +62,8 @@ class DraftSearch:
 
     Attributes:
         best: The fastest draft. Its `speedup` may be below 1: then plain generation is faster than every draft tried.
-        table: All drafts, fastest first.
+        table: The drafts of the last stage, fastest first, then those that did not come so far, fastest first. Times
+            of different stages were not taken in the same rounds.
         plain_tokens_per_second: Of generation with the full model, in the same rounds.
     """
 
@@ -157,9 +158,8 @@ def search_draft(
     again = [DraftResult(**shape.arguments()) for shape in best_shapes]
     final, plain_speed = _measured(model, prompts, generate_plainly, again + finer, rounds, settings)
     final.sort(key=lambda result: -result.speedup)
-    others = [result for result in tried if result not in best_shapes]
-    table = sorted(final + others, key=lambda result: -result.speedup)
-    return DraftSearch(final[0], table, plain_speed)
+    others = sorted((result for result in tried if result not in best_shapes), key=lambda result: -result.speedup)
+    return DraftSearch(final[0], final + others, plain_speed)
 
 
 def _measured(

@@ -61,8 +61,13 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
         return _run_experts(layer, holder, plan, hidden_states, token_mask, kwargs)
     site = SITES[plan.config.target]
     stream = site.enter(layer, holder, hidden_states, kwargs)
-    normed = site.norm(layer, holder, stream)
-    gate_input = stream if plan.config.gate_input == "residual" else normed
+    by_rows = _by_rows(layer, holder, plan, stream, kwargs)
+    dense = _dense(layer, plan) and not by_rows
+    reads_stream = plan.config.gate_input == "residual"
+    # Otherwise known for every token; a gathered FFN needs the norm of the rows that it runs on, and of no others.
+    gathers = plan.config.target == "ffn" and reads_stream and not (dense or by_rows or plan.everything)
+    normed = stream if gathers else site.norm(layer, holder, stream)
+    gate_input = stream if reads_stream else normed
     if plan.config.granularity == "sequence":
         mask, scores, probs, extras = _decide_sequences(layer, holder, plan, gate_input, token_mask, kwargs)
     else:
@@ -71,8 +76,7 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
         mask, probs = holder.decide(plan, scores, token_mask, extras.get("predicted"))
     branch = holder.depth_route_branch._modules.get(plan.adapter)
 
-    by_rows = _by_rows(layer, holder, plan, stream, kwargs)
-    if _dense(layer, plan) and not by_rows:
+    if dense:
         after_full, after_cheap = both_paths(layer, holder, plan, stream, normed, probs, kwargs)
         if plan.mix != "each":
             out = masked_update(stream, after_full, after_cheap, mask, probs, plan.mix)
@@ -94,7 +98,8 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
         elif plan.config.target != "ffn" and scale is None and bool(mask.all()):
             out = site.full(layer, holder, stream, normed, kwargs)  # bit for bit what the base computes
         else:
-            out = site.sparse(layer, holder, stream, normed, mask, branch, scale, kwargs, plan.mix == "each")
+            x = None if gathers else normed
+            out = site.sparse(layer, holder, stream, x, mask, branch, scale, kwargs, plan.mix == "each")
         out = site.finish(layer, holder, out)
     if not plan.recorders:
         return (out,)

@@ -42,7 +42,7 @@ class FFNSite:
         layer: Any,
         holder: Routing,
         stream: torch.Tensor,
-        normed: torch.Tensor,
+        normed: torch.Tensor | None,
         mask: torch.Tensor,
         cheap: Any,
         scale: torch.Tensor | None,
@@ -52,10 +52,13 @@ class FFNSite:
         """The stream after the path that `mask` (bool `[B, T]`) chose; skipped rows are not computed.
 
         `scale` `[B, T]` multiplies the full path's update; with `scale_each`, the update of each of its sublayers. The
-        stream may be overwritten.
+        stream may be overwritten. An FFN's `normed` may be None: then only the rows that run are normed.
         """
         ffn, rows = ffn_of(layer, holder), slice_rows(holder, stream)
-        return gathered_update(stream, normed, mask, ffn, cheap, rows, scale)
+        if normed is not None:
+            return gathered_update(stream, normed, mask, ffn, cheap, rows, scale)
+        norm = norm_of(layer, holder, "ffn")
+        return gathered_update(stream, stream, mask, lambda chosen: ffn(norm(chosen)), cheap, rows, scale)
 
     def supports_rows(self, layer: Any, holder: Routing, x: torch.Tensor, kwargs: Kwargs) -> bool:
         """Whether `by_rows` can run on a stream like `x`."""
@@ -104,7 +107,7 @@ class AttentionSite:
         layer: Any,
         holder: Routing,
         stream: torch.Tensor,
-        normed: torch.Tensor,
+        normed: torch.Tensor | None,
         mask: torch.Tensor,
         cheap: Any,
         scale: torch.Tensor | None,
@@ -112,6 +115,7 @@ class AttentionSite:
         scale_each: bool = False,
     ) -> torch.Tensor:
         """As `FFNSite.sparse`; the keys and values of every token are written."""
+        assert normed is not None
         attention, style = getattr(layer, holder.family.attention), holder.family.queries
         if style is not None and supports_subset(attention, style, kwargs):
             update = attended_rows(attention, style, normed, mask, kwargs)

@@ -277,6 +277,27 @@ def test_eta_follows_from_the_reported_ratio_and_ideals(measured):
             if row[eta] is not None:  # the report is rounded
                 assert row[eta] == pytest.approx((1 - row["ratio"]) / (1 - row[ideal]), rel=5e-3, abs=0.01)
         assert row["speedup"] == pytest.approx(1 / row["ratio"], abs=0.001)
+        share, without = row["full_ratio"], result["prefill"]["without_ffns"]
+        free = (1 - share) * (1 - without) / (1 - row["flops_routed_over_dense"])
+        assert row["eta_free"] == pytest.approx(free, rel=5e-3, abs=0.01)
+
+
+def test_without_its_ffns_the_base_runs_none_and_has_them_back_afterwards():
+    plain = build_base("llama")
+    base = dense_view(plain)
+    model = get_depth_routed_model(plain, DepthRouteConfig(layers=[1, 2]))
+    variants, ids = every_variant(model, base), tokens(2, 8)
+    routed = {holder.layer_index for holder in active_routings(model)}
+    ran: list[int] = []
+    for index, layer in enumerate(decoder_layers(base)):
+        layer.mlp.register_forward_hook(lambda *_, index=index: ran.append(index))
+    with torch.no_grad():
+        before = base(ids).logits
+        ran.clear()
+        with variants.using("without FFNs") as without:
+            assert not torch.equal(without(ids).logits, before)
+        assert ran == [index for index in range(len(decoder_layers(base))) if index not in routed]
+        assert torch.equal(base(ids).logits, before)
 
 
 def test_no_eta_where_nothing_can_be_saved():

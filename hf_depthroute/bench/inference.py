@@ -27,6 +27,7 @@ from .variants import (
     BASE,
     DISABLED,
     FULL,
+    LEFT_OUT,
     Variants,
     as_run,
     budget_name,
@@ -41,6 +42,7 @@ from .variants import (
 )
 
 Key = tuple[str, str]  # variant, mode
+_LONG = 2.0  # seconds
 _TELLING = 0.005  # an ideal saving below this share of the dense time gives no meaningful eta
 
 
@@ -95,11 +97,12 @@ def measure_inference(
     Returns:
         A JSON-ready dict. `dense_ms` (per decoding step), `dense_mode`, `dense_modes`, `dense_error` (relative),
         `dense_tokens_per_s`, `roofline`; `disabled_over_base`; `overheads` of the adapter when disabled and at budget
-        1; `budgets` with for each `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `eta_roofline`,
-        `full_ratio`, `full_passes`, `flops_routed_over_dense`, `roofline` and `tokens_per_s`; `masked` and
-        `tuned` with the same
-        times for the mask-after-compute router. Errors are standard errors of medians; `eta` is None where the ideal
-        saves nothing.
+        1; `without_ffns`, the dense time's ratio when the routed FFNs are left out; `budgets` with for each
+        `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `eta_roofline`, `eta_free` (of a router that
+        costs nothing and saves each skipped token's share of the FFNs' time), `full_ratio`, `full_passes`,
+        `flops_routed_over_dense`, `roofline` and `tokens_per_s`; `masked` and `tuned` with the same times for the
+        mask-after-compute router and the chosen executors. Errors are standard errors of medians; an eta is None where
+        the ideal saves nothing or it was not measured.
 
     Raises:
         ValueError: A mode is unknown.
@@ -108,7 +111,9 @@ def measure_inference(
     modes = check_modes(modes, device)
     peaks = peaks or measure_peaks(device, next(variants.inner.parameters()).dtype)
     runs = _Runs(variants, workload)
+    # Without its FFNs the base would be one more model to compile, for a bound only.
     keys = [(name, mode) for mode in modes for name in variants.names]
+    keys += [(LEFT_OUT, mode) for mode in modes if variants.leaves_out and mode != "compiled"]
     with torch.no_grad():
         samples = interleave({key: runs.timer(*key) for key in keys}, rounds)
         shares = {budget: runs.shares(budget) for budget in variants.budgets}
@@ -123,19 +128,24 @@ class _Runs:
         self._caches: dict[Any, Any] = {}
 
     def timer(self, name: str, mode: str) -> Callable[[], float]:
+        last = 0.0
+
         def seconds() -> float:
+            nonlocal last
             device = self.workload.input_ids.device
             with self._ready(name, mode) as (run, rewind):
                 # What ran before leaves its mark on caches and on the allocator: run once untimed, as in steady use.
-                run()
-                rewind()
+                # In a run of seconds the mark is lost.
+                if last < _LONG:
+                    run()
+                    rewind()
                 synchronise(device)
                 start = time.perf_counter()
                 run()
                 synchronise(device)
-                taken = time.perf_counter() - start
+                last = time.perf_counter() - start
                 rewind()
-                return taken
+                return last
 
         return seconds
 
@@ -236,6 +246,7 @@ def _report(
         "roofline": dense_work.summary(peaks),
         "overheads": {},
         "disabled_over_base": None,
+        "without_ffns": None,
         "budgets": {},
         "masked": {},
         "tuned": {},
@@ -245,6 +256,10 @@ def _report(
             value, error = samples.ratio((name, dense[1]), dense).rounded()
             part["overheads"][name] = {"ratio": value, "ratio_error": error, "mode": dense[1]}
         part["disabled_over_base"] = part["overheads"][DISABLED]["ratio"]
+    left_out = None
+    if (LEFT_OUT, dense[1]) in samples.seconds:
+        left_out = samples.ratio((LEFT_OUT, dense[1]), dense).value
+        part["without_ffns"] = round(left_out, 4)
     for budget, layers in shares.items():
         row, ratio = timed(budget_name(budget), "routed")
         ran = {index: rows for index, (rows, _) in layers.items()}
@@ -260,10 +275,12 @@ def _report(
             routed_work = count_work(variants.model, **sizes, shares=layers)
         ideal = cost.flops_routed / cost.flops_dense
         ideal_roofline = routed_work.seconds(peaks) / dense_work.seconds(peaks)
+        share = statistics.mean(ran.values())
         row |= {
             "eta": _eta(ratio.value, ideal),
             "eta_roofline": _eta(ratio.value, ideal_roofline),
-            "full_ratio": round(statistics.mean(ran.values()), 4),
+            "eta_free": None if left_out is None else _eta(share + (1 - share) * left_out, ideal),
+            "full_ratio": round(share, 4),
             "full_passes": round(statistics.mean(passes for _, passes in layers.values()), 4),
             "flops_routed_over_dense": round(ideal, 4),
             "roofline_routed_over_dense": round(ideal_roofline, 4),

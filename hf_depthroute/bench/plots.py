@@ -116,6 +116,8 @@ def _eta(found: list[dict[str, Any]]) -> Any:
         axes.barh(place, row["eta"], 0.62, color=COLORS["routed"], label=_once(place, "against FLOPs"))
         if row.get("eta_roofline") is not None:
             axes.plot(row["eta_roofline"], place, "o", color="black", ms=5, label="against the roofline")
+        if row.get("eta_free") is not None:
+            axes.plot(row["eta_free"], place, "|", color="black", ms=16, mew=2, label="a router that costs nothing")
         masked = m.get("masked", {}).get(budget)
         if masked and masked["eta"] is not None:
             axes.plot(masked["eta"], place, "D", color=COLORS["masked"], ms=6, label="mask after compute")

@@ -187,7 +187,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 def _times(found: list[dict[str, Any]]) -> Table:
     head = ("case", "variant", "share full", "ms", "dense ms", "speed-up", "FLOPs / dense", "eta", "eta roofline",
-            "tokens/s", "modes")  # fmt: skip
+            "eta free", "tokens/s", "modes")  # fmt: skip
     rows = []
     for m in found:
         if m["case"] not in TIMED or "error" in m:
@@ -200,7 +200,8 @@ def _times(found: list[dict[str, Any]]) -> Table:
                     short_label(m), f"{label} {budget}", f"{routed['full_ratio']:.3f}",
                     f"{row[f'{label}_ms']:.2f}", f"{m['dense_ms']:.2f}", f"{row['speedup']:.3f}",
                     f"{routed['flops_routed_over_dense']:.3f}", _optional(row.get("eta")),
-                    _optional(row.get("eta_roofline")), f"{row['tokens_per_s']:.0f}", modes,
+                    *(_optional(row.get(name)) for name in ("eta_roofline", "eta_free")),
+                    f"{row['tokens_per_s']:.0f}", modes,
                 ))  # fmt: skip
     return Table(head, rows)
 

@@ -3,6 +3,7 @@
 * `base`: the untouched model.
 * `disabled`: the adapter is there and switched off.
 * `budget 1.0`: the adapter is on and every token runs full.
+* `without FFNs`: the base without the FFNs that are routed: what is left of its time when all of them are skipped.
 * `budget B`: the routed model.
 * `masked B`: the same decisions by a plain mask-after-compute router, which runs both paths for every token.
 * `tuned B`: every layer with the executor that `tune_execution` measured to be the fastest at this shape.
@@ -24,9 +25,10 @@ from transformers import DynamicCache, StaticCache
 
 from ..autotune import tune_execution
 from ..calibration import active_routings, calibrate
+from ..families import find_decoder
 from ..trace import RouteRecord, overridden
 
-BASE, DISABLED, FULL = "base", "disabled", "budget 1.0"
+BASE, DISABLED, FULL, LEFT_OUT = "base", "disabled", "budget 1.0", "without FFNs"
 
 
 def budget_name(budget: float) -> str:
@@ -88,6 +90,7 @@ class Variants:
         names += [*(map(masked_name, self.budgets) if masked else ()), *map(tuned_name, self._tuned)]
         self.names: tuple[str, ...] = tuple(names)
         self.reference = self.names[0]
+        self.leaves_out = base is not None and self.config.target == "ffn"  # whether there is a variant without FFNs
         # `generate` calls the model without PEFT's wrapper.
         self.inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._current: float | None = None
@@ -99,6 +102,11 @@ class Variants:
         if kind == BASE:
             assert self.base is not None
             yield self.base
+            return
+        if name == LEFT_OUT:
+            assert self.base is not None
+            with _without_ffns(self.base, active_routings(self.model)):
+                yield self.base
             return
         if kind == DISABLED:
             with overridden(self.model, "_disable_adapters", True):
@@ -140,6 +148,26 @@ class Variants:
         if budget != self._current:
             self.config.budget = self._current = budget
             _set_thresholds(self.model, self._tables[budget])
+
+
+class _Nothing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+
+@contextmanager
+def _without_ffns(base: nn.Module, holders: Sequence[Any]) -> Iterator[None]:
+    family = holders[0].family
+    layers = getattr(find_decoder(base, family), family.layers)
+    ffns = [(layers[holder.layer_index], family.ffn) for holder in holders]
+    kept = [getattr(layer, name) for layer, name in ffns]
+    try:
+        for layer, name in ffns:
+            setattr(layer, name, _Nothing())
+        yield
+    finally:
+        for (layer, name), ffn in zip(ffns, kept):
+            setattr(layer, name, ffn)
 
 
 def hold_adapter_in(model: nn.Module, dtype: torch.dtype) -> None:
