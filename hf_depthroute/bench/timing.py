@@ -109,7 +109,7 @@ def _cpu_name() -> str:
 
 Key = TypeVar("Key", bound=Hashable)
 
-WARMUP = 2  # rounds that are not counted
+WARMUP = 1  # rounds that are not counted; in each the workload also runs untimed
 
 
 @dataclass(frozen=True)
