@@ -16,8 +16,14 @@ def budget_count(budget: float, count: torch.Tensor) -> torch.Tensor:
     The budget is read as the decimal number that it prints as: 0.07 of 100 tokens is 7 (floating point gives 8). A
     schedule's budgets have many digits; the nearest fraction with a denominator up to 10^9 keeps products in 64 bits.
     """
+    numerator, denominator = _as_fraction(budget)
+    return (count * numerator + denominator - 1) // denominator
+
+
+@torch.compiler.assume_constant_result
+def _as_fraction(budget: float) -> tuple[int, int]:
     exact = max(Fraction(str(budget)).limit_denominator(10**9), Fraction(1, 10**9))
-    return (count * exact.numerator + exact.denominator - 1) // exact.denominator
+    return exact.numerator, exact.denominator
 
 
 def topk_mask(scores_BT: torch.Tensor, budget: float, token_mask_BT: torch.Tensor | None = None) -> torch.Tensor:

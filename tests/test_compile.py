@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from models import CONFIGS, DEPTH, build_routed, decoder_layers, randomised, rou
 from peft import PeftModel
 from protocol import gap
 from torch._dynamo.testing import CompileCounterWithBackend
+from training import adapter_state, assert_same_tensors, make_trainer, rows, step_logs
 from transformers import PreTrainedModel, StaticCache
 
 from hf_depthroute.execution.kernels import plain
@@ -159,6 +161,36 @@ def test_hooks_and_wrappers_on_the_ffn_still_run() -> None:
     with torch.no_grad(), overridden(model, "executor", "rows"):
         model(input_ids=ids)
     assert seen
+
+
+@pytest.mark.parametrize("kind", ["mlp", "jepa"])
+def test_a_compiled_trainer_makes_the_steps_of_a_plain_one(kind: str, tmp_path: Path) -> None:
+    """`TrainingArguments(torch_compile=True)`, with padding: one graph for all steps."""
+
+    def trained(**fields: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        model = shallow("llama", kind)
+        trainer, _ = make_trainer(model, rows(8, padding=(0, 3)), tmp_path, **fields)
+        trainer.train()
+        return [entry["loss"] for entry in step_logs(trainer)], adapter_state(model)
+
+    expected, expected_state = trained()
+    torch._dynamo.utils.counters.clear()
+    found, state = trained(torch_compile=True, torch_compile_backend="eager")
+    stats, breaks = torch._dynamo.utils.counters["stats"], torch._dynamo.utils.counters["graph_break"]
+    assert stats["unique_graphs"] == 1 and not breaks
+    assert len(found) == 4 and found == pytest.approx(expected, abs=1e-6)
+    assert_same_tensors(state, expected_state, tolerance=1e-5)
+
+
+def test_a_compiled_trainer_follows_a_budget_schedule(tmp_path: Path) -> None:
+    """Each budget is compiled on its own, until the compiler gives up and runs the rest in eager mode."""
+    losses = []
+    for fields in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
+        trainer, _ = make_trainer(shallow("llama", "mlp"), rows(24), tmp_path, budget_schedule_steps=12, **fields)
+        trainer.train()
+        losses.append([entry["loss"] for entry in step_logs(trainer)])
+    assert len(losses[0]) == 12
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -77,6 +77,22 @@ def test_weights_in_the_repository_stay_under_12_megabytes():
     assert sum(path.stat().st_size for path in ROOT.glob("recipes/**/*.safetensors")) < 12e6
 
 
+def test_row_operators_are_measured_by_what_they_have_to_do(tmp_path, monkeypatch, capsys):
+    script = load_script(RECIPES / "speed/row_ops.py")
+    monkeypatch.setattr(script, "measure_peaks", lambda *_: script.Peaks(1e10, 1e10))
+    out = tmp_path / "row_ops.json"
+    monkeypatch.setattr(sys, "argv", ["row_ops.py", "--json", str(out), "--small", "--rounds", "1"])
+    script.main()
+    rows = {(row["operation"], row["share"]): row for row in json.loads(out.read_text())["operations"]}
+    assert len(rows) == len(capsys.readouterr().out.splitlines()) == 2 * (2 + 4) + 3 + 4
+    ms = rows["linear_rows, 8 rows", 0.5]["ms"]
+    rates = [rows["linear_rows, 8 rows", 0.5][name] for name in ("bandwidth", "matmul")]
+    # Eight rows read, half of them multiplied and written, in bfloat16; the reported time is rounded.
+    assert rates == pytest.approx([2 * (8 + 64 + 4) * 64 / ms / 1e7, 2 * 4 * 64 * 64 / ms / 1e7], rel=0.05, abs=2e-4)
+    causal = rows["attend_rows, 1 x 16 queries, 16 keys", 1.0]
+    assert causal["matmul"] == pytest.approx(4 * 136 * 4 * 16 / causal["ms"] / 1e7, rel=0.05, abs=2e-4)
+
+
 def test_stories_results_meet_their_bars():
     result = json.loads((RECIPES / "stories260k" / "results.json").read_text())
     assert result["random_routing_without_branch"] == pytest.approx(2.77, abs=0.02)
