@@ -47,8 +47,8 @@ def quality() -> list[str]:
 
 
 def speed() -> list[str]:
-    """The speed recipe: time and eta at the shape of Qwen2.5-0.5B, training steps, memory and lossless drafts."""
-    results = [read(f"speed/{name}.json") for name in ("cpu", "cpu-float32")]
+    """The speed recipe: time and eta at the shape of Qwen2.5-0.5B, training steps and their memory."""
+    results = [read(f"speed/{name}.json") for name in ("cpu", "cpu-decode", "cpu-float32")]
     timed = [m for result in results for m in result["measurements"] if m["case"] in ("prefill", "decode")]
     rows = []
     for m in timed:
@@ -69,9 +69,9 @@ def speed() -> list[str]:
     )
     train = read("speed/train.json")["measurements"]
     head = ["case", "routed", "budget", "run full", "time / dense", "masked", "FLOPs / dense", "eta", "free"]
-    drafts = read("speed/lossless.json")["cases"]
-    gains = ", ".join(f"{name} {case['best']['speedup']:.2f}" for name, case in drafts.items())
-    steps = ", ".join(f"{m['ratio']:.2f} ({m['loss']}, vocabulary {m['setting']['vocabulary']:,})" for m in train)
+    labels = [f"({m['loss']} loss, vocabulary {m['setting']['vocabulary']:,})" for m in train]
+    steps = ", ".join(f"{m['ratio']:.2f} {label}" for m, label in zip(train, labels))
+    peaks = ", ".join(f"{m['routed_peak_bytes'] / 1e6:,.0f}" for m in train)
     return [
         "**Speed** (`recipes/speed`): random weights at the shape of Qwen2.5-0.5B with a vocabulary of 32,000, "
         f"{machine['threads']} CPU threads ({machine['device']}, without bfloat16 instructions). `eta` is the part of "
@@ -84,8 +84,7 @@ def speed() -> list[str]:
         *table(head, rows),
         "",
         "A training step of routers in the last third of the layers takes, of a step of LoRA (rank 8, on the same "
-        f"layers' FFNs): {steps}. Lossless generation with the best draft found, speed over plain generation: {gains} "
-        "(all three are small models, where Python and not arithmetic takes the time).",
+        f"layers' FFNs): {steps}. Above the weights, it needs {peaks} MB.",
     ]
 
 

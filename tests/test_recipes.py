@@ -24,8 +24,9 @@ needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../sha
 
 
 def load_script(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look
     spec.loader.exec_module(module)
     return module
 
