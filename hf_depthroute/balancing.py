@@ -16,7 +16,8 @@ from torch import nn
 
 from .averages import token_mean
 from .families import find_decoder, find_family
-from .moe import RouterTrace, count_pairs, real_rows, routers, token_mask_of
+from .injection import token_mask_of
+from .moe import RouterTrace, count_pairs, real_rows, routers
 
 DISPATCHES = ("top1", "topk")
 
@@ -94,7 +95,7 @@ class BalanceBias(nn.Module):
         """The model's routers choose with the bias inside the block; in training mode their load is counted."""
 
         def mask_keeper(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._token_mask = token_mask_of(decoder, args, kwargs)
+            self._token_mask = token_mask_of(args, kwargs)
 
         def chooser(row: int) -> Any:
             return lambda router, args, outputs: self._choose(row, router, outputs)

@@ -6,6 +6,7 @@ Shapes: N rows, d model width, r rank.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,9 +30,15 @@ def stamp(*tensors: torch.Tensor | None) -> tuple[tuple[int, int], ...] | None:
 
     A write through `tensor.data` does not show.
     """
-    if torch.compiler.is_compiling() or any(t is not None and t.is_inference() for t in tensors):
+    if torch.compiler.is_compiling():
         return None
-    return tuple((t.data_ptr(), t._version) for t in tensors if t is not None)
+    marks = []
+    for t in tensors:  # plain statements: this runs in every layer of a decoding step
+        if t is not None:
+            if t.is_inference():
+                return None
+            marks.append((t.data_ptr(), t._version))
+    return tuple(marks)
 
 
 class MixedLinear(nn.Linear):
@@ -74,7 +81,7 @@ class LowRankBranch(nn.Module):
     """`FFN_cheap(LN_cheap(a)) = W_down SiLU(W_up LN_cheap(a))`, with `W_down = 0` at first: an identity residual.
 
     Args:
-        norm: The FFN's own norm, copied: same kind, same starting values, its own parameters.
+        norm: The norm in front of the routed part, copied: same kind, same starting values, its own parameters.
         width: `d`.
         rank: `r`.
         bias: Whether the linear maps have a bias; they do when the base FFN's do.
@@ -95,10 +102,36 @@ class LowRankBranch(nn.Module):
     def forward(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
         return self.down(F.silu(self.up(self.norm(a).to(a.dtype))))
 
+    def frozen(self, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The branch with its weights as they are now, for decoding: `[B, 1, d] -> [B, 1, d]`, in few operators."""
+        (up, up_bias), (down, down_bias) = self.up.cast(dtype), self.down.cast(dtype)
+        norm: Any = self.norm.frozen() if isinstance(self.norm, RMSNorm) else self.norm
+        return lambda a: F.linear(F.silu(F.linear(norm(a).to(dtype), up, up_bias)), down, down_bias)
 
-def copy_norm(norm: nn.Module) -> nn.Module:
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * w` in float32, as one call; norms of transformers take seven operators."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d], float32
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+
+    def frozen(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        weight, shape, eps = self.weight.detach(), self.weight.shape, self.eps
+        return lambda x: F.rms_norm(x.float(), shape, weight, eps)
+
+
+def copy_norm(norm: Any) -> nn.Module:
     """A float32 copy of a norm, without the hooks that accelerate may have put on the original."""
-    copied = type(norm).__new__(type(norm))
+    if hasattr(norm, "variance_epsilon"):  # what transformers' norms of this kind call it
+        with align_module_device(norm):
+            return RMSNorm(nn.Parameter(_known_values("weight", norm.weight)), norm.variance_epsilon)
+    kind: type[nn.Module] = type(norm)
+    copied: nn.Module = kind.__new__(kind)
     nn.Module.__init__(copied)
     skipped = {"_parameters", "_buffers", "_modules", "_hf_hook", "_old_forward", "forward"}
     for name, value in norm.__dict__.items():

@@ -16,7 +16,7 @@ from .calibration import active_routings
 from .families import find_decoder
 from .holder import Routing
 from .importance import evaluating, model_inputs, real_tokens
-from .layer import TOKEN_MASK, without_cache
+from .layer import DECODE_STEPS, TOKEN_MASK, without_cache
 from .sites import SITES
 from .trace import record_routes
 
@@ -70,6 +70,7 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
         nonlocal features_BTr, updates_BTd
         kwargs = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
         kwargs.pop(TOKEN_MASK, None)
+        kwargs.pop(DECODE_STEPS, None)
         h = args[0] if args else kwargs.pop("hidden_states")
         site = SITES[holder.config(name).target]
         stream = site.enter(layer, holder, h, kwargs)

@@ -6,6 +6,7 @@ and one row of `GATES`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .branches import Derived, MixedLinear, reset_linear, stamp
 from .config import DepthRouteConfig
 
 GateOutput = dict[str, torch.Tensor]
+Frozen = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ScoreHead(nn.Linear):
@@ -33,8 +35,17 @@ class ScoreHead(nn.Linear):
     def _score(self, x: torch.Tensor) -> torch.Tensor:
         if self.out_features > 1:
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
-        scores = (x.float() * self.weight.float().squeeze(0)).sum(-1)
-        return scores if self.bias is None else scores + self.bias.float()
+        rows, weight = x.float().reshape(-1, x.shape[-1]), self.weight.float().squeeze(0)
+        scores = torch.mv(rows, weight) if self.bias is None else torch.addmv(self.bias.float(), rows, weight)
+        return scores.view(x.shape[:-1])
+
+    def frozen(self) -> Frozen:
+        """The one score of each row, `[B, 1, features] -> [B]`, with the weights as they are now."""
+        weight = self.weight.detach().float().squeeze(0)
+        if self.bias is None:
+            return lambda x: torch.mv(x.float().view(-1, x.shape[-1]), weight)
+        bias = self.bias.detach().float()
+        return lambda x: torch.addmv(bias, x.float().view(-1, x.shape[-1]), weight)
 
 
 class MLPGate(nn.Module):
@@ -58,6 +69,11 @@ class MLPGate(nn.Module):
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         return {"scores": self.score(F.silu(self.hidden(a)))}
+
+    def frozen(self, dtype: torch.dtype) -> Frozen:
+        """The gate with its weights as they are now, for decoding: `[B, 1, d] -> [B]`, in few operators."""
+        (weight, bias), score = self.hidden.cast(dtype), self.score.frozen()
+        return lambda a: score(F.silu(F.linear(a, weight, bias)))
 
 
 class JEPAGate(nn.Module):
@@ -98,6 +114,21 @@ class JEPAGate(nn.Module):
         q_full, q_cheap = q.unbind(-2)
         compared = F.linear(q.flatten(-2), decide.to(q.dtype), decide_bias.to(q.dtype))
         return {"scores": self.score(F.silu(compared)), "q_full": q_full, "q_cheap": q_cheap}
+
+    def frozen(self, dtype: torch.dtype) -> Frozen:
+        """As `MLPGate.frozen`."""
+        parts = [part.to(dtype) for part in self._parts(self.actions.weight.detach())]
+        context_map, offsets, decide, decide_bias = parts
+        context, context_bias = self.context.cast(dtype)
+        predict, predict_bias = self.predict.cast(dtype)
+        score = self.score.frozen()
+
+        def scores(a: torch.Tensor) -> torch.Tensor:
+            shared = F.linear(F.linear(a, context, context_bias), context_map)[..., None, :]
+            q = F.linear(F.silu(shared + offsets), predict, predict_bias)
+            return score(F.silu(F.linear(q.flatten(-2), decide, decide_bias)))
+
+        return scores
 
     def train(self, mode: bool = True) -> JEPAGate:
         self._derived.clear()
@@ -152,6 +183,10 @@ class LinearGate(nn.Module):
 
     def weights_per_token(self) -> int:
         return self.score.weight.numel()
+
+    def frozen(self, dtype: torch.dtype) -> Frozen:
+        """As `MLPGate.frozen`."""
+        return self.score.frozen()
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
         return {"scores": self.score(a)}

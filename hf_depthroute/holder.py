@@ -5,6 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from .branches import Derived, LowRankBranch, stamp
 from .calibration import BudgetController, ScoreQuantiles
 from .config import DepthRouteConfig
 from .decision import RoutePlan, decide, make_plan
+from .execution.decode import DecodeStep, supports_decode
 from .families import Family
 from .gates import GATES, MLPGate, TargetProjection
 from .trace import RouteCounter, RouteTrace
@@ -182,6 +184,16 @@ class Routing(nn.Module, BaseTunerLayer):
         plan: RoutePlan = kept[1]
         return plan
 
+    def decode_step(self, batch: int) -> DecodeStep | None:
+        """The forward pass for one new token of each of `batch` sequences; None where the general one has to run."""
+        plan = self.plan(False, (batch, 1))
+        if plan is None or not supports_decode(plan):
+            return None
+        step: DecodeStep | None = self._plans.get("step")
+        if step is None or step.plan is not plan or not step.usable():
+            step = self._plans["step"] = DecodeStep(self, plan)
+        return step if step.usable() else None
+
     def score(self, plan: RoutePlan, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """`scores` `[B, T]` (per expert `[B, T, E]`) of the gate's input `[B, T, d]`, and what the gate adds."""
         out: dict[str, torch.Tensor] = self.depth_route_gate[plan.adapter](x)
@@ -206,6 +218,10 @@ class Routing(nn.Module, BaseTunerLayer):
             mask = mask & previous.last_mask.to(mask.device)
         self.last_mask = mask
         return mask, probs
+
+    def train(self, mode: bool = True) -> Routing:
+        self._plans.clear()
+        return super().train(mode)
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         """Activate routed adapters. Names of other PEFT methods leave the active one as it is."""
@@ -241,3 +257,14 @@ class Routing(nn.Module, BaseTunerLayer):
         salt = {"gate": 1, "branch": 2, "target": 3, "predictor": 4}[part]
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + self.layer_index * 7 + salt) % 2**63)
         module.reset_parameters(generator)
+
+
+def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, DecodeStep]:
+    """`Routing.decode_step` of the layers that have one."""
+    steps = {}
+    for layer in layers:
+        holder = cast("Routing | None", layer._modules.get(HOLDER))
+        step = None if holder is None else holder.decode_step(batch)
+        if step is not None:
+            steps[layer] = step
+    return steps

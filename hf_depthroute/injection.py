@@ -1,4 +1,4 @@
-"""Entering a model and leaving it: every decoder layer's class, and the hook that hands down the token mask."""
+"""Entering a model and leaving it: every decoder layer's class, and the hook on the stack that holds the layers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .execution.decode import decodes
 from .families import find_decoder, find_family
-from .holder import HOLDER
-from .layer import TOKEN_MASK, routed_forward
+from .holder import HOLDER, decode_steps
+from .layer import DECODE_STEPS, TOKEN_MASK, routed_forward
 
 
 def enter(model: nn.Module) -> nn.ModuleList:
@@ -19,8 +20,8 @@ def enter(model: nn.Module) -> nn.ModuleList:
     family = find_family(model)
     decoder = find_decoder(model, family)
     layers = getattr(decoder, family.layers)
-    if _pass_token_mask not in decoder._forward_pre_hooks.values():
-        decoder.register_forward_pre_hook(_pass_token_mask, with_kwargs=True)
+    if _hand_down not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_hand_down, with_kwargs=True)
     for layer in layers:
         swap(layer)
     return layers
@@ -33,17 +34,33 @@ def leave(model: nn.Module) -> None:
     for layer in getattr(decoder, family.layers):
         unswap(layer)
     for key, hook in list(decoder._forward_pre_hooks.items()):
-        if hook is _pass_token_mask:
+        if hook is _hand_down:
             del decoder._forward_pre_hooks[key]
             decoder._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _pass_token_mask(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of the decoder stack: hand the 2D attention mask down to the layers as a keyword.
+def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of the decoder stack: give the layers, as keywords, what only the stack knows."""
+    inputs = _inputs(args, kwargs)
+    if inputs is None:
+        return None
+    real = token_mask_of(args, kwargs)
+    found: dict[str, Any] = {} if real is None else {TOKEN_MASK: real}
+    if decodes(decoder, inputs) and (real is None or real.all()):
+        found[DECODE_STEPS] = decode_steps(getattr(decoder, find_family(decoder).layers), inputs.shape[0])
+    return (args, {**kwargs, **found}) if found else None
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    return next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if x is not None), None)
+
+
+def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Which new tokens of a call of the decoder stack are real, bool `[B, T]`; None where its mask does not say.
 
     Layers see a 4D mask, a boolean mask, none, or a block mask, depending on the attention implementation.
     """
-    inputs = next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if x is not None), None)
+    inputs = _inputs(args, kwargs)
     mask = kwargs.get("attention_mask")
     if isinstance(mask, dict):  # one per kind of attention, made by `generate` for static caches
         mask = next(iter(mask.values()), None)
@@ -52,14 +69,14 @@ def _pass_token_mask(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     batch, length = inputs.shape[:2]
     if mask.ndim == 2 and mask.shape[1] >= length:
         # With a cache, the mask covers past positions too; the new ones come last.
-        return args, {**kwargs, TOKEN_MASK: mask[:, mask.shape[1] - length :].bool()}
+        return mask[:, mask.shape[1] - length :].bool()
     if mask.ndim == 4 and length > 1:
         cache = kwargs.get("past_key_values")
         past = 0 if cache is None else int(cache.get_seq_length())
         allowed = mask if mask.dtype == torch.bool else mask == 0
         # A position that no query may look at is padding.
         real = allowed[:, 0, :, past : past + length].any(dim=1).expand(batch, -1)
-        return (args, {**kwargs, TOKEN_MASK: real}) if real.shape[1] == length else None
+        return real if real.shape[1] == length else None
     return None
 
 

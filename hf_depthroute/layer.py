@@ -20,11 +20,13 @@ from . import sites
 from .cache import SkippingLayer, cache_layer, remember, remembered
 from .decision import RoutePlan
 from .execution import masked_update, routed_pairs
+from .execution.decode import DecodeStep
 from .holder import HOLDER, Routing
 from .sites import SITES, whole_sequences
 from .trace import RouteRecord
 
 TOKEN_MASK = "depth_route_token_mask"  # keyword that carries the 2D attention mask to the layers
+DECODE_STEPS = "depth_route_decode_steps"  # keyword that carries the layers' `DecodeStep`s, by layer
 _CACHES = ("past_key_values", "layer_past")
 
 
@@ -37,6 +39,10 @@ def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs
     """
     kwargs.update(zip(layer._argument_names, args))
     holder: Routing | None = layer._modules.get(HOLDER)
+    steps: dict[Any, DecodeStep] | None = kwargs.pop(DECODE_STEPS, None)
+    if steps is not None and layer in steps:
+        kwargs.pop(TOKEN_MASK, None)  # every token is real
+        return steps[layer](layer, hidden_states, kwargs)
     plan = None if holder is None else holder.plan(layer.training, (hidden_states.shape[0], hidden_states.shape[1]))
     token_mask = kwargs.get(TOKEN_MASK)
     if layer.gradient_checkpointing and layer.training:

@@ -18,8 +18,7 @@ from torch import nn
 
 from .families import find_decoder, find_family
 from .holder import Routing
-from .injection import _pass_token_mask
-from .layer import TOKEN_MASK
+from .injection import token_mask_of
 from .trace import record_routes
 
 
@@ -87,7 +86,7 @@ def observe_routers(model: nn.Module) -> Iterator[RouterTrace]:
     trace = RouterTrace()
 
     def mask_keeper(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        trace.token_mask = token_mask_of(decoder, args, kwargs)
+        trace.token_mask = token_mask_of(args, kwargs)
 
     def keeper(index: int) -> Any:
         return lambda router, args, outputs: trace.keep(index, outputs)
@@ -177,12 +176,6 @@ def count_pairs(chosen: torch.Tensor, keep: torch.Tensor, experts: int) -> torch
     keep = keep.expand_as(chosen).to(chosen.device)
     zeros = torch.zeros(experts, device=chosen.device)
     return zeros.index_add_(0, chosen.reshape(-1), keep.reshape(-1).float())
-
-
-def token_mask_of(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Bool `[B, T]` of the call of a decoder stack; None without a 2D attention mask."""
-    passed = _pass_token_mask(decoder, args, kwargs)
-    return None if passed is None else passed[1][TOKEN_MASK]
 
 
 def _dropping(model: nn.Module) -> bool:

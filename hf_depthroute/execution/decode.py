@@ -1,0 +1,101 @@
+"""Decoding steps on a CPU: one new token per sequence, without gradients.
+
+A step streams every weight through the caches, so Python and the dispatcher run cold in each layer: an operator that
+takes 3 us in a loop takes 30 us there, and a method that looks up a few attributes 80 us. What does not depend on the
+token is therefore done once for all layers before the first of them runs (`decode_steps`), and a `DecodeStep` keeps
+what is left.
+
+Shapes: B batch, d model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..branches import stamp
+from .gathered import gathered_update
+
+if TYPE_CHECKING:
+    from ..decision import RoutePlan
+    from ..holder import Routing
+
+DECODE_ROWS = 64  # more sequences than this are no longer bound by overhead
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+class DecodeStep:
+    """A routed FFN layer's forward pass for one new token per sequence: `[B, 1, d] -> [B, 1, d]`.
+
+    It computes what `layer._run` does, with the adapter's weights in the stream's dtype and the threshold on the host.
+    A batch of one needs no mask: its score is read, and one of two calls is made.
+
+    Args:
+        holder: The layer's adapter state.
+        plan: One that `supports_decode`.
+    """
+
+    def __init__(self, holder: Routing, plan: RoutePlan) -> None:
+        family = holder.family
+        self.plan = plan
+        self.names = family.attention_norm, family.attention, family.ffn_norm, family.ffn
+        self.reads_stream = plan.config.gate_input == "residual"
+        self.threshold = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
+        gate, branch = holder.depth_route_gate[plan.adapter], holder.depth_route_branch._modules.get(plan.adapter)
+        self._parts: tuple[Any, Any] = gate, branch
+        modules = [module for part in self._parts if part is not None for module in part.modules()]
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
+        self._plain = all(type(w) is nn.Parameter and w.device.type == "cpu" for w in self._weights)
+        self._plain &= not any(hasattr(m, "_hf_hook") for m in modules)
+        self._stamp = stamp(*self._weights)
+        self._dtype: torch.dtype | None = None  # of the stream; known at the first step
+
+    def usable(self) -> bool:
+        """Whether the weights are plain, still those of the start, and nobody watches the adapter's modules."""
+        return self._plain and not any(self._hooks) and self._stamp is not None and self._stamp == stamp(*self._weights)
+
+    def __call__(self, layer: nn.Module, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        if h.dtype is not self._dtype:
+            self._freeze(h.dtype)
+        modules: Any = layer._modules
+        attention_norm, attention, ffn_norm, ffn = self.names
+        a = h + modules[attention](modules[attention_norm](h), **kwargs)[0]
+        normed = None if self.reads_stream else modules[ffn_norm](a)
+        scores_B = self.score(a if normed is None else normed)
+        one = len(scores_B) == 1
+        if one and not scores_B.item() >= self.threshold:
+            return a if self.branch is None else a.add_(self.branch(a))
+        normed = modules[ffn_norm](a) if normed is None else normed
+        if one:
+            return a + modules[ffn](normed)
+        return gathered_update(a, normed, (scores_B >= self.threshold)[:, None], modules[ffn], self.branch)
+
+    def _freeze(self, dtype: torch.dtype) -> None:
+        gate, branch = self._parts
+        self.score: Map = gate.frozen(dtype) if hasattr(gate, "frozen") else lambda x: gate(x)["scores"].view(-1)
+        self.branch: Map | None = None if branch is None else branch.frozen(dtype)
+        self._dtype = dtype
+
+
+def decodes(decoder: nn.Module, inputs: torch.Tensor) -> bool:
+    """Whether a forward pass of `inputs` `[B, T, ...]` is a decoding step on a CPU, in plain inference."""
+    if inputs.shape[1] != 1 or len(inputs) > DECODE_ROWS:
+        return False
+    if decoder.training or torch.is_grad_enabled() or inputs.device.type != "cpu":
+        return False
+    return not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
+
+
+def supports_decode(plan: RoutePlan) -> bool:
+    """Whether a `DecodeStep` computes what `plan` says."""
+    config = plan.config
+    if config.target != "ffn" or config.granularity != "token" or config.gate == "exit":
+        return False
+    if plan.recorders or plan.replayed is not None:
+        return False
+    return plan.rule == "threshold" and plan.mix == "hard" and plan.executor in ("auto", "gathered")

@@ -1,0 +1,151 @@
+"""Decoding steps on a CPU compute what the general forward pass computes, and stand back where they may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILY_NAMES, build_base, build_routed, decoder_layers, routed, tokens
+from peft import PeftModel
+
+from hf_depthroute import calibrate, record_routes, set_budget
+from hf_depthroute.execution.decode import DECODE_ROWS, DecodeStep
+from hf_depthroute.trace import overridden, routings
+
+
+@contextmanager
+def counted_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The layers that took a decoding step."""
+    taken: list[Any] = []
+    call = DecodeStep.__call__
+
+    def spy(step: DecodeStep, layer: Any, *args: Any) -> Any:
+        taken.append(layer)
+        return call(step, layer, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeStep, "__call__", spy)
+        yield taken
+
+
+@torch.no_grad()
+def decoded(model: Any, batch: int = 1, general: bool = False) -> torch.Tensor:
+    """Logits of eight decoding steps after a prompt of four tokens; `general`: with a trace, which needs the masks."""
+    ids = tokens(batch, 12, seed=4)
+    cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
+    logits = []
+    for position in range(4, 12):
+        one = ids[:, position : position + 1]
+        if general:
+            with record_routes(model):
+                out = model(input_ids=one, past_key_values=cache, use_cache=True)
+        else:
+            out = model(input_ids=one, past_key_values=cache, use_cache=True)
+        logits.append(out.logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("gate", ["mlp", "jepa", "linear", "random"])
+def test_equal_the_general_pass(monkeypatch: pytest.MonkeyPatch, family: str, gate: str, batch: int) -> None:
+    model = build_routed(family, "mlp", gate=gate)
+    with counted_steps(monkeypatch) as taken:
+        fast = decoded(model, batch)
+    assert len(taken) == 8 * 3
+    assert torch.equal(fast, decoded(model, batch, general=True))
+
+
+@pytest.mark.parametrize("fields", [{"branch": "none"}, {"gate_input": "residual"}, {"gate_hidden": 5}])
+def test_equal_the_general_pass_whatever_the_adapter_holds(fields: dict[str, Any]) -> None:
+    model = build_routed("qwen2", "mlp", **fields)
+    assert torch.equal(decoded(model), decoded(model, general=True))
+
+
+def test_take_the_stream_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = routed(build_base("llama", dtype=torch.bfloat16), "mlp")
+    with counted_steps(monkeypatch) as taken:
+        fast = decoded(model)
+    assert taken and fast.dtype == torch.bfloat16
+    assert torch.equal(fast, decoded(model, general=True))
+
+
+def test_follow_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_routed("llama", "mlp")
+    gate: Any = routings(model)[0].depth_route_gate["default"]
+    outputs = [decoded(model)]
+    with torch.no_grad():
+        gate.score.bias.add_(0.7)
+        outputs.append(decoded(model))
+        gate.score.weight.data = -gate.score.weight.data  # another tensor, the same version
+        outputs.append(decoded(model))
+    set_budget(model, 0.2)
+    outputs.append(decoded(model))
+    calibrate(model, [{"input_ids": tokens(2, 16)}], budget=0.6)
+    outputs.append(decoded(model))
+    with overridden(model, "executor", "full"):
+        outputs.append(decoded(model))
+    for i, one in enumerate(outputs):
+        assert all(not torch.equal(one, other) for other in outputs[i + 1 :])
+    assert torch.equal(outputs[-2], decoded(model, general=True))
+    with counted_steps(monkeypatch) as taken, model.disable_adapter():
+        off = decoded(model)
+    assert not taken
+    assert torch.equal(off, decoded(build_base("llama")))
+
+
+@pytest.mark.parametrize("target", ["attention", "block"])
+def test_other_targets_run_the_general_pass(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    with counted_steps(monkeypatch) as taken:
+        decoded(build_routed("llama", target))
+    assert not taken
+
+
+def test_padding_and_wide_batches_run_the_general_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_routed("llama", "mlp")
+    with counted_steps(monkeypatch) as taken, torch.no_grad():
+        model(input_ids=tokens(2, 1), attention_mask=torch.tensor([[1], [0]]))
+        model(input_ids=tokens(DECODE_ROWS + 1, 1))
+        model(input_ids=tokens(2, 2))
+    assert not taken
+    with counted_steps(monkeypatch) as taken, torch.no_grad():
+        model(input_ids=tokens(2, 1), attention_mask=torch.ones(2, 1))
+    assert len(taken) == 3
+
+
+def test_hooks_on_the_adapter_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: PeftModel = build_routed("llama", "mlp")
+    decoded(model)
+    seen: list[torch.Size] = []
+    gate: Any = routings(model)[0].depth_route_gate["default"]
+    handle = gate.hidden.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    with counted_steps(monkeypatch) as taken:
+        decoded(model)
+    assert len(seen) == 1 + 8  # the prompt and every step
+    assert len(taken) == 8 * 2  # the other layers
+    handle.remove()
+    with counted_steps(monkeypatch) as taken:
+        decoded(model)
+    assert len(taken) == 8 * 3
+
+
+def test_skip_the_ffn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The FFN is called on the tokens that run full, and on no others."""
+    model = build_routed("llama", "mlp")
+    rows: list[int] = []
+    for layer in list(decoder_layers(model))[1:]:
+        layer.mlp.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[:-1].numel()))
+    ids = tokens(1, 8, seed=7)
+    full = 0
+    with torch.no_grad():
+        for position in range(8):
+            one = ids[:, position : position + 1]
+            model(input_ids=one)
+            with record_routes(model) as trace:
+                model(input_ids=one)
+            full += sum(int(record.mask.sum()) for record in trace.values())
+    assert 0 < full < 8 * 3
+    assert sum(rows) == 2 * full  # counted in both runs
