@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+_CACHES = ("past_key_values", "layer_past")  # what families call it
+
 
 class _Decided:
     """Mixin of a cache layer: `keep`, bool `[B]`, true for the sequences that run the routed part in full."""
@@ -152,3 +154,13 @@ def kv_cache_bytes(cache: Any) -> int:
 def _deciding(base: Any) -> Any:
     """The subclass of a cache layer's class that carries a decision."""
     return type(base.__name__, (_Decided, base), {"_layer_type": None, "__module__": base.__module__})
+
+
+def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A layer's keyword arguments for a run that neither reads nor writes the KV cache."""
+    return {**kwargs, "use_cache": False, **{name: None for name in _CACHES if name in kwargs}}
+
+
+def cache_of(kwargs: dict[str, Any]) -> Any:
+    """The KV cache among a layer's keyword arguments, or None."""
+    return next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)

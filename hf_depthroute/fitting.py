@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .cache import without_cache
 from .calibration import active_routings
 from .families import find_decoder
 from .holder import Routing
 from .importance import evaluating, model_inputs, real_tokens
-from .layer import DECODE_STEPS, TOKEN_MASK, without_cache
+from .layer import DECODE_STEPS, TOKEN_MASK
 from .sites import SITES
 from .trace import record_routes
 

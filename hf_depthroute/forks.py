@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .cache import without_cache
 from .calibration import active_routings
 from .decision import RoutePlan
 from .execution import masked_update
 from .families import find_decoder, find_family
 from .holder import HOLDER, Routing
-from .layer import TOKEN_MASK, both_paths, without_cache
+from .layer import TOKEN_MASK, both_paths
 from .sites import SITES
 
 _LOGITS = 2**25  # elements of the logits that exist at one time: 128 MiB in float32

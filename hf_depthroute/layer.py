@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import sites
-from .cache import SkippingLayer, cache_layer, remember, remembered
+from .cache import SkippingLayer, cache_layer, cache_of, remember, remembered
 from .decision import RoutePlan
 from .execution import masked_update, routed_pairs
 from .execution.decode import DecodeStep
@@ -27,7 +27,6 @@ from .trace import RouteRecord
 
 TOKEN_MASK = "depth_route_token_mask"  # keyword that carries the 2D attention mask to the layers
 DECODE_STEPS = "depth_route_decode_steps"  # keyword that carries the layers' `DecodeStep`s, by layer
-_CACHES = ("past_key_values", "layer_past")
 
 
 def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -46,7 +45,7 @@ def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs
     plan = None if holder is None else holder.plan(layer.training, (hidden_states.shape[0], hidden_states.shape[1]))
     token_mask = kwargs.get(TOKEN_MASK)
     if layer.gradient_checkpointing and layer.training:
-        kwargs = without_cache(kwargs)
+        kwargs = withoutcache_of(kwargs)
         outputs = layer._gradient_checkpointing_func(functools.partial(_run, layer, plan, **kwargs), hidden_states)
     else:
         outputs = _run(layer, plan, hidden_states, **kwargs)
@@ -191,7 +190,7 @@ def _decide_sequences(
     Scores and probs of a decision that is only remembered are NaN: they are not computed again.
     """
     batch, length = gate_input.shape[:2]
-    cache = None if layer.training else _cache(kwargs)
+    cache = None if layer.training else cache_of(kwargs)
     keep = remembered(cache, holder.layer_index)
     if keep is not None and plan.replayed is None:
         nothing = torch.full((batch, length), torch.nan, device=gate_input.device)
@@ -222,7 +221,7 @@ def _skip_sequences(
 ) -> torch.Tensor:
     """The sequences in `keep` (bool `[B]`) run the site in full, on their own; the others write no keys and values."""
     site = SITES[plan.config.target]
-    cache = _cache(kwargs)
+    cache = cache_of(kwargs)
     if plan.rule == "static" and cache is not None and remembered(cache, holder.layer_index) is None:
         remember(cache, holder.layer_index, keep, skips_attention=True)
     held = cache_layer(cache, holder.layer_index)
@@ -292,15 +291,6 @@ def _run_experts(
         return (out,)
     extras["expert_index"] = pairs.index.view(*a.shape[:2], -1)
     return out, *made, *(extras[name] for name in plan.extras)
-
-
-def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A layer's keyword arguments for a run that neither reads nor writes the KV cache."""
-    return {**kwargs, "use_cache": False, **{name: None for name in _CACHES if name in kwargs}}
-
-
-def _cache(kwargs: dict[str, Any]) -> Any:
-    return next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
 
 
 def _record(

@@ -21,25 +21,10 @@ import torch
 from torch import nn
 
 from ..cost import route_cost
+from .modes import as_run, check_modes, fill_cache, new_cache, new_step, rewind_cache
 from .roofline import count_work
 from .timing import Estimate, Peaks, Samples, interleave, measure_peaks, synchronise
-from .variants import (
-    BASE,
-    DISABLED,
-    FULL,
-    LEFT_OUT,
-    Variants,
-    as_run,
-    budget_name,
-    check_modes,
-    count_passes,
-    fill_cache,
-    masked_name,
-    new_cache,
-    new_step,
-    rewind_cache,
-    tuned_name,
-)
+from .variants import BASE, DISABLED, FULL, LEFT_OUT, Variants, budget_name, count_passes, masked_name, tuned_name
 
 Key = tuple[str, str]  # variant, mode
 _LONG = 2.0  # seconds

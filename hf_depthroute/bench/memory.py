@@ -12,7 +12,8 @@ from torch import nn
 from ..cache import kv_cache_bytes
 from ..calibration import active_routings
 from .inference import Workload
-from .variants import Variants, budget_name, fill_cache, new_cache
+from .modes import fill_cache, new_cache
+from .variants import Variants, budget_name
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:

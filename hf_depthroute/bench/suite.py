@@ -31,16 +31,10 @@ from ..yaml_files import YamlError, read_mapping
 from .inference import Workload, measure_inference
 from .lora import LOSSES, measure_loading, measure_training
 from .memory import measure_memory
+from .modes import check_modes, forget_compiled
 from .shapes import SHAPES, dense_view, first_sequences, random_model, random_tokens
 from .timing import Peaks, describe_machine, measure_peaks, relative_load
-from .variants import (
-    Variants,
-    adapter_dtype,
-    check_modes,
-    forget_compiled,
-    hold_adapter_in,
-    wants_base_dtype,
-)
+from .variants import Variants, adapter_dtype, hold_adapter_in, wants_base_dtype
 
 CASES = ("prefill", "decode", "train", "load", "memory")
 DTYPES = ("bfloat16", "float32", "float16")
