@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import sites
-from .cache import SkippingLayer, cache_layer, cache_of, remember, remembered
+from .cache import SkippingLayer, cache_layer, cache_of, remember, remembered, without_cache
 from .decision import RoutePlan
 from .execution import masked_update, routed_pairs
 from .execution.decode import DecodeStep
@@ -45,7 +45,7 @@ def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs
     plan = None if holder is None else holder.plan(layer.training, (hidden_states.shape[0], hidden_states.shape[1]))
     token_mask = kwargs.get(TOKEN_MASK)
     if layer.gradient_checkpointing and layer.training:
-        kwargs = withoutcache_of(kwargs)
+        kwargs = without_cache(kwargs)
         outputs = layer._gradient_checkpointing_func(functools.partial(_run, layer, plan, **kwargs), hidden_states)
     else:
         outputs = _run(layer, plan, hidden_states, **kwargs)
@@ -112,11 +112,7 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
 
 
 def _run_full(
-    layer: Any,
-    plan: RoutePlan,
-    hidden_states: torch.Tensor,
-    token_mask: torch.Tensor | None,
-    kwargs: dict[str, Any],
+    layer: Any, plan: RoutePlan, hidden_states: torch.Tensor, token_mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
     """The base's layer; what is recorded has no scores."""
     out = layer._base_forward(hidden_states, **kwargs)
