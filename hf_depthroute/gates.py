@@ -36,8 +36,9 @@ class ScoreHead(nn.Linear):
         if self.out_features > 1:
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         rows, weight = x.float().reshape(-1, x.shape[-1]), self.weight.float().squeeze(0)
-        scores = torch.mv(rows, weight) if self.bias is None else torch.addmv(self.bias.float(), rows, weight)
-        return scores.view(x.shape[:-1])
+        if self.bias is None:
+            return torch.mv(rows, weight).view(x.shape[:-1])
+        return torch.addmv(self.bias.float().expand(len(rows)), rows, weight).view(x.shape[:-1])
 
     def frozen(self) -> Frozen:
         """The one score of each row, `[B, 1, features] -> [B]`, with the weights as they are now."""
