@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .autotune import tune_execution
+from .base_fingerprint import allow_base_mismatch
 from .calibration import calibrate, set_budget
 from .config import DepthRouteConfig
 from .cost import route_cost
@@ -11,17 +12,18 @@ from .draft_search import search_draft
 from .drafting import draft_view, lossless_generate
 from .trace import record_routes, replay_routes
 from .tuner import get_depth_routed_model
+from .version import __version__
 
 if TYPE_CHECKING:
     from .trainer import DepthRouteCallback, DepthRouteTrainer, DepthRouteTrainingArguments
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DepthRouteCallback",
     "DepthRouteConfig",
     "DepthRouteTrainer",
     "DepthRouteTrainingArguments",
+    "__version__",
+    "allow_base_mismatch",
     "calibrate",
     "draft_view",
     "get_depth_routed_model",

@@ -57,9 +57,9 @@ class ScoreQuantiles(nn.Module):
     def track(self, table: torch.Tensor, decay: float = 0.95) -> None:
         """Move towards the table of one more batch. The average starts at the first batch, not at the initial table.
 
-        A table with NaN, of a batch without a single real token, changes nothing.
+        A table with NaN, of a batch without a single real token, or with infinity changes nothing.
         """
-        known = ~table.isnan().any()
+        known = table.isfinite().all()
         weight = torch.clamp(1.0 / (self.updates + 1), min=1.0 - decay) * known
         self.values.lerp_(table.nan_to_num().to(self.values.dtype), weight.to(self.values.dtype))
         self.updates.add_(known)

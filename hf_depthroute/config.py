@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-import math
-import re
+import dataclasses
+import functools
 import reprlib
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import peft
 from peft import PeftConfig
 
-TARGETS = ("ffn", "attention", "block", "experts")
-GRANULARITIES = ("token", "sequence")
-GATE_NAMES = ("mlp", "jepa", "linear", "halting", "random", "exit", "none")
-GATE_INPUTS = ("residual", "normed")
-BRANCHES = ("lowrank", "none")
-SELECTIONS = ("topk", "threshold", "soft", "gumbel", "controller")
-BUDGET_SCOPES = ("layer", "global")
-CAUSAL_RULES = ("quantile", "predictor")
-EXPERT_GATES = ("per_expert", "per_layer")
-
-_LAYER_RULE = re.compile(r"(last|every):([1-9][0-9]{0,3})|all")
-
-
-class ConfigError(ValueError):
-    """A field of `DepthRouteConfig` has a value that cannot be used. The message is one line: field, value, range."""
+from .adapter_file import FORMAT_VERSION
+from .config_rules import (
+    BRANCHES,
+    BUDGET_SCOPES,
+    CAUSAL_RULES,
+    CHOICES,
+    EXPERT_GATES,
+    GATE_INPUTS,
+    GATE_NAMES,
+    GRANULARITIES,
+    SELECTIONS,
+    TARGETS,
+    ConfigError,
+    check_budget,
+    check_choice,
+    check_dropped,
+    check_int,
+    check_known,
+    check_layers,
+    check_number,
+    check_saved_fields,
+    conflicts,
+)
+from .version import __version__
 
 
 @dataclass
@@ -79,6 +87,10 @@ class DepthRouteConfig(PeftConfig):
         seed: Seed of the adapter's initial weights, independent of the global generator.
         modules_to_save: As in PEFT: names of base modules that train and are saved in full.
         trainable_token_indices: As in PEFT's LoRA; not supported by routed adapters, must stay `None`.
+        base_architecture: Written by the library, like the next three: what the base is, and some of its weights.
+        format_version: Of the saved files. A newer one than this library knows is refused.
+        library_version: The version that saved the adapter.
+        weights_hash: Of the saved tensors; loading compares it.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -110,34 +122,42 @@ class DepthRouteConfig(PeftConfig):
     modules_to_save: list[str] | None = field(default=None, metadata={"help": "base modules trained and saved"})
     trainable_token_indices: list[int] | None = field(default=None, metadata={"help": "must stay None"})
     base_architecture: dict[str, Any] | None = field(
-        default=None, metadata={"help": "architecture and sizes of the base model; filled at injection"}
+        default=None, metadata={"help": "architecture, sizes and sampled weights of the base; filled at injection"}
     )
+    format_version: int = field(default=FORMAT_VERSION, metadata={"help": "of the adapter's files"})
+    library_version: str | None = field(default=None, metadata={"help": "hf_depthroute that saved it; filled then"})
+    weights_hash: str | None = field(default=None, metadata={"help": "of the adapter's tensors; filled when saved"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = register_peft_type()
-        for name, allowed in _CHOICES.items():
-            _check_choice(name, getattr(self, name), allowed)
+        check_saved_fields(self)
+        for name, allowed in CHOICES.items():
+            check_choice(name, getattr(self, name), allowed)
         if not isinstance(self.scale_by_gate, bool):
             raise ConfigError(f"scale_by_gate={reprlib.repr(self.scale_by_gate)} must be true or false")
         self._fill_in()
-        _check_choice("selection", self.selection, SELECTIONS)
+        check_choice("selection", self.selection, SELECTIONS)
         check_budget(self.budget)
-        _check_number("gate_temperature", self.gate_temperature, low=0.0, low_open=True)
+        check_number("gate_temperature", self.gate_temperature, low=0.0, low_open=True)
         if self.threshold is not None:
-            _check_number("threshold", self.threshold)
+            check_number("threshold", self.threshold)
         for name in ("context_dim", "summary_dim", "action_dim"):
-            _check_int(name, getattr(self, name), low=1, high=65536)
+            check_int(name, getattr(self, name), low=1, high=65536)
         for name in ("gate_hidden", "branch_rank"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), low=1, high=262144)
-        _check_int("seed", self.seed, low=0, high=2**63 - 1)
-        _check_layers(self.layers)
-        _check_dropped(self.dropped_experts)
-        for fault in _conflicts(self):
+                check_int(name, getattr(self, name), low=1, high=262144)
+        check_int("seed", self.seed, low=0, high=2**63 - 1)
+        check_layers(self.layers)
+        check_dropped(self.dropped_experts)
+        for fault in conflicts(self):
             raise ConfigError(fault)
         if self.trainable_token_indices is not None:
             raise ConfigError("trainable_token_indices is not supported by depth-routed adapters; leave it None")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is saved. The weights' hash is written by the save that writes the weights."""
+        return super().to_dict() | {"library_version": __version__, "weights_hash": None}
 
     def takes_budget(self) -> bool:
         """Whether inference follows the budget: there is a gate, and its threshold comes from a quantile table."""
@@ -200,52 +220,18 @@ class DepthRouteConfig(PeftConfig):
         return sorted(self.layers)
 
 
-_CHOICES = {
-    "target": TARGETS,
-    "granularity": GRANULARITIES,
-    "gate": GATE_NAMES,
-    "gate_input": GATE_INPUTS,
-    "branch": BRANCHES,
-    "budget_scope": BUDGET_SCOPES,
-    "causal_rule": CAUSAL_RULES,
-    "expert_gates": EXPERT_GATES,
-}
+def _refuse_unknown(init: Callable[..., None]) -> Callable[..., None]:
+    """`__init__` that names a field that does not exist; PEFT would drop it from a file with a warning."""
+
+    @functools.wraps(init)
+    def __init__(self: DepthRouteConfig, *args: Any, **kwargs: Any) -> None:
+        check_known(kwargs, [f.name for f in dataclasses.fields(DepthRouteConfig) if f.init])
+        init(self, *args, **kwargs)
+
+    return __init__
 
 
-def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
-    """What is wrong between fields, one line each."""
-    if c.gate in ("halting", "exit") and (c.target != "block" or c.granularity != "token"):
-        yield f"gate={c.gate!r} decides on whole blocks, per token; use target='block' and granularity='token'"
-    if c.target == "experts":
-        if c.granularity == "sequence":
-            yield "granularity='sequence' is not supported with target='experts'; use 'token'"
-        if c.gate not in ("mlp", "linear", "random", "none"):
-            yield f"gate={c.gate!r} cannot score experts; use one of: mlp, linear, random, none"
-        if (c.gate == "none") != (c.dropped_experts is not None):
-            yield "dropped_experts goes with target='experts' and gate='none', and they need it"
-        if c.scale_by_gate or c.causal_rule == "predictor":
-            yield "scale_by_gate and causal_rule='predictor' are not supported with target='experts'"
-        if c.dropped_experts is not None and isinstance(c.layers, (list, tuple)) and list(c.layers) != sorted(c.layers):
-            yield f"layers={reprlib.repr(c.layers)} must ascend, because dropped_experts has one list for each of them"
-    elif c.dropped_experts is not None:
-        yield "dropped_experts goes with target='experts' and gate='none'"
-    if c.selection == "topk" and (c.granularity == "sequence" or c.budget_scope == "global"):
-        yield "selection='topk' ranks the tokens of one sequence in one layer; use 'threshold' or 'controller' here"
-    if c.gate == "halting" and c.selection != "soft":
-        yield f"selection={c.selection!r}: the halting gate trains with 'soft'"
-    if c.gate == "exit" and c.selection != "threshold":
-        yield f"selection={c.selection!r}: early exit trains with 'threshold'"
-    if c.causal_rule == "predictor" and c.selection != "topk":
-        yield "causal_rule='predictor' foresees the top-k choice; use it with selection='topk'"
-    if c.selection == "controller" and c.threshold is not None:
-        yield "threshold is fixed, so there is nothing for selection='controller' to move; leave it None"
-    if c.scale_by_gate and c.selection in ("soft", "gumbel"):
-        yield f"scale_by_gate is not supported with selection={c.selection!r}; use topk, threshold or controller"
-
-
-def check_budget(budget: Any) -> float:
-    """Return `budget` if it is a number in (0, 1]; raise `ConfigError` otherwise."""
-    return _check_number("budget", budget, low=0.0, low_open=True, high=1.0)
+DepthRouteConfig.__init__ = _refuse_unknown(DepthRouteConfig.__init__)  # type: ignore[method-assign]
 
 
 def register_peft_type() -> Any:
@@ -267,56 +253,3 @@ def register_peft_type() -> Any:
     kind._value2member_map_["DEPTH_ROUTE"] = member
     type.__setattr__(kind, "DEPTH_ROUTE", member)
     return member
-
-
-def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value in allowed:
-        return
-    raise ConfigError(f"{name}={reprlib.repr(value)} is not supported; use one of: {', '.join(allowed)}")
-
-
-def _check_number(
-    name: str, value: Any, low: float = -math.inf, high: float = math.inf, low_open: bool = False
-) -> float:
-    span = f"a finite number in {'(' if low_open or low == -math.inf else '['}{low:g}, {high:g}]"
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Comparisons only: math.isfinite raises OverflowError on a large int.
-    if not is_number or not low <= value <= high or abs(value) > sys.float_info.max or (low_open and value == low):
-        raise ConfigError(f"{name}={reprlib.repr(value)} must be {span}")
-    return float(value)
-
-
-def _check_int(name: str, value: Any, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name}={reprlib.repr(value)} must be an integer from {low} to {high}")
-
-
-def _check_dropped(lists: Any) -> None:
-    def whole(items: Any) -> bool:
-        return isinstance(items, (list, tuple)) and len(items) <= 1024
-
-    if lists is None:
-        return
-    if whole(lists) and all(
-        whole(experts) and len(set(map(repr, experts))) == len(experts) and all(_is_index(e) for e in experts)
-        for experts in lists
-    ):
-        return
-    raise ConfigError(
-        f"dropped_experts={reprlib.repr(lists)} must be lists of distinct expert indices, one per routed layer"
-    )
-
-
-def _is_index(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 100_000
-
-
-def _check_layers(layers: Any) -> None:
-    if layers is None or (isinstance(layers, str) and _LAYER_RULE.fullmatch(layers)):
-        return
-    listed = isinstance(layers, (list, tuple)) and 0 < len(layers) <= 4096
-    if listed and all(_is_index(i) for i in layers) and len(set(layers)) == len(layers):
-        return
-    raise ConfigError(
-        f"layers={reprlib.repr(layers)} must be 'last:N', 'every:N', 'all' or a list of distinct layer indices"
-    )

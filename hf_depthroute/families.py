@@ -92,11 +92,3 @@ def find_decoder(model: nn.Module, family: Family) -> nn.Module:
             f"{type(model).__name__}: expected one stack of decoder layers named {family.layers!r}, found {len(found)}"
         )
     return found[0]
-
-
-def describe_base(model: nn.Module) -> dict[str, object]:
-    """Architecture and sizes that an adapter depends on; saved with it and compared when it is loaded."""
-    config = model.config
-    read = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
-    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-    return {name: read(name) for name in names}

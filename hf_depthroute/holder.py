@@ -5,7 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -17,11 +17,12 @@ from .branches import Derived, LowRankBranch, stamp
 from .calibration import BudgetController, ScoreQuantiles
 from .config import DepthRouteConfig
 from .decision import RoutePlan, decide, make_plan
-from .execution.decode import DecodeStep, supports_decode
+from .execution.decode import DecodeStep, run_base, supports_decode
 from .families import Family
 from .gates import GATES, MLPGate, TargetProjection
 from .trace import RouteCounter, RouteTrace
 
+Step = Callable[[nn.Module, torch.Tensor, dict[str, Any]], torch.Tensor]
 EXECUTORS = ("auto", "gathered", "rows", "masked", "full")
 HOLDER = "routing"  # the attribute of a decoder layer that holds its adapter state
 
@@ -184,10 +185,12 @@ class Routing(nn.Module, BaseTunerLayer):
         plan: RoutePlan = kept[1]
         return plan
 
-    def decode_step(self, batch: int) -> DecodeStep | None:
+    def decode_step(self, batch: int) -> Step | None:
         """The forward pass for one new token of each of `batch` sequences; None where the general one has to run."""
         plan = self.plan(False, (batch, 1))
-        if plan is None or not supports_decode(plan):
+        if plan is None or (plan.rule == "full" and not plan.recorders):
+            return run_base
+        if not supports_decode(plan):
             return None
         step: DecodeStep | None = self._plans.get("step")
         if step is None or step.plan is not plan or not step.usable():
@@ -259,12 +262,12 @@ class Routing(nn.Module, BaseTunerLayer):
         module.reset_parameters(generator)
 
 
-def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, DecodeStep]:
+def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Step]:
     """`Routing.decode_step` of the layers that have one."""
-    steps = {}
+    steps: dict[nn.Module, Step] = {}
     for layer in layers:
         holder = cast("Routing | None", layer._modules.get(HOLDER))
-        step = None if holder is None else holder.decode_step(batch)
+        step = run_base if holder is None else holder.decode_step(batch)
         if step is not None:
             steps[layer] = step
     return steps

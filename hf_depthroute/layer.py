@@ -20,8 +20,7 @@ from . import sites
 from .cache import SkippingLayer, cache_layer, cache_of, remember, remembered, without_cache
 from .decision import RoutePlan
 from .execution import masked_update, routed_pairs
-from .execution.decode import DecodeStep
-from .holder import HOLDER, Routing
+from .holder import HOLDER, Routing, Step
 from .sites import SITES, whole_sequences
 from .trace import RouteRecord
 
@@ -38,7 +37,7 @@ def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs
     """
     kwargs.update(zip(layer._argument_names, args))
     holder: Routing | None = layer._modules.get(HOLDER)
-    steps: dict[Any, DecodeStep] | None = kwargs.pop(DECODE_STEPS, None)
+    steps: dict[Any, Step] | None = kwargs.pop(DECODE_STEPS, None)
     if steps is not None and layer in steps:
         kwargs.pop(TOKEN_MASK, None)  # every token is real
         return steps[layer](layer, hidden_states, kwargs)

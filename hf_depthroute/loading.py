@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from .adapter_file import AdapterMismatchError, belongs_to, read_tensors, tensors_hash
 from .holder import HOLDER, Routing
 from .injection import leave
 
@@ -26,10 +26,6 @@ PREFIX = "depth_route_"
 _OWN_KEY = re.compile(rf"\.{HOLDER}\.{PREFIX}[a-z]+\.")
 _WRAPPER = "base_model.model."
 _READER = "_load_pretrained_model"  # the static method with which transformers reads an adapter file
-
-
-class AdapterMismatchError(ValueError):
-    """An adapter does not belong to this model, or its file does not hold exactly the adapter's tensors."""
 
 
 def own_tensors(state_dict: Mapping[str, torch.Tensor], adapter_name: str) -> dict[str, torch.Tensor]:
@@ -50,7 +46,8 @@ def match_tensors(
     """The tensors of a checkpoint by model key.
 
     Raises:
-        AdapterMismatchError: A tensor is missing, left over, of another shape, or not finite.
+        AdapterMismatchError: A tensor is missing, left over, of another shape or kind, or not finite; or they are
+            not those that the config was saved with.
     """
     given = {key.removeprefix(_WRAPPER): (key, value) for key, value in state_dict.items()}
     matched = {}
@@ -63,14 +60,25 @@ def match_tensors(
             raise AdapterMismatchError(
                 f"adapter file: tensor {bare} has shape {tuple(value.shape)}, expected {tuple(expected.shape)}"
             )
+        if value.is_floating_point() != expected.is_floating_point():
+            raise AdapterMismatchError(
+                f"adapter file: tensor {bare} has dtype {value.dtype}, expected {expected.dtype}"
+            )
         if value.is_floating_point() and not value.isfinite().all():
             raise AdapterMismatchError(f"adapter file: tensor {bare} holds values that are not finite")
         matched[key] = value
-    saved_modules = tuple(config.modules_to_save or ())
     for bare, (key, value) in given.items():
-        if not any(f".{name}." in f".{bare}" for name in saved_modules):
+        if not belongs_to(bare, config.modules_to_save or ()):
             raise AdapterMismatchError(f"adapter file: unexpected tensor {bare}")
         matched[key] = value
+    if config.weights_hash is not None:
+        # PEFT has put the adapter's name into the keys of modules_to_save by now.
+        named = {key.replace(f".modules_to_save.{adapter_name}.", "."): value for key, value in state_dict.items()}
+        if tensors_hash(named) != config.weights_hash:
+            raise AdapterMismatchError(
+                "adapter file: its tensors are not those that the config was saved with; copy both files again"
+            )
+        config.weights_hash = None  # it was about that file; what the model holds may change from here on
     return matched
 
 
@@ -110,7 +118,9 @@ def _read_strictly(
     name = _adapter_to_load(load_config.weight_mapping or ())
     if name is not None:
         try:
-            match_tensors(model, model.peft_config[name], name, state_dict or _read_files(checkpoint_files or []))
+            match_tensors(
+                model, model.peft_config[name], name, state_dict or _read_files(model, name, checkpoint_files)
+            )
         except AdapterMismatchError:
             discard(model, name)
             raise
@@ -125,11 +135,6 @@ def _adapter_to_load(weight_mapping: Any) -> str | None:
     return None
 
 
-def _read_files(paths: list[str]) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in paths:
-        try:
-            tensors |= load_file(path)
-        except SafetensorError as error:
-            raise AdapterMismatchError(f"{path}: the adapter file is corrupt or not in safetensors format") from error
-    return tensors
+def _read_files(model: PreTrainedModel, name: str, paths: list[str] | None) -> dict[str, torch.Tensor]:
+    config = cast(Any, model.peft_config[name]).to_dict()
+    return {key: value for path in paths or () for key, value in read_tensors(Path(path), config).items()}

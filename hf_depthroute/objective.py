@@ -38,6 +38,10 @@ class Watched:
     routers: RouterTrace | None = None
 
 
+class NonFiniteLossError(RuntimeError):
+    """A training step was stopped in front of its optimizer step. The message is one line: step, terms, layer."""
+
+
 class RoutingObjective:
     """Adds the routing losses to a language-model loss, tracks thresholds, and collects what is logged.
 
@@ -58,6 +62,8 @@ class RoutingObjective:
         self._sums: dict[str, tuple[torch.Tensor, int]] = {}
         self._load: dict[int, torch.Tensor] = {}
         self._budgets: dict[int, float] = {}
+        # Of the batches since the last optimizer step: the terms, and the scores by layer.
+        self._pending: list[tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]] = []
 
     @contextmanager
     def watching(self) -> Iterator[Watched]:
@@ -125,6 +131,8 @@ class RoutingObjective:
             holder.active_quantiles().track(table)
             self._count(holder, trace[holder.layer_index])
         self._collect(terms, trace, share)
+        scores = {index: record.scores.detach() for index, record in trace.items()}
+        self._pending.append(({name: term.detach() for name, term in terms.items()}, scores))
         zero = lm.new_zeros(())
         return terms.pop("lm", zero) + share * sum(terms.values(), zero)
 
@@ -181,6 +189,45 @@ class RoutingObjective:
             assert controller is not None
             # Without a single token the load is NaN, and the threshold stays.
             controller.move(load.nan_to_num(nan=budget), budget, self.arguments.controller_step)
+
+    @torch.no_grad()
+    def check_finite(self, step: int, gradients: bool = True) -> None:
+        """In front of an optimizer step: refuse it if a loss term or a gradient is not finite.
+
+        Looks at the device once. What was found is named afterwards, from what the batches left.
+
+        Args:
+            step: Number of the step, for the message.
+            gradients: Whether gradients count; a float16 scaler means to meet infinities and skips the step itself.
+
+        Raises:
+            NonFiniteLossError: With the terms and the first layer whose scores are not finite. Weights, thresholds and
+                optimizer state are those of the step before.
+        """
+        pending, self._pending = self._pending, []
+        watched = [term.float() for terms, _ in pending for term in terms.values()]
+        if gradients:
+            found = [p.grad for p in self.model.parameters() if p.requires_grad and type(p.grad) is torch.Tensor]
+            watched += list(torch._foreach_norm(found)) if found else []
+        if not watched or bool(stack([value.reshape(()) for value in watched]).isfinite().all()):
+            return
+        names = sorted({name for terms, _ in pending for name, term in terms.items() if not term.isfinite()})
+        layers = sorted({i for _, scores in pending for i, value in scores.items() if not value.isfinite().all()})
+        what = f"loss terms {', '.join(names)}" if names else "a gradient (every loss term is finite)"
+        where = f"the scores of layer {layers[0]} are the first that are not" if layers else "all scores are finite"
+        raise NonFiniteLossError(
+            f"step {step}: not finite: {what}; {where}. Stopped before the optimizer moved: the model is as after step "
+            f"{step - 1}. Look at the batch, or lower the learning rate"
+        )
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint has to keep beside the model: the counterfactual temperature."""
+        return {} if self._temperature is None else {"temperature": float(self._temperature)}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Undo `state`."""
+        value = state.get("temperature")
+        self._temperature = None if value is None else torch.tensor(value, device=next(self.model.parameters()).device)
 
     def _count(self, holder: Routing, record: RouteRecord) -> None:
         """Tokens run full and tokens seen since the last step, where a controller wants to know."""

@@ -16,9 +16,10 @@ from peft.utils import register_peft_method
 from peft.utils.other import set_additional_trainable_modules
 from torch import nn
 
+from .base_fingerprint import check_base, describe_base
 from .config import ConfigError, DepthRouteConfig, register_peft_type
 from .drafting import full_depth, is_draft
-from .families import Family, describe_base, find_decoder, find_family
+from .families import Family, find_decoder, find_family
 from .gates import default_hidden
 from .holder import HOLDER, Routing
 from .injection import enter, leave
@@ -32,7 +33,9 @@ from .loading import (
     unguard,
     without_adapter_name,
 )
+from .peft_hooks import install
 
+_SMALL_WIDTH = 256  # parts of any model may be this wide; above it, four times the model's width
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -153,12 +156,8 @@ class DepthRouteModel(BaseTuner):
         if not _NAME.fullmatch(name):
             raise ConfigError(f"adapter name {name!r} must be 1 to 64 letters, digits, '_' or '-'")
         _check_name_is_free(model, name)
-        here = describe_base(model)
-        for key, wanted in (config.base_architecture or {}).items():
-            if key not in here or here[key] != wanted:
-                raise AdapterMismatchError(
-                    f"this adapter was made for another base model: {key} is {wanted}, this model has {here.get(key)}"
-                )
+        if config.base_architecture is not None:
+            check_base(model, config.base_architecture)
         return config.routed_layers(depth)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +223,12 @@ class DepthRouteModel(BaseTuner):
 
 
 def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], config: DepthRouteConfig) -> None:
-    """Raise `ConfigError` where a layer lacks what the configuration routes."""
+    """Raise `ConfigError` where a layer lacks what the configuration routes, or a part would be absurdly wide."""
+    width = getattr(layers[0], family.ffn_norm).weight.shape[-1]
+    for name in ("gate_hidden", "branch_rank", "context_dim", "summary_dim", "action_dim"):
+        widest = max(4 * width, _SMALL_WIDTH)
+        if (getattr(config, name) or 0) > widest:
+            raise ConfigError(f"{name}={getattr(config, name)} must be at most {widest} on a model of width {width}")
     if config.gate == "exit" and model.get_output_embeddings() is None:
         raise ConfigError("gate='exit' needs a model with an LM head")
     for place, index in enumerate(routed if config.target == "experts" else ()):
@@ -251,6 +255,7 @@ def _check_name_is_free(model: nn.Module, name: str) -> None:
 
 def register() -> None:
     """Make PEFT know the method. Runs on import; a second call does nothing."""
+    install()
     if register_peft_type() not in PEFT_TYPE_TO_TUNER_MAPPING:
         register_peft_method(name=PREFIX.rstrip("_"), config_cls=DepthRouteConfig, model_cls=DepthRouteModel)
 

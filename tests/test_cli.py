@@ -555,7 +555,7 @@ def change_config(**changes: object) -> Callable[[Path], None]:
         (change_config(peft_type="LORA"), "a LORA adapter, not a depth-routed one"),
         (change_config(peft_type="LATER"), "peft_type 'LATER' is unknown"),
         (change_config(budget=0), "budget=0"),
-        (change_config(layers=[77]), "77 is out of range"),
+        (change_config(layers=[77]), "layers=[77]"),
         (change_config(gate_hidden=3), "shape"),
     ],
     ids=["truncated", "no weights", "no config", "json", "lora", "type", "budget", "layers", "shape"],

@@ -284,10 +284,10 @@ def test_iso_compute_runs_come_last_and_take_their_steps_from_times(folder, caps
 def test_a_failing_run_leaves_the_others_alone(folder, capsys):
     failures = run(folder, "out", "bad", "g1", seeds=[42])
     assert failures.keys() == {"bad/42"}
-    assert failures["bad/42"].reason.startswith("training diverged: ")
+    assert failures["bad/42"].reason.startswith("NonFiniteLossError: step 2: not finite: ")
     assert tables(folder / "out").keys() == {"g1/42"}
     out = capsys.readouterr().out
-    assert "[0/2] bad/42 failed: training diverged" in out and "[1/2] g1/42 endpoint " in out
+    assert "[0/2] bad/42 failed: NonFiniteLossError" in out and "[1/2] g1/42 endpoint " in out
 
 
 # Continuing
@@ -439,7 +439,8 @@ def test_the_command_prints_one_line_per_run_and_ends_with_what_failed(folder, c
     assert (code, err) == (0, []) and len(out) == 2 and out[1].startswith("[1/1] g1/42 endpoint ")
     code, out, err = study("--seeds", "42")
     assert code == 1 and out[0].startswith("miniature: 1 of 2 runs are complete") and len(out) == 2
-    assert err[0].startswith("bad/42 failed: training diverged: ") and err[1].startswith("error: 1 run failed; ")
+    assert err[0].startswith("bad/42 failed: NonFiniteLossError: step 2: ")
+    assert err[1].startswith("error: 1 run failed; ")
     for arguments, message in (
         (("--only", "g2"), "error: --only g2: the study has no such config"),
         (("--seeds", "x"), "error: --seeds 'x': write integers, such as 42,123"),

@@ -1,4 +1,4 @@
-"""The command line: `hf-depthroute train | eval | bench | generate | study | report`.
+"""The command line: `hf-depthroute train | eval | bench | generate | study | report | doctor`.
 
 Every command ends with exit code 0, or with one line `error: ...` on stderr and a code that says what went wrong:
 2 command line, config or data; 3 the Hub; 4 a corrupt or mismatched adapter; 5 memory or disk; 130 Ctrl-C; 1 the rest.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import typer
 
 from .bench import bench
+from .doctor import doctor
 from .errors import INTERRUPTED, describe, without_tokens
 from .evaluate import evaluate
 from .generate import generate
@@ -31,6 +32,7 @@ app.command("bench")(bench)
 app.command("generate")(generate)
 app.command("study")(study)
 app.command("report")(report)
+app.command("doctor")(doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

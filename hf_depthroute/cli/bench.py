@@ -70,6 +70,7 @@ def bench(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None,
     json_file: o.JsonFile = None,
     plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the result into this folder.")] = None,
+    allow_base_mismatch: o.AllowBaseMismatch = False,
     debug: o.Debug = False,
 ) -> None:
     """Measure a routed model against its dense base, in one process.
@@ -128,7 +129,7 @@ def bench(
             "rounds": repeats or 15,
         }
         if adapter is not None:
-            result = _measure_adapter(adapter, model, dtype, arguments, sizes)
+            result = _measure_adapter(adapter, model, dtype, allow_base_mismatch, arguments, sizes)
         else:
             fields: dict[str, Any] = of_shape | {"shape": shape, "layers": o.parse_layers(layers), "dtype": dtype}
             fields |= {"loss": list(_names("--loss", loss, ("naive", "fused")))}
@@ -223,7 +224,7 @@ def _plain(case: Any) -> Any:
 
 
 def _measure_adapter(
-    adapter: str, model: str | None, dtype: str, arguments: dict[str, Any], sizes: dict[str, list[int]]
+    adapter: str, model: str | None, dtype: str, mismatch: bool, arguments: dict[str, Any], sizes: dict[str, list[int]]
 ) -> dict[str, Any]:
     from ..bench.shapes import dense_view
     from ..bench.single import bench, bench_sizes
@@ -236,7 +237,7 @@ def _measure_adapter(
     loading.check_length(max(sizes["length"]) + steps, loading.load_config(model), "--length + --decode-steps")
     base = loading.load_model(model, dtype)
     untouched = dense_view(base)
-    routed = loading.load_adapter(base, adapter)
+    routed = loading.load_adapter(base, adapter, mismatch)
     first = next(base.parameters())
     if wants_base_dtype(first.device, arguments["baselines"]):
         hold_adapter_in(routed, first.dtype)

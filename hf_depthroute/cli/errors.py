@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 from typing import Any
 
@@ -14,7 +13,6 @@ RESOURCES = 5  # memory, disk space
 INTERRUPTED = 130
 
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{16,}")  # of the Hub
-_DISK_FULL = "No space left on device"
 
 
 class CliError(Exception):
@@ -44,11 +42,12 @@ def _describe(error: BaseException) -> tuple[int, str]:
         hint = f" (see {context.command_path} --help)" if context is not None else ""
         return USAGE, usage_message(error) + hint
     # Everything below needs the heavy libraries, which have been imported if their exceptions can occur.
+    from ..adapter_file import AdapterMismatchError
     from ..config import ConfigError
     from ..data import DataError
     from ..families import UnsupportedModelError
     from ..hub import HubError, causes, explain
-    from ..tuner import AdapterMismatchError
+    from ..resources import disk_full, out_of_memory
 
     if isinstance(error, HubError) or any(isinstance(cause, HubError) for cause in causes(error)):
         return HUB, str(error)
@@ -56,11 +55,16 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return ADAPTER, str(error)
     if isinstance(error, ConfigError | DataError | UnsupportedModelError):
         return USAGE, str(error)
+    if type(error).__name__ == "NonFiniteLossError":  # its module takes seconds to import
+        return OTHER, str(error)
     if out_of_memory(error):
         remedy = "lower --batch-size (or --batch) or --length, or use a smaller model or --dtype bfloat16"
-        return RESOURCES, f"out of memory: {_first_line(error)}; {remedy}"
+        said = _first_line(error)
+        return RESOURCES, f"{said if said.startswith('out of memory') else f'out of memory: {said}'}; {remedy}"
     if disk_full(error):
-        path = getattr(error, "filename", None)
+        path, said = getattr(error, "filename", None), getattr(error, "strerror", None) or ""
+        if said.startswith("disk full"):  # ours, with what is needed and what is left
+            return RESOURCES, f"{path}: {said}"
         return RESOURCES, f"disk full{f' while writing {path}' if path else ''}; free some space and run again"
     hub = explain(error, "download")
     if hub is not None:
@@ -68,22 +72,6 @@ def _describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, OSError) and error.strerror:
         return USAGE, f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return OTHER, f"{type(error).__name__}: {_first_line(error)} (run again with --debug for the traceback)"
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether the machine or the GPU ran out of memory."""
-    import torch
-
-    # The CPU allocator raises a plain RuntimeError.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
-
-
-def disk_full(error: BaseException) -> bool:
-    """Whether a write failed for lack of space or quota; safetensors reports it in the message only."""
-    number = getattr(error, "errno", None)
-    return number in (errno.ENOSPC, errno.EDQUOT) or _DISK_FULL in str(error)
 
 
 def usage_message(error: Any) -> str:

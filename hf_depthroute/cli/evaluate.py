@@ -29,6 +29,7 @@ def evaluate(
     length: o.Length = 256,
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
     json_file: o.JsonFile = None,
+    allow_base_mismatch: o.AllowBaseMismatch = False,
     debug: o.Debug = False,
 ) -> None:
     """Compare dense, top-k and threshold loss at several budgets; an adapter that follows no budget gets one row.
@@ -63,7 +64,7 @@ def evaluate(
         loading.to_batches(pack(text, tokenizer, length, verbose=debug), batch_size, limit)
         for text, limit in zip(texts, limits)
     ]
-    routed = loading.load_adapter(loading.load_model(model, dtype), adapter)
+    routed = loading.load_adapter(loading.load_model(model, dtype), adapter, allow_base_mismatch)
     rows = evaluate_budgets(routed, batches[0], batches[1] if calibrate_on else None, wanted)
 
     if json_file is not None:

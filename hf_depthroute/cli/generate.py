@@ -44,6 +44,7 @@ def generate(
         bool, typer.Option("--draft-search", help="With --lossless: time several drafts on the prompt, use the best.")
     ] = False,
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    allow_base_mismatch: o.AllowBaseMismatch = False,
     debug: o.Debug = False,
 ) -> None:
     """Continue a prompt. The text goes to stdout; tokens per second and the full ratio to stderr.
@@ -103,7 +104,7 @@ def generate(
     if length == 0:
         raise CliError("the prompt has no tokens in this model's tokenizer")
     loading.check_length(length + max_new_tokens, base_config, f"prompt of {length} tokens + --max-new-tokens =")
-    routed = loading.load_adapter(loading.load_model(model, dtype), adapter)
+    routed = loading.load_adapter(loading.load_model(model, dtype), adapter, allow_base_mismatch)
     if budget is not None:
         set_budget(routed, budget)
 

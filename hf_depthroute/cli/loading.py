@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ def load_config(model: str) -> Any:
 
     if (Path(model) / "adapter_config.json").is_file():
         raise CliError(f"model {model}: is an adapter, not a model; pass it as --adapter")
-    with _explained(f"model {model}", model):
+    with explained(f"model {model}", model):
         config = transformers.AutoConfig.from_pretrained(model)
     if config.model_type not in FAMILIES:
         supported = ", ".join(sorted(FAMILIES))
@@ -40,7 +41,7 @@ def load_config(model: str) -> Any:
 def load_tokenizer(model: str, config: Any) -> Any:
     import transformers
 
-    with _explained(f"tokenizer of {model}", model):
+    with explained(f"tokenizer of {model}", model):
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     if len(tokenizer) == 0:
         raise CliError(f"tokenizer of {model}: it is empty; are tokenizer.json and tokenizer_config.json there?")
@@ -58,7 +59,7 @@ def load_model(model: str, dtype: str) -> Any:
     import transformers
 
     check_dtype(dtype, DTYPES)
-    with _explained(f"model {model}", model):
+    with explained(f"model {model}", model):
         base: Any = transformers.AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
         )
@@ -82,10 +83,10 @@ def load_adapter_config(adapter: str) -> DepthRouteConfig:
                 raise CliError(
                     f"adapter {adapter}: there is no {name} in it; is this the --out of a training?", ADAPTER
                 )
-    with _explained(f"adapter {adapter}", adapter, code=ADAPTER):
+    with explained(f"adapter {adapter}", adapter, code=ADAPTER):
         try:
             config = peft.PeftConfig.from_pretrained(adapter)
-        except json.JSONDecodeError as error:
+        except json.JSONDecodeError as error:  # so broken that PEFT could not tell whose it is
             raise CliError(
                 f"adapter {adapter}: adapter_config.json is corrupt ({error}); train or copy again", ADAPTER
             ) from error
@@ -99,18 +100,14 @@ def load_adapter_config(adapter: str) -> DepthRouteConfig:
     return config
 
 
-def load_adapter(base: Any, adapter: str) -> PeftModel:
+def load_adapter(base: Any, adapter: str, allow_base_mismatch: bool = False) -> PeftModel:
     """`base` with the adapter on it, in eval mode."""
     import peft
-    import safetensors
 
-    with _explained(f"adapter {adapter}", adapter, code=ADAPTER):
-        try:
-            return peft.PeftModel.from_pretrained(base, adapter).eval()
-        except safetensors.SafetensorError as error:
-            raise CliError(
-                f"adapter {adapter}: adapter_model.safetensors is corrupt ({error}); train or copy it again", ADAPTER
-            ) from error
+    from ..base_fingerprint import allow_base_mismatch as allowed
+
+    with explained(f"adapter {adapter}", adapter, code=ADAPTER), allowed() if allow_base_mismatch else nullcontext():
+        return peft.PeftModel.from_pretrained(base, adapter).eval()
 
 
 def base_of(adapter: str, config: DepthRouteConfig, model: str | None) -> str:
@@ -194,16 +191,16 @@ def quiet(debug: bool) -> None:
 
 
 @contextlib.contextmanager
-def _explained(what: str, source: str, code: int = USAGE) -> Iterator[None]:
+def explained(what: str, source: str, code: int = USAGE) -> Iterator[None]:
     """Turn whatever the libraries raise while loading `source` into a `CliError` or a `HubError` about `what`."""
     import safetensors
     from huggingface_hub.errors import HFValidationError
 
+    from ..adapter_file import AdapterMismatchError
     from ..config import ConfigError
     from ..families import UnsupportedModelError
     from ..hub import causes, explain
-    from ..tuner import AdapterMismatchError
-    from .errors import disk_full, out_of_memory
+    from ..resources import disk_full, out_of_memory
 
     try:
         yield

@@ -98,6 +98,10 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show warnings, and the tra
 Model = Annotated[str, typer.Option(help="Hub id or folder of the base model.")]
 BaseModel = Annotated[str | None, typer.Option(help="Hub id or folder of the base model. Default: the adapter's.")]
 Adapter = Annotated[str, typer.Option(help="Hub id or folder of the adapter.")]
+AllowBaseMismatch = Annotated[
+    bool,
+    typer.Option("--allow-base-mismatch", help="Load the adapter onto a base of its shape with other weights."),
+]
 Dataset = Annotated[
     str, typer.Option(help="python-stdlib, a .txt/.jsonl/.json/.csv/.parquet file, a folder, or a Hub id.")
 ]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options as o
-from .errors import OTHER, RESOURCES, CliError, disk_full
+from .errors import OTHER, RESOURCES, CliError
 from .output import check_out, staged
 
 
@@ -103,6 +103,7 @@ def train(
     from ..config import DepthRouteConfig
     from ..data import load_text, pack
     from ..evaluation import evaluate_budgets
+    from ..resources import disk_full
     from ..trainer import DepthRouteTrainer, DepthRouteTrainingArguments
     from ..tuner import get_depth_routed_model
 

@@ -82,6 +82,11 @@ class DecodeStep:
         self._dtype = dtype
 
 
+def run_base(layer: Any, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """A layer that is not routed, or whose every token runs full."""
+    return layer._base_forward(h, **kwargs)
+
+
 def decodes(decoder: nn.Module, inputs: torch.Tensor) -> bool:
     """Whether a forward pass of `inputs` `[B, T, ...]` is a decoding step on a CPU, in plain inference."""
     if inputs.shape[1] != 1 or len(inputs) > DECODE_ROWS:

@@ -40,7 +40,8 @@ _WORDS: dict[Any, str] = {
 
 # What a config may set. The runner owns the rest: seeds, steps, the order of the data, and what is written.
 ADAPTER_FIELDS = set(DepthRouteConfig.__annotations__) - {
-    "base_architecture", "modules_to_save", "seed", "trainable_token_indices",
+    "base_architecture", "format_version", "library_version", "modules_to_save", "seed", "trainable_token_indices",
+    "weights_hash",
 }  # fmt: skip
 TRAINING_FIELDS = {f.name for f in dataclasses.fields(RoutingArguments)} | {
     "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "gradient_accumulation_steps", "gradient_checkpointing",

@@ -1,0 +1,166 @@
+"""An adapter's two files, read strictly and without a model: `adapter_config.json` and `adapter_model.safetensors`.
+
+PEFT takes what Python's JSON reader makes of a config and whatever tensors a file holds. Here a file is what a save of
+this library wrote, whole, or it is refused with one line that names the file, what is wrong and what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+PEFT_TYPE = "DEPTH_ROUTE"
+FORMAT_VERSION = 1
+STAGE_PREFIX = ".saving-"  # folders inside an adapter's folder that hold a save in progress
+
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_DEPTH = 8
+_WRAPPER = "base_model.model."
+_OWN_NAME = re.compile(r"(?:\w+\.)+?(\d{1,6})\.routing\.depth_route_[a-z]+\.[\w.]+")
+_DTYPES = ("F32", "BF16", "F16")
+_COUNTER = ".depth_route_quantiles.updates"  # the one tensor of integers
+_MAX_NAME = 256
+
+
+class AdapterMismatchError(ValueError):
+    """An adapter does not belong to this model, or its files do not hold exactly what a save wrote."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises:
+        AdapterMismatchError: It is no such file; it is larger than 1 MiB, nested more than 8 deep, repeats a key, or
+            holds a number that JSON does not know.
+    """
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise AdapterMismatchError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(text) > _MAX_CONFIG_BYTES:
+        raise AdapterMismatchError(f"{path}: larger than {_MAX_CONFIG_BYTES:,} bytes; no adapter config is")
+    _check_nesting(path, text)
+    try:
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except _Refused as error:
+        raise AdapterMismatchError(f"{path}: {error}") from error
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise AdapterMismatchError(f"{path}: corrupt, not JSON ({error}); download or copy it again") from error
+    if not isinstance(found, dict):
+        raise AdapterMismatchError(f"{path}: holds no JSON object; is it an adapter config?")
+    return found
+
+
+def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse an adapter folder whose weights are not those that `config` was saved with. No weights: nothing to check.
+
+    Raises:
+        AdapterMismatchError: The weights are corrupt, hold a tensor that is no adapter's, or are another save's.
+    """
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        if (folder / "adapter_model.bin").is_file():
+            raise AdapterMismatchError(f"{folder}: adapter_model.bin is a pickle; only safetensors are read")
+        return
+    tensors = read_tensors(path, config)
+    wanted = config.get("weights_hash")
+    if wanted is not None and tensors_hash(tensors) != wanted:
+        raise AdapterMismatchError(
+            f"{path}: corrupt, or of another save than {CONFIG_NAME}: its hash is not the one there; "
+            "copy both files again, or save again"
+        )
+
+
+def read_tensors(path: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter's weights file; names, dtypes and layers are checked before any value is read.
+
+    Raises:
+        AdapterMismatchError: As `check_folder`.
+    """
+    saved_modules = config.get("modules_to_save") or ()
+    layers = config.get("layers")
+    routed = set(layers) if isinstance(layers, list) else None
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            for name in names:
+                fault = _fault_of(name, file.get_slice(name).get_dtype(), saved_modules, routed)
+                if fault is not None:
+                    raise AdapterMismatchError(f"{path}: {fault}")
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise AdapterMismatchError(
+            f"{path}: corrupt or not in safetensors format ({error}); download or copy it again"
+        ) from error
+    for name, value in tensors.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise AdapterMismatchError(f"{path}: tensor {name} holds values that are not finite; train it again")
+    return tensors
+
+
+def _fault_of(name: str, dtype: str, saved_modules: Iterable[str], routed: set[Any] | None) -> str | None:
+    """Why an adapter's file cannot hold this tensor."""
+    own = _OWN_NAME.fullmatch(name) if len(name) <= _MAX_NAME else None
+    if own is None:
+        return None if belongs_to(name, saved_modules) else f"unexpected tensor {name[:100]}; no routed adapter has it"
+    if routed is not None and int(own[1]) not in routed:
+        return f"tensor {name} is of a layer that is not routed; the config says layers={reprlib.repr(sorted(routed))}"
+    if dtype not in _DTYPES and not (dtype == "I64" and name.endswith(_COUNTER)):
+        return f"tensor {name} has dtype {dtype}; use one of: {', '.join(_DTYPES)}"
+    return None
+
+
+def tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:
+    """`sha256:...` over names, dtypes, shapes and bytes, whatever the order and PEFT's prefix of the names."""
+    digest = hashlib.sha256()
+    for name, value in sorted((name.removeprefix(_WRAPPER), value) for name, value in tensors.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def belongs_to(name: str, modules: Iterable[str]) -> bool:
+    """Whether a tensor is of one of the base's `modules` that are trained and saved whole."""
+    return any(f".{module}." in f".{name}" for module in modules)
+
+
+class _Refused(Exception):
+    pass
+
+
+def _check_nesting(path: Path, text: bytes) -> None:
+    """Before the parser, which recurses. Brackets inside strings may count; no value of ours holds that many."""
+    depth = deepest = 0
+    for byte in text:
+        if byte in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif byte in b"]}":
+            depth -= 1
+    if deepest > _MAX_DEPTH:
+        raise AdapterMismatchError(f"{path}: nested {deepest} deep; an adapter config has at most {_MAX_DEPTH} levels")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Refused(f"field {key[:100]!r} is there twice; remove one")
+        found[key] = value
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise _Refused(f"holds the value {name}, which JSON does not have; write a finite number or null")

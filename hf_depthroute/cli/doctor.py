@@ -1,0 +1,43 @@
+"""`hf-depthroute doctor`: is this adapter whole, and what is it?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options as o
+from .errors import ADAPTER, CliError
+
+
+def doctor(
+    adapter: Annotated[str, typer.Argument(help="Hub id or folder of the adapter.")],
+    debug: o.Debug = False,
+) -> None:
+    """Check an adapter's files without loading them into a model.
+
+    Ends with exit code 0 when they can be loaded onto their base, and with 4 at the first fault.
+
+    \b
+    Example:
+      hf-depthroute doctor routed
+    """
+    from . import loading
+
+    loading.quiet(debug)
+    from ..adapter_file import CONFIG_NAME, WEIGHTS_NAME
+    from ..doctor import examine
+
+    folder = Path(adapter)
+    if not folder.is_dir():
+        import huggingface_hub
+
+        with loading.explained(f"adapter {adapter}", adapter, code=ADAPTER):
+            folder = Path(huggingface_hub.snapshot_download(adapter, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
+    fault = None
+    for finding in examine(folder):
+        print(f"{finding.state:5}  {finding.text}")
+        fault = finding.text if finding.state == "fault" else fault
+    if fault is not None:
+        raise CliError(f"adapter {adapter}: {fault}", ADAPTER)

@@ -1,0 +1,195 @@
+"""What a `DepthRouteConfig` may hold: the values of every field, and what does not go together."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import reprlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .adapter_file import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from .config import DepthRouteConfig
+
+TARGETS = ("ffn", "attention", "block", "experts")
+GRANULARITIES = ("token", "sequence")
+GATE_NAMES = ("mlp", "jepa", "linear", "halting", "random", "exit", "none")
+GATE_INPUTS = ("residual", "normed")
+BRANCHES = ("lowrank", "none")
+SELECTIONS = ("topk", "threshold", "soft", "gumbel", "controller")
+BUDGET_SCOPES = ("layer", "global")
+CAUSAL_RULES = ("quantile", "predictor")
+EXPERT_GATES = ("per_expert", "per_layer")
+
+_VERSION = re.compile(r"[A-Za-z0-9.+:_-]{1,128}")
+_MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,255}")
+_LAYER_RULE = re.compile(r"(last|every):([1-9][0-9]{0,3})|all")
+
+
+class ConfigError(ValueError):
+    """A field of `DepthRouteConfig` has a value that cannot be used. The message is one line: field, value, range."""
+
+
+CHOICES = {
+    "target": TARGETS,
+    "granularity": GRANULARITIES,
+    "gate": GATE_NAMES,
+    "gate_input": GATE_INPUTS,
+    "branch": BRANCHES,
+    "budget_scope": BUDGET_SCOPES,
+    "causal_rule": CAUSAL_RULES,
+    "expert_gates": EXPERT_GATES,
+}
+
+
+def conflicts(c: DepthRouteConfig) -> Iterator[str]:
+    """What is wrong between fields, one line each."""
+    if c.gate in ("halting", "exit") and (c.target != "block" or c.granularity != "token"):
+        yield f"gate={c.gate!r} decides on whole blocks, per token; use target='block' and granularity='token'"
+    if c.target == "experts":
+        if c.granularity == "sequence":
+            yield "granularity='sequence' is not supported with target='experts'; use 'token'"
+        if c.gate not in ("mlp", "linear", "random", "none"):
+            yield f"gate={c.gate!r} cannot score experts; use one of: mlp, linear, random, none"
+        if (c.gate == "none") != (c.dropped_experts is not None):
+            yield "dropped_experts goes with target='experts' and gate='none', and they need it"
+        if c.scale_by_gate or c.causal_rule == "predictor":
+            yield "scale_by_gate and causal_rule='predictor' are not supported with target='experts'"
+        if c.dropped_experts is not None and isinstance(c.layers, (list, tuple)) and list(c.layers) != sorted(c.layers):
+            yield f"layers={reprlib.repr(c.layers)} must ascend, because dropped_experts has one list for each of them"
+    elif c.dropped_experts is not None:
+        yield "dropped_experts goes with target='experts' and gate='none'"
+    if c.selection == "topk" and (c.granularity == "sequence" or c.budget_scope == "global"):
+        yield "selection='topk' ranks the tokens of one sequence in one layer; use 'threshold' or 'controller' here"
+    if c.gate == "halting" and c.selection != "soft":
+        yield f"selection={c.selection!r}: the halting gate trains with 'soft'"
+    if c.gate == "exit" and c.selection != "threshold":
+        yield f"selection={c.selection!r}: early exit trains with 'threshold'"
+    if c.causal_rule == "predictor" and c.selection != "topk":
+        yield "causal_rule='predictor' foresees the top-k choice; use it with selection='topk'"
+    if c.selection == "controller" and c.threshold is not None:
+        yield "threshold is fixed, so there is nothing for selection='controller' to move; leave it None"
+    if c.scale_by_gate and c.selection in ("soft", "gumbel"):
+        yield f"scale_by_gate is not supported with selection={c.selection!r}; use topk, threshold or controller"
+
+
+def check_budget(budget: Any) -> float:
+    """Return `budget` if it is a number in (0, 1]; raise `ConfigError` otherwise."""
+    return check_number("budget", budget, low=0.0, low_open=True, high=1.0)
+
+
+def check_known(given: dict[str, Any], known: list[str]) -> None:
+    """Refuse a field that `DepthRouteConfig` does not have, and first a file of a newer format."""
+    check_format(given.get("format_version", FORMAT_VERSION), given.get("library_version"))
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "was it saved by a newer version? Then upgrade."
+            raise ConfigError(f"there is no field {reprlib.repr(name)} in DepthRouteConfig; {hint}")
+
+
+def check_format(version: Any, library: Any) -> None:
+    check_int("format_version", version, low=1, high=1_000_000)
+    if version > FORMAT_VERSION:
+        needed = (
+            f"hf_depthroute {library}" if isinstance(library, str) and _VERSION.fullmatch(library) else "a newer one"
+        )
+        raise ConfigError(
+            f"format_version={version}: hf_depthroute reads up to {FORMAT_VERSION} here; upgrade: {needed} saved this"
+        )
+
+
+def check_saved_fields(c: DepthRouteConfig) -> None:
+    """What PEFT keeps in the config, and what a save adds: plain values, and nothing that names code to import."""
+    check_format(c.format_version, c.library_version)
+    for name, longest in (("base_model_name_or_path", 4096), ("revision", 256), ("peft_version", 256)):
+        value = getattr(c, name)
+        if value is not None and not (isinstance(value, str) and len(value) <= longest and "\0" not in value):
+            raise ConfigError(f"{name}={reprlib.repr(value)} must be text of at most {longest} characters")
+    for name in ("library_version", "weights_hash"):
+        value = getattr(c, name)
+        if value is not None and not (isinstance(value, str) and _VERSION.fullmatch(value)):
+            raise ConfigError(f"{name}={reprlib.repr(value)} must be what a save wrote")
+    if not isinstance(c.inference_mode, bool):
+        raise ConfigError(f"inference_mode={reprlib.repr(c.inference_mode)} must be true or false")
+    modules = c.modules_to_save
+    listed = isinstance(modules, (list, tuple, set)) and len(modules) <= 64
+    if modules is not None and not (
+        listed and all(isinstance(m, str) and len(m) <= 256 and _MODULE.fullmatch(m) for m in modules)
+    ):
+        raise ConfigError(f"modules_to_save={reprlib.repr(modules)} must be a list of names of base modules")
+    if c.auto_mapping is not None and not _is_plain_mapping(c.auto_mapping):
+        raise ConfigError(
+            f"auto_mapping={reprlib.repr(c.auto_mapping)}: only a class of transformers can be named; set task_type"
+        )
+    described = c.base_architecture
+    if described is not None and not (
+        isinstance(described, dict) and len(described) <= 16 and all(isinstance(key, str) for key in described)
+    ):
+        raise ConfigError(f"base_architecture={reprlib.repr(described)} must be what a save wrote")
+
+
+def _is_plain_mapping(mapping: Any) -> bool:
+    """PEFT's auto classes import `parent_library` and take `base_model_class` from it."""
+    if not isinstance(mapping, dict) or not set(mapping) <= {"base_model_class", "parent_library"}:
+        return False
+    library = mapping.get("parent_library")
+    names = all(isinstance(value, str) and _MODULE.fullmatch(value) for value in mapping.values())
+    return names and (library is None or library == "transformers" or library.startswith("transformers.models."))
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value in allowed:
+        return
+    raise ConfigError(f"{name}={reprlib.repr(value)} is not supported; use one of: {', '.join(allowed)}")
+
+
+def check_number(
+    name: str, value: Any, low: float = -math.inf, high: float = math.inf, low_open: bool = False
+) -> float:
+    span = f"a finite number in {'(' if low_open or low == -math.inf else '['}{low:g}, {high:g}]"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Comparisons only: math.isfinite raises OverflowError on a large int.
+    if not is_number or not low <= value <= high or abs(value) > sys.float_info.max or (low_open and value == low):
+        raise ConfigError(f"{name}={reprlib.repr(value)} must be {span}")
+    return float(value)
+
+
+def check_int(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name}={reprlib.repr(value)} must be an integer from {low} to {high}")
+
+
+def check_dropped(lists: Any) -> None:
+    def whole(items: Any) -> bool:
+        return isinstance(items, (list, tuple)) and len(items) <= 1024
+
+    if lists is None:
+        return
+    if whole(lists) and all(
+        whole(experts) and len(set(map(repr, experts))) == len(experts) and all(_is_index(e) for e in experts)
+        for experts in lists
+    ):
+        return
+    raise ConfigError(
+        f"dropped_experts={reprlib.repr(lists)} must be lists of distinct expert indices, one per routed layer"
+    )
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 100_000
+
+
+def check_layers(layers: Any) -> None:
+    if layers is None or (isinstance(layers, str) and _LAYER_RULE.fullmatch(layers)):
+        return
+    listed = isinstance(layers, (list, tuple)) and 0 < len(layers) <= 4096
+    if listed and all(_is_index(i) for i in layers) and len(set(layers)) == len(layers):
+        return
+    raise ConfigError(
+        f"layers={reprlib.repr(layers)} must be 'last:N', 'every:N', 'all' or a list of distinct layer indices"
+    )

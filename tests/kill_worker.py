@@ -1,0 +1,169 @@
+"""Saves and trains in forked children that are killed with signal 9, and says what was left; for test_kill.py.
+
+    python kill_worker.py saves|renames|writers|checkpoints FOLDER ROUNDS
+
+Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import build_base, logits, routed
+from peft import PeftModel
+
+from hf_depthroute.checkpoints import checkpoints_in, fault_of, last_complete
+
+
+def child(run: Callable[[], None]) -> int:
+    """Fork, run, and leave without any clean-up."""
+    number = os.fork()
+    if number == 0:
+        code = 1
+        try:
+            run()
+            code = 0
+        finally:
+            os._exit(code)
+    return number
+
+
+def adapter(seed: int) -> PeftModel:
+    model = routed(build_base("llama"), "mlp", seed=seed)
+    for parameter in model.parameters():  # large enough that a save takes some milliseconds
+        parameter.requires_grad_(False)
+    return model
+
+
+def which(folder: Path, expected: dict[str, torch.Tensor]) -> str:
+    """The name of the adapter that `folder` holds."""
+    loaded = logits(PeftModel.from_pretrained(build_base("llama"), folder).eval())
+    return next((name for name, value in expected.items() if torch.equal(value, loaded)), "a mix")
+
+
+def saves(folder: Path, rounds: int) -> dict[str, int]:
+    """Kill at random moments while two adapters are saved over each other."""
+    models = {"one": adapter(1), "two": adapter(2)}
+    expected = {name: logits(model) for name, model in models.items()}
+    models["one"].save_pretrained(folder)
+
+    def forever() -> None:
+        while True:
+            for model in (models["two"], models["one"]):
+                model.save_pretrained(folder)
+
+    found: Counter[str] = Counter()
+    for _ in range(rounds):
+        number = child(forever)
+        time.sleep(random.uniform(0.002, 0.08))
+        os.kill(number, signal.SIGKILL)
+        os.waitpid(number, 0)
+        found[which(folder, expected)] += 1
+    models["one"].save_pretrained(folder)
+    found["leftovers"] = len(list(folder.glob(".saving-*")))
+    return dict(found)
+
+
+def dying(model: PeftModel, folder: Path, call: str, at: int) -> None:
+    """Save, and die at the call number `at` of `os.<call>`."""
+    real, count = getattr(os, call), 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+        return real(*args, **kwargs)
+
+    setattr(os, call, counted)
+    model.save_pretrained(folder)
+
+
+def renames(folder: Path, rounds: int) -> dict[str, Any]:
+    """Die at every single system call of the save that changes the folder."""
+    models = {"old": adapter(1), "new": adapter(2)}
+    expected = {name: logits(model) for name, model in models.items()}
+    found: dict[str, Any] = {}
+    for call in ("replace", "fsync"):
+        for at in range(rounds):
+            models["old"].save_pretrained(folder)
+
+            number = child(functools.partial(dying, models["new"], folder, call, at))
+            _, status = os.waitpid(number, 0)
+            if os.waitstatus_to_exitcode(status) == 0:
+                break  # fewer calls than that
+            found[f"{call} {at}"] = which(folder, expected)
+    return found
+
+
+def writers(folder: Path, rounds: int) -> dict[str, int]:
+    """Two processes save different adapters into one folder."""
+    models = {"one": adapter(1), "two": adapter(2)}
+    expected = {name: logits(model) for name, model in models.items()}
+    found: Counter[str] = Counter()
+    for _ in range(rounds):
+        numbers = []
+        for model in models.values():
+
+            def ten(model: PeftModel = model) -> None:
+                for _ in range(10):
+                    model.save_pretrained(folder)
+
+            numbers.append(child(ten))
+        for number in numbers:
+            _, status = os.waitpid(number, 0)
+            found[f"exit code {os.waitstatus_to_exitcode(status)}"] += 1
+        found[which(folder, expected)] += 1
+    return dict(found)
+
+
+def checkpoints(folder: Path, rounds: int) -> dict[str, Any]:
+    """Kill training that saves every step; resume; compare the end with an uninterrupted run."""
+    from training import adapter_state, make_trainer, rows
+
+    def run(out: Path, resume: bool | None = None) -> Any:
+        model = routed(build_base("llama"), "jepa", seed=0)
+        fields = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 8}
+        trainer, _ = make_trainer(model, rows(16), out, train_sampling_strategy="random", **fields)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.train(resume_from_checkpoint=resume)
+        return adapter_state(model)
+
+    expected = run(folder / "whole")
+    found: Counter[str] = Counter()
+    for number in range(rounds):
+        out = folder / f"killed-{number}"
+        process = child(lambda out=out: run(out) and None)
+        time.sleep(random.uniform(0.1, 1.2))
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        there = checkpoints_in(out) if out.is_dir() else []
+        found["checkpoints that were not whole"] += sum(fault_of(c) is not None for c in there)
+        whole = [c for c in there if fault_of(c) is None]
+        found["with a whole checkpoint"] += bool(whole)
+        if there and not whole:
+            continue  # killed while the first was written
+        last, _ = last_complete(out) if there else (None, [])
+        state = run(out, resume=True if last else None)
+        same = all(torch.equal(value, state[name]) for name, value in expected.items())
+        found["equal at the end" if same else "different at the end"] += 1
+    return dict(found)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    random.seed(0)
+    print(json.dumps(globals()[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))))

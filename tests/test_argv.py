@@ -1,0 +1,62 @@
+"""Whatever stands on the command line: an exit code of the table, at most one line of error, no traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from hf_depthroute.cli import app, main
+
+COMMANDS = ("train", "eval", "bench", "generate", "study", "report", "doctor")
+OPTIONS = (
+    *("--model", "--adapter", "--dataset", "--out", "--config", "--budget", "--budgets", "--layers", "--gate"),
+    *("--steps", "--length", "--dtype", "--shape", "--suite", "--compare", "--prompt", "--seed", "--threads"),
+    *("--json", "--plot", "--overwrite", "--full", "--lossless", "--lr", "--help", "--allow-base-mismatch"),
+)
+VALUES = ["", "0", "-1", "0.5", "nan", "1e999", "last:2", "1,2", "all", "x" * 300, "/nonexistent", ".", "\0"]
+WORDS = st.one_of(
+    st.sampled_from(
+        ["", "0", "-1", "0.5", "nan", "1e999", "last:2", "1,2", "all", "x" * 300, "/nonexistent", ".", "\0"]
+    ),
+    st.text(max_size=20),
+    st.integers().map(str),
+    st.floats().map(str),
+)
+ARGV = st.lists(st.one_of(st.sampled_from(COMMANDS), st.sampled_from(OPTIONS), WORDS), max_size=8)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a run may write do not land in the repository."""
+    monkeypatch.chdir(tmp_path)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(argv=ARGV)
+@example(argv=["doctor", "\0"])
+@example(argv=["generate", "--adapter", "\0", "--prompt", "x"])
+@example(argv=["train", "--model", ".", "--dataset", ".", "--out", "."])
+@example(argv=["bench", "--compare", ".", "."])
+@example(argv=["study", "."])
+@example(argv=["report", "/nonexistent"])
+@example(argv=["--debug"])
+def test_any_argv_ends_in_order(argv: list[str]) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as caught:
+        main(argv)
+    said = err.getvalue()
+    assert caught.value.code in (0, 2, 3, 4, 5)
+    assert "Traceback" not in said + out.getvalue()
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == (caught.value.code != 0)
+    if caught.value.code:
+        assert said.rstrip("\n").splitlines()[-1] == errors[0]
+
+
+def test_the_commands_are_all_of_them() -> None:
+    assert {command.name for command in app.registered_commands} == set(COMMANDS)
