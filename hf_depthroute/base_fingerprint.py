@@ -7,6 +7,7 @@ holds one value of each weight of three decoder layers, rounded to what bfloat16
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -59,7 +60,8 @@ def check_base(model: Any, wanted: dict[str, Any]) -> None:
             continue
         if key not in here or here[key] != value:
             raise AdapterMismatchError(
-                f"this adapter was made for another base model: {key} is {value!r}, this model has {here.get(key)!r}"
+                f"this adapter was made for another base model: {key[:64]} is {reprlib.repr(value)}, "
+                f"this model has {here.get(key)!r}"
             )
     expected = wanted.get(SAMPLED)
     if _allowed.get() or not isinstance(expected, dict):

@@ -307,7 +307,10 @@ class TargetProjection(nn.Linear):
 
     @torch.no_grad()
     def forward(self, h: torch.Tensor) -> torch.Tensor:  # [B, T, d] -> [B, T, summary_dim]
-        return F.linear(h.detach(), self.weight.to(h))  # a split model may hold it on another device
+        weight: Any = self.weight
+        if hasattr(weight, "full_tensor"):  # FSDP has it sharded again outside the layer that owns it
+            weight = weight.full_tensor()
+        return F.linear(h.detach(), weight.to(h))  # a split model may hold it on another device
 
 
 def default_hidden(width: int) -> int:

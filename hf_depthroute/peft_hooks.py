@@ -19,7 +19,7 @@ from .adapter_file import AdapterMismatchError, check_folder, read_config
 from .config import ConfigError, DepthRouteConfig
 from .saving import atomically, settle
 
-_OURS = re.compile(rb'"peft_type"\s*:\s*"DEPTH_ROUTE"')
+OURS = re.compile(rb'"peft_type"\s*:\s*"DEPTH_ROUTE"')
 _MARK = "_depth_route_wrapped"
 
 
@@ -52,7 +52,7 @@ def _says_ours(path: Path) -> bool:
     """Before any parser sees it: a config that nests too deep must not reach one."""
     try:
         with open(path, "rb") as file:
-            return _OURS.search(file.read(1 << 20)) is not None
+            return OURS.search(file.read(1 << 20)) is not None
     except OSError:
         return False  # PEFT says why
 
@@ -69,7 +69,7 @@ def _checked(path: Path) -> dict[str, Any]:
     config = read_config(path)
     try:
         DepthRouteConfig(**config)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except (ValueError, TypeError) as error:  # ours, and what PEFT says about its own fields
+        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
     check_folder(path.parent, config)
     return config

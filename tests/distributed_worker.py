@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import build_routed
+from models import build_routed, decoder_layers
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import Row, adapter_state, gradients, make_trainer, rows, stacked, step_logs
 from transformers import Trainer
@@ -48,18 +49,23 @@ def step(
     checkpointing: bool | None = None,
     labelled: bool = False,
     observed: bool = False,
+    sharded: bool = False,
 ) -> Result:
     """Loss, gradients and masks of one global batch; `full_rows` fixes which of its rows run full.
 
     With `labelled`, the losses that need an oracle's labels take part; with `observed`, those of other methods, which
-    watch the exits and the base's routers.
+    watch the exits and the base's routers. With `sharded`, FSDP2 splits every weight over the processes.
     """
     model = build_routed("olmoe", causal_rule="predictor") if observed else build_routed("llama", "jepa")
     model.train()
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
         model.enable_input_require_grads()
-    wrapped = DistributedDataParallel(model) if world > 1 else model
+    if sharded and world > 1:
+        for layer in decoder_layers(model):
+            fully_shard(layer)
+        fully_shard(model)
+    wrapped = DistributedDataParallel(model) if world > 1 and not sharded else model
     # As the Trainer does it: the sum over this rank's tokens, over the tokens of all ranks, times their number.
     targets = (batch["labels"][:, 1:] != -100).sum()
     mine = {name: share(value, rank, world) for name, value in batch.items()}
@@ -70,7 +76,7 @@ def step(
             replayed = RouteTrace({holder.layer_index: fixed for holder in routings(model)})
             stack.enter_context(replay_routes(wrapped, replayed))
         trace = stack.enter_context(record_routes(wrapped))
-        prefix = stack.enter_context(observe_prefix(model))
+        prefix = None if sharded else stack.enter_context(observe_prefix(model))
         inputs: dict[str, Any] = {}
         weights = {"alive": 1.0, "cgs": 0.5, "z": 0.1}
         if observed:
@@ -80,13 +86,14 @@ def step(
             weights |= dict.fromkeys(("capacity", "depth", "similarity", "exit", "balance", "router_z"), 1.0)
         lm = wrapped(**mine, num_items_in_batch=targets).loss * world
         if labelled:
+            assert prefix is not None
             inputs["utility"] = prefix_utility(prefix, mine["labels"], "on_policy")
             inputs["counterfactual"] = prefix_utility(prefix, mine["labels"], "on_policy", window=1, layers=[2])
         terms = routing_losses(trace, lm, weights, alive_min=0.99, labels=mine["labels"], **inputs)
         sum(terms.values()).backward()
     return {
         "terms": {name: term.item() for name, term in terms.items()},
-        "gradients": gradients(model),
+        "gradients": {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in gradients(model).items()},
         "ratio": trace.full_ratio(),
     }
 
@@ -109,6 +116,19 @@ def one_rank_routes_nothing(rank: int, world: int) -> Result:
 
 def one_rank_is_padding(rank: int, world: int) -> Result:
     return step(rank, world, stacked(rows(GLOBAL_BATCH, padding=(0, 3, 12, 12))))
+
+
+def sharded(rank: int, world: int) -> Result:
+    return step(rank, world, stacked(rows(GLOBAL_BATCH, padding=(0, 5, 2, 0))), sharded=True)
+
+
+def sharded_and_checkpointed(rank: int, world: int) -> Result:
+    batch = stacked(rows(GLOBAL_BATCH, padding=(0, 5, 2, 0)))
+    return step(rank, world, batch, sharded=True, checkpointing=False)
+
+
+def sharded_and_one_rank_routes_nothing(rank: int, world: int) -> Result:
+    return step(rank, world, stacked(rows(GLOBAL_BATCH)), full_rows=[True, True, False, False], sharded=True)
 
 
 def oracle(rank: int, world: int) -> Result:
@@ -154,6 +174,11 @@ STEPS: tuple[Callable[[int, int], Result], ...] = (
     oracle,
     other_methods,
 )
+SHARDED: tuple[Callable[[int, int], Result], ...] = (
+    sharded,
+    sharded_and_checkpointed,
+    sharded_and_one_rank_routes_nothing,
+)
 RUNS: tuple[Callable[[int, int], Result], ...] = (trainer, callback)
 
 
@@ -189,7 +214,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     found = {"accelerate_loop": accelerate_loop()}  # comes first: it starts the process group
     rank, world = dist.get_rank(), dist.get_world_size()
-    found |= {scenario.__name__: scenario(rank, world) for scenario in (*STEPS, *RUNS)}
+    found |= {scenario.__name__: scenario(rank, world) for scenario in (*STEPS, *SHARDED, *RUNS)}
     for name, result in found.items():
         torch.save(result, folder / f"{name}-{rank}.pt")
     dist.destroy_process_group()

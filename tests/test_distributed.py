@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_worker import RUNS, STEPS, Result
+from distributed_worker import RUNS, SHARDED, STEPS, Result
 from models import build_routed
 from training import adapter_state, assert_same_tensors
 
@@ -41,8 +41,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("scenario", STEPS, ids=lambda scenario: scenario.__name__)
-def test_two_processes_have_the_loss_and_the_gradients_of_one(results: Path, scenario: Any) -> None:
+def assert_equal_one_process(results: Path, scenario: Any) -> None:
     expected = scenario(0, 1)
     first, second = load(results, scenario.__name__)
     assert_same_tensors(first["gradients"], second["gradients"])
@@ -52,6 +51,16 @@ def test_two_processes_have_the_loss_and_the_gradients_of_one(results: Path, sce
         if name != "lm":  # the routing terms are global: the same on every rank
             assert first["terms"][name] == second["terms"][name]
     assert expected["terms"]["alive"] > 0
+
+
+@pytest.mark.parametrize("scenario", STEPS, ids=lambda scenario: scenario.__name__)
+def test_two_processes_have_the_loss_and_the_gradients_of_one(results: Path, scenario: Any) -> None:
+    assert_equal_one_process(results, scenario)
+
+
+@pytest.mark.parametrize("scenario", SHARDED, ids=lambda scenario: scenario.__name__)
+def test_sharded_processes_have_the_loss_and_the_gradients_of_one(results: Path, scenario: Any) -> None:
+    assert_equal_one_process(results, scenario)
 
 
 def test_labels_of_two_processes_give_every_loss_that_needs_them(results: Path) -> None:
