@@ -25,6 +25,7 @@ from .injection import leave
 PREFIX = "depth_route_"
 _OWN_KEY = re.compile(rf"\.{HOLDER}\.{PREFIX}[a-z]+\.")
 _WRAPPER = "base_model.model."
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}  # one for another
 _READER = "_load_pretrained_model"  # the static method with which transformers reads an adapter file
 
 
@@ -60,7 +61,7 @@ def match_tensors(
             raise AdapterMismatchError(
                 f"adapter file: tensor {bare} has shape {tuple(value.shape)}, expected {tuple(expected.shape)}"
             )
-        if value.is_floating_point() != expected.is_floating_point():
+        if value.dtype != expected.dtype and not {value.dtype, expected.dtype} <= _FLOATS:
             raise AdapterMismatchError(
                 f"adapter file: tensor {bare} has dtype {value.dtype}, expected {expected.dtype}"
             )

@@ -1,22 +1,28 @@
-"""Reading and saving, where PEFT asks the whole library and not the method: strict and atomic for our adapters.
+"""Reading, loading and saving, where PEFT asks the whole library and not the method.
 
-`PeftConfig.from_json_file` is what every path reads a config with before it touches a model, and
-`PeftModel.save_pretrained` what every path saves with. Both are wrapped once, on import; adapters of other methods
-pass through unchanged.
+`PeftConfig.from_json_file` is what every path reads a config with before it touches a model; here it is strict.
+`PeftModel.from_pretrained` and `load_adapter` inject before they read the weights; here what fails is taken out again.
+`PeftModel.save_pretrained` writes in place; here it stages and renames. All are wrapped once, on import; adapters of
+other methods pass through unchanged.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
 from peft.config import PeftConfigMixin
+from safetensors import SafetensorError
 
-from .adapter_file import AdapterMismatchError, check_folder, read_config
+from .adapter_file import WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config
 from .config import ConfigError, DepthRouteConfig
+from .holder import Routing
+from .loading import discard
 from .saving import atomically, settle
 
 OURS = re.compile(rb'"peft_type"\s*:\s*"DEPTH_ROUTE"')
@@ -24,14 +30,57 @@ _MARK = "_depth_route_wrapped"
 
 
 def install() -> None:
-    """Wrap both; a second call does nothing."""
+    """Wrap them; a second call does nothing."""
+    if hasattr(PeftModel.save_pretrained, _MARK):
+        return
+    saver = atomically(PeftModel.save_pretrained)
+    setattr(saver, _MARK, True)
+    PeftModel.save_pretrained = saver  # type: ignore[method-assign]
     reader: Any = PeftConfigMixin.from_json_file.__func__  # type: ignore[attr-defined]
-    if not hasattr(reader, _MARK):
-        PeftConfigMixin.from_json_file = classmethod(_strictly(reader))  # type: ignore[method-assign,assignment]
-    if not hasattr(PeftModel.save_pretrained, _MARK):
-        saver = atomically(PeftModel.save_pretrained)
-        setattr(saver, _MARK, True)
-        PeftModel.save_pretrained = saver  # type: ignore[method-assign]
+    PeftConfigMixin.from_json_file = classmethod(_strictly(reader))  # type: ignore[method-assign,assignment]
+    maker: Any = PeftModel.from_pretrained.__func__  # type: ignore[attr-defined]
+    PeftModel.from_pretrained = classmethod(_undoing_new(maker))  # type: ignore[method-assign,assignment]
+    PeftModel.load_adapter = _undoing_added(PeftModel.load_adapter)  # type: ignore[method-assign]
+
+
+def _undoing_new(make: Any) -> Any:
+    @functools.wraps(make)
+    def from_pretrained(
+        cls: Any, model: Any, model_id: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
+    ) -> Any:
+        with _undone(model, model_id, adapter_name):
+            return make(cls, model, model_id, adapter_name, *args, **kwargs)
+
+    return from_pretrained
+
+
+def _undoing_added(load: Any) -> Any:
+    @functools.wraps(load)
+    def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        with _undone(self, model_id, adapter_name):
+            return load(self, model_id, adapter_name, *args, **kwargs)
+
+    return load_adapter
+
+
+@contextmanager
+def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
+    """Take a routed adapter out again that was not there before and whose weights could not be read."""
+    before = _has(model, adapter_name)
+    try:
+        yield
+    except Exception as error:
+        if not before and _has(model, adapter_name):
+            discard(model, adapter_name)
+            if isinstance(error, SafetensorError):
+                raise AdapterMismatchError(
+                    f"{source}: {WEIGHTS_NAME} is corrupt or not in safetensors format ({error}); download it again"
+                ) from error
+        raise
+
+
+def _has(model: Any, adapter_name: str) -> bool:
+    return any(isinstance(m, Routing) and adapter_name in m.depth_route_gate for m in model.modules())
 
 
 def _strictly(read: Any) -> Any:
@@ -44,7 +93,6 @@ def _strictly(read: Any) -> Any:
         ours = isinstance(found, dict) and found.get("peft_type") == "DEPTH_ROUTE"
         return _read_ours(path) if ours else found
 
-    setattr(from_json_file, _MARK, True)
     return from_json_file
 
 

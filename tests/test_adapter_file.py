@@ -256,6 +256,30 @@ def test_is_refused_with_one_line(saved: tuple[Path, Path], adapter: Path, fault
         assert torch.equal(logits(base), expected)
 
 
+@pytest.mark.parametrize("path", [*ONTO_A_BASE, "PeftModel.load_adapter"])
+@pytest.mark.parametrize("fault", [*WEIGHT_FAULTS, "no weights"])
+def test_weights_that_come_after_the_config_are_refused_too(
+    saved: tuple[Path, Path], adapter: Path, fault: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the Hub the config arrives first, and the adapter is injected before its weights are there."""
+    if fault in ("zeroed block", "a pickle") or (path == "PeftModel.load_adapter" and fault == "NaN"):
+        pytest.skip("the same as another fault on this path")
+    damage = WEIGHT_FAULTS[fault][0] if fault in WEIGHT_FAULTS else lambda folder: (folder / WEIGHTS_NAME).unlink()
+    damage(adapter)
+    monkeypatch.setattr("hf_depthroute.peft_hooks.check_folder", lambda folder, config: None)
+    base = AutoModelForCausalLM.from_pretrained(saved[0])
+    names, expected = list(base.state_dict()), logits(base)
+    kinds = (AdapterMismatchError,) if fault != "no weights" else (ValueError, OSError)
+    with pytest.raises(kinds):
+        PATHS[path](base, adapter)
+    if path in ONTO_A_BASE:
+        assert list(base.state_dict()) == names
+        assert not any(isinstance(module, Routing) for module in base.modules())
+        assert torch.equal(logits(base), expected)
+    else:
+        assert all(set(m.depth_route_gate) == {"first"} for m in base.modules() if isinstance(m, Routing))
+
+
 @pytest.mark.parametrize("fault", CONFIG_FAULTS)
 def test_a_hostile_config_costs_no_time(adapter: Path, fault: str) -> None:
     CONFIG_FAULTS[fault][0](adapter)
