@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,22 @@ from typing import Any
 import peft
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from models import build_base, logits, routed
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_depthroute import allow_base_mismatch
-from hf_depthroute.adapter_file import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError, tensors_hash
+from hf_depthroute.adapter_file import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    AdapterMismatchError,
+    read_config,
+    read_tensors,
+    tensors_hash,
+)
 from hf_depthroute.cli import main
 from hf_depthroute.config import ConfigError
 from hf_depthroute.holder import Routing
@@ -314,6 +324,28 @@ def test_doctor_describes_a_whole_adapter(saved: tuple[Path, Path], capsys: pyte
     assert caught.value.code == 0
     assert all(line.startswith("ok ") for line in out.splitlines())
     assert "layers [1, 2, 3]" in out and "all finite" in out and "sha256:" in out and "model_type llama" in out
+
+
+@given(data=st.binary(max_size=600), head=st.sampled_from([b"", b'{"peft_type": "DEPTH_ROUTE", ', b"[", b'{"a": ']))
+def test_any_bytes_are_a_config_or_refused(data: bytes, head: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, CONFIG_NAME)
+        path.write_bytes(head + data)
+        try:
+            assert isinstance(read_config(path), dict)
+        except AdapterMismatchError as error:
+            assert "\n" not in str(error)
+
+
+@given(data=st.binary(max_size=600), size=st.one_of(st.none(), st.integers(0, 2**64 - 1)))
+def test_any_bytes_are_weights_or_refused(data: bytes, size: int | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, WEIGHTS_NAME)
+        path.write_bytes((b"" if size is None else size.to_bytes(8, "little")) + data)
+        try:
+            assert not read_tensors(path, {"layers": [1]})
+        except AdapterMismatchError as error:
+            assert "\n" not in str(error)
 
 
 def test_other_methods_configs_are_read_as_before(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from models import COVERING, GATES, MODELS, WIDTH, build_base, build_routed, decoder_layers, routed, tokens
 from peft import PeftModel
 from protocol import gap
@@ -193,22 +195,34 @@ def test_gathered_forward_and_gradients_equal_masked(family: str, kind: str) -> 
         assert gap(found[name], expected[name]) < 1e-5, name
 
 
-@pytest.mark.parametrize("with_branch", [True, False])
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_gathered_update_equals_masked_update(share: float, with_branch: bool) -> None:
-    torch.manual_seed(0)
+@given(
+    rows=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4),
+    with_branch=st.booleans(),
+    weighted=st.booleans(),
+    slice_rows=st.one_of(st.none(), st.integers(1, 7)),
+    seed=st.integers(0, 1000),
+)
+def test_gathered_update_equals_masked_update(
+    rows: list[list[bool]], with_branch: bool, weighted: bool, slice_rows: int | None, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    mask = torch.tensor(rows)
     full, cheap = nn.Linear(8, 8), nn.Linear(8, 8) if with_branch else None
-    a, mask = torch.randn(3, 7, 8, requires_grad=True), torch.rand(3, 7) < share
+    a = torch.randn(*mask.shape, 8, requires_grad=True)
+    weight = torch.rand(mask.shape) if weighted else None
     inputs = [a, *full.parameters(), *(cheap.parameters() if cheap else ())]
-    gathered = gathered_update(a, a, mask, full, cheap)
-    masked = masked_update(a, a + full(a), a + cheap(a) if cheap else a, mask, torch.rand(3, 7))
+    gathered = gathered_update(a, a, mask, full, cheap, slice_rows, weight)
+    update = full(a) if weight is None else full(a) * weight[..., None]
+    masked = masked_update(a, a + update, a + cheap(a) if cheap else a, mask, torch.rand(mask.shape))
     assert gap(gathered, masked) < 1e-6
-    direction = torch.randn(3, 7, 8)
+    direction = torch.randn(*mask.shape, 8)
     for one, other in zip(
         torch.autograd.grad((gathered * direction).sum(), inputs, allow_unused=True, materialize_grads=True),
         torch.autograd.grad((masked * direction).sum(), inputs, allow_unused=True, materialize_grads=True),
     ):
         assert gap(one, other) < 1e-5
+    with torch.no_grad():  # the stream may be overwritten
+        assert gap(gathered_update(a.clone(), a.clone(), mask, full, cheap, slice_rows, weight), masked) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
