@@ -67,7 +67,9 @@ def staged_save(folder: Path) -> Iterator[Path]:
     created = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        _sweep(folder)  # of processes that were killed: whoever holds the lock is alone
+        _finish(folder)  # of processes that were killed: whoever holds the lock is alone
+        for leftover in folder.glob(f"{STAGE_PREFIX}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
         try:
             if (folder / _CARD).is_file():
@@ -95,17 +97,25 @@ def staged_save(folder: Path) -> Iterator[Path]:
 
 
 def settle(folder: Path) -> None:
-    """Finish a save that was killed between its two renames; any other leftover is left alone."""
-    if not any(folder.glob(f"{STAGE_PREFIX}*")) or not os.access(folder, os.W_OK):
-        return
-    with _locked(folder):  # a save that is going on is waited for
-        weights = folder / WEIGHTS_NAME
-        for staged in sorted(folder.glob(f"{STAGE_PREFIX}*/{CONFIG_NAME}")):
-            with contextlib.suppress(ValueError, OSError):
-                wanted = read_config(staged).get("weights_hash")
-                if wanted is not None and weights.is_file() and tensors_hash(load_file(weights)) == wanted:
-                    os.replace(staged, folder / CONFIG_NAME)
-                    return
+    """Finish a save of `folder` that was killed between its two renames; any other leftover is left alone.
+
+    A named adapter is saved from the folder above its own.
+    """
+    for root in (folder, folder.parent):
+        if any(root.glob(f"{STAGE_PREFIX}*")) and os.access(root, os.W_OK):
+            with _locked(root):  # a save that is going on is waited for
+                _finish(root)
+
+
+def _finish(root: Path) -> None:
+    """Put a staged config beside the weights that it was staged with, where those have taken their place already."""
+    for staged in sorted(root.glob(f"{STAGE_PREFIX}*/**/{CONFIG_NAME}")):
+        place = root.joinpath(*staged.relative_to(root).parts[1:])
+        weights = place.with_name(WEIGHTS_NAME)
+        with contextlib.suppress(ValueError, OSError, SafetensorError):
+            wanted = read_config(staged).get("weights_hash")
+            if wanted is not None and weights.is_file() and tensors_hash(load_file(weights)) == wanted:
+                os.replace(staged, place)
 
 
 def _seal(folder: Path) -> None:
@@ -141,11 +151,6 @@ def _sync(path: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def _sweep(folder: Path) -> None:
-    for leftover in folder.glob(f"{STAGE_PREFIX}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextlib.contextmanager

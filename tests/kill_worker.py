@@ -40,8 +40,8 @@ def child(run: Callable[[], None]) -> int:
     return number
 
 
-def adapter(seed: int) -> PeftModel:
-    model = routed(build_base("llama"), "mlp", seed=seed)
+def adapter(seed: int, name: str = "default") -> PeftModel:
+    model = routed(build_base("llama"), "mlp", seed=seed, adapter_name=name)
     for parameter in model.parameters():  # large enough that a save takes some milliseconds
         parameter.requires_grad_(False)
     return model
@@ -92,19 +92,21 @@ def dying(model: PeftModel, folder: Path, call: str, at: int) -> None:
 
 
 def renames(folder: Path, rounds: int) -> dict[str, Any]:
-    """Die at every single system call of the save that changes the folder."""
-    models = {"old": adapter(1), "new": adapter(2)}
-    expected = {name: logits(model) for name, model in models.items()}
+    """Die at every single system call of the save that changes the folder, and in the save after that."""
     found: dict[str, Any] = {}
-    for call in ("replace", "fsync"):
-        for at in range(rounds):
-            models["old"].save_pretrained(folder)
-
-            number = child(functools.partial(dying, models["new"], folder, call, at))
-            _, status = os.waitpid(number, 0)
-            if os.waitstatus_to_exitcode(status) == 0:
-                break  # fewer calls than that
-            found[f"{call} {at}"] = which(folder, expected)
+    for name in ("default", "named"):
+        models = {"old": adapter(1, name), "new": adapter(2, name), "third": adapter(3, name)}
+        expected = {key: logits(model) for key, model in models.items()}
+        place = folder if name == "default" else folder / name
+        for call in ("replace", "fsync"):
+            for at in range(rounds):
+                models["old"].save_pretrained(folder)
+                number = child(functools.partial(dying, models["new"], folder, call, at))
+                if os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 0:
+                    break  # fewer calls than that
+                again = child(functools.partial(dying, models["third"], folder, "fsync", 0))
+                os.waitpid(again, 0)
+                found[f"{name} {call} {at}"] = which(place, expected)
     return found
 
 

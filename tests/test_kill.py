@@ -46,8 +46,9 @@ def test_a_killed_save_leaves_the_old_adapter_or_the_new_one(tmp_path: Path) -> 
 def test_a_save_that_dies_at_any_rename_or_sync_leaves_one_of_them(tmp_path: Path) -> None:
     found = worker("renames", tmp_path / "adapter", 20)
     assert {found[name] for name in found} == {"old", "new"}
-    assert sum(name.startswith("replace") for name in found) >= 3
-    assert sum(name.startswith("fsync") for name in found) >= 3
+    for name in ("default", "named"):  # weights, config, card; and each of them, and the folders
+        assert sum(point.startswith(f"{name} replace") for point in found) >= 3
+        assert sum(point.startswith(f"{name} fsync") for point in found) >= 5
 
 
 def test_two_writers_leave_one_whole_adapter(tmp_path: Path) -> None:
