@@ -48,6 +48,13 @@ def describe_base(model: Any) -> dict[str, Any]:
     return {**{name: read(name) for name in _SIZES}, SAMPLED: sampled_weights(model)}
 
 
+def remember_base(model: Any, config: Any) -> None:
+    """Note in `config` which base its adapter is saved with: its weights may have been trained since injection."""
+    described = config.base_architecture or {}
+    # What cannot be read now, because it is sharded or offloaded, stays as it was.
+    config.base_architecture = {**described, SAMPLED: {**(described.get(SAMPLED) or {}), **sampled_weights(model)}}
+
+
 def check_base(model: Any, wanted: dict[str, Any]) -> None:
     """Refuse a base that is not the one that `wanted`, from `describe_base`, describes.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from .trace import RouteRecord, RouteTrace, overridden, record_routes, routings
 __all__ = ["RoutingArguments", "RoutingObjective", "Watched"]
 
 _TEMPERATURE_DECAY = 0.99  # of the counterfactual temperature's moving average
+_WATCHED_BATCHES = 64  # of one optimizer step; what a loop without a callback leaves does not pile up
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class RoutingObjective:
         self._load: dict[int, torch.Tensor] = {}
         self._budgets: dict[int, float] = {}
         # Of the batches since the last optimizer step: the terms, and the scores by layer.
-        self._pending: list[tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]] = []
+        self._pending: deque[tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]] = deque(maxlen=_WATCHED_BATCHES)
 
     @contextmanager
     def watching(self) -> Iterator[Watched]:
@@ -204,7 +206,8 @@ class RoutingObjective:
             NonFiniteLossError: With the terms and the first layer whose scores are not finite. Weights, thresholds and
                 optimizer state are those of the step before.
         """
-        pending, self._pending = self._pending, []
+        pending = list(self._pending)
+        self._pending.clear()
         watched = [term.float() for terms, _ in pending for term in terms.values()]
         if gradients:
             found = [p.grad for p in self.model.parameters() if p.requires_grad and type(p.grad) is torch.Tensor]

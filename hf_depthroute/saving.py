@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from .adapter_file import CONFIG_NAME, PEFT_TYPE, STAGE_PREFIX, WEIGHTS_NAME, read_config, tensors_hash
+from .base_fingerprint import remember_base
 from .resources import disk_full
 
 try:
@@ -46,7 +47,7 @@ def atomically(save: Callable[..., None]) -> Callable[..., None]:
     def save_pretrained(
         self: Any, save_directory: str | os.PathLike[str], safe_serialization: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        routed = any(str(getattr(c.peft_type, "value", c.peft_type)) == PEFT_TYPE for c in self.peft_config.values())
+        routed = [c for c in self.peft_config.values() if str(getattr(c.peft_type, "value", c.peft_type)) == PEFT_TYPE]
         folder = Path(save_directory)
         if not routed or not kwargs.get("is_main_process", True) or folder.is_file():
             save(self, save_directory, safe_serialization, *args, **kwargs)
@@ -55,6 +56,8 @@ def atomically(save: Callable[..., None]) -> Callable[..., None]:
             raise ValueError(
                 "depth-routed adapters are saved in safetensors format only; leave safe_serialization=True"
             )
+        for config in routed:
+            remember_base(self.get_base_model(), config)
         with staged_save(folder) as stage:
             save(self, str(stage), True, *args, **kwargs)
 

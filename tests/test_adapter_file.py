@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import build_base, logits, routed
+from models import build_base, decoder_layers, logits, routed
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -383,6 +383,18 @@ def test_an_adapter_saved_on_an_allowed_base_belongs_to_it(saved: tuple[Path, Pa
         PeftModel.from_pretrained(build_base("llama", seed=5), saved[1]).save_pretrained(tmp_path)
     PeftModel.from_pretrained(build_base("llama", seed=5), tmp_path)
     with pytest.raises(AdapterMismatchError):
+        PeftModel.from_pretrained(build_base("llama"), tmp_path)
+
+
+def test_an_adapter_belongs_to_the_base_it_was_trained_with(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    model = PeftModel.from_pretrained(build_base("llama"), saved[1])
+    with torch.no_grad():
+        for layer in decoder_layers(model):
+            layer.mlp.up_proj.weight.mul_(1.5)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        AdapterMismatchError, match="3 of 28 sampled weights differ, such as layers.0.mlp.up_proj.weight"
+    ):
         PeftModel.from_pretrained(build_base("llama"), tmp_path)
 
 
