@@ -392,9 +392,7 @@ def test_an_adapter_belongs_to_the_base_it_was_trained_with(saved: tuple[Path, P
         for layer in decoder_layers(model):
             layer.mlp.up_proj.weight.mul_(1.5)
     model.save_pretrained(tmp_path)
-    with pytest.raises(
-        AdapterMismatchError, match="3 of 28 sampled weights differ, such as layers.0.mlp.up_proj.weight"
-    ):
+    with pytest.raises(AdapterMismatchError, match=r"3 of 28 sampled weights differ, such as layers\.0\.mlp"):
         PeftModel.from_pretrained(build_base("llama"), tmp_path)
 
 
