@@ -10,7 +10,7 @@ demo: $(INSTALLED)
 	$(BIN)/python recipes/demo/demo.py --out demo_output
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=term:skip-covered --cov-report=json tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-report=json tests
 	$(BIN)/python .ci/coverage_floor.py coverage.json
 
 lint: $(INSTALLED)

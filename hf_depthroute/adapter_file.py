@@ -25,6 +25,7 @@ STAGE_PREFIX = ".saving-"  # folders inside an adapter's folder that hold a save
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_DEPTH = 8
+_BRACKETS = re.compile(rb"[\[\]{}]")
 _WRAPPER = "base_model.model."
 _OWN_NAME = re.compile(r"(?:\w+\.)+?(\d{1,6})\.routing\.depth_route_[a-z]+\.[\w.]+")
 _DTYPES = ("F32", "BF16", "F16")
@@ -142,15 +143,11 @@ class _Refused(Exception):
 
 def _check_nesting(path: Path, text: bytes) -> None:
     """Before the parser, which recurses. Brackets inside strings may count; no value of ours holds that many."""
-    depth = deepest = 0
-    for byte in text:
-        if byte in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif byte in b"]}":
-            depth -= 1
-    if deepest > _MAX_DEPTH:
-        raise AdapterMismatchError(f"{path}: nested {deepest} deep; an adapter config has at most {_MAX_DEPTH} levels")
+    depth = 0
+    for found in _BRACKETS.finditer(text):
+        depth += 1 if found[0] in b"[{" else -1
+        if depth > _MAX_DEPTH:
+            raise AdapterMismatchError(f"{path}: nested more than {_MAX_DEPTH} deep; no adapter config is")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

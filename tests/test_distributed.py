@@ -15,7 +15,6 @@ from models import build_routed
 from training import adapter_state, assert_same_tensors
 
 TESTS = Path(__file__).parent
-pytestmark = pytest.mark.xdist_group("distributed")  # one pair of processes serves all tests of this file
 
 
 def load(folder: Path, name: str) -> tuple[Result, Result]:

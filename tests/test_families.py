@@ -27,8 +27,9 @@ from transformers import (
 )
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, replay_routes, set_budget
+from hf_depthroute.base_fingerprint import describe_base
 from hf_depthroute.execution import attention
-from hf_depthroute.families import FAMILIES, Family, UnsupportedModelError, describe_base, find_decoder, find_family
+from hf_depthroute.families import FAMILIES, Family, UnsupportedModelError, find_decoder, find_family
 from hf_depthroute.trace import RouteTrace
 
 SIZES: dict[str, Any] = {
@@ -172,8 +173,13 @@ def test_routed_layer_with_every_token_full_is_the_familys_layer(family: str, at
     assert torch.equal(run(model, input_ids=ids)[0], expected)
 
 
-def test_base_is_described_by_its_sizes() -> None:
-    description = describe_base(build_base("gpt2"))
+def test_base_is_described_by_its_sizes_and_some_of_its_weights() -> None:
+    base: Any = build_base("gpt2")
+    description = describe_base(base)
+    sampled = description.pop("sampled_weights")
+    assert len(sampled) == 37 and sampled.keys() >= {"embeddings.weight", "h.3.mlp.c_fc.bias"}
+    held = base.transformer.h[3].mlp.c_fc.bias.to(torch.bfloat16).tolist()
+    assert sampled["h.3.mlp.c_fc.bias"] in held
     assert description == {"model_type": "gpt2", "hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64}
 
 
