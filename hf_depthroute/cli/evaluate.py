@@ -1,18 +1,27 @@
-"""`hf-depthroute eval`: loss of the dense base, top-k and threshold routing over budgets."""
+"""`hf-depthroute eval`: the dense base and routing over budgets, by their loss or by lm-eval's tasks."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from . import options as o
+from .errors import CliError
 
 
 def evaluate(
     adapter: o.Adapter,
-    dataset: o.Dataset,
+    dataset: Annotated[
+        str | None, typer.Option(help="Text to take the loss on: as for train. Or give --tasks.")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="lm-eval tasks or groups instead, comma-separated, such as piqa,depthroute_router_tuning."),
+    ] = None,
     model: o.BaseModel = None,
     config: o.ConfigFile = None,
     dataset_name: o.DatasetName = None,
@@ -24,6 +33,11 @@ def evaluate(
         str | None, typer.Option(help="Split to calibrate every budget on. Default: the adapter's own thresholds.")
     ] = None,
     calibration_blocks: Annotated[int, typer.Option(min=1, help="Blocks to calibrate on.")] = 64,
+    include_path: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="With --tasks: lm-eval task files of your own.")
+    ] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="With --tasks: shots. Default: the task's.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: at most this many documents of each.")] = None,
     blocks: Annotated[int, typer.Option(min=1, help="At most this many blocks.")] = 64,
     batch_size: o.BatchSize = 8,
     length: o.Length = 256,
@@ -39,10 +53,20 @@ def evaluate(
     \b
     Example:
       hf-depthroute eval --adapter routed --dataset python-stdlib --split validation --budgets 0.25,0.5,0.75
+      hf-depthroute eval --adapter routed --tasks piqa,arc_easy --budgets 0.5 --limit 200
     """
+    if (dataset is None) == (tasks is None):
+        raise CliError("eval: give --dataset or --tasks")
     from . import loading
 
     loading.quiet(debug)
+    if tasks is not None:
+        _evaluate_tasks(
+            *(adapter, model, tasks, o.parse_budgets(budgets), dtype, allow_base_mismatch, json_file, debug),
+            {"include_path": include_path, "num_fewshot": num_fewshot, "limit": limit, "batch_size": batch_size},
+        )
+        return
+    assert dataset is not None
     from ..data import load_text, pack
     from ..evaluation import evaluate_budgets
 
@@ -93,5 +117,64 @@ def evaluate(
                 "" if row.gap is None else f"{row.gap:+.4f}",
             )
             for row in rows
+        ],
+    )
+
+
+def _evaluate_tasks(
+    adapter: str,
+    model: str | None,
+    tasks: str,
+    budgets: list[float],
+    dtype: str,
+    mismatch: bool,
+    json_file: Path | None,
+    debug: bool,
+    how: dict[str, Any],
+) -> None:
+    from . import loading
+
+    loading.check_dtype(dtype, loading.DTYPES)
+    adapter_config = loading.load_adapter_config(adapter)
+    model = loading.base_of(adapter, adapter_config, model)
+    tokenizer = loading.load_tokenizer(model, loading.load_config(model))
+    try:
+        from ..evaluation.harness import evaluate_tasks, scores
+    except ImportError as error:
+        raise CliError('--tasks needs lm-eval: pip install "hf-depthroute[eval]"') from error
+    if not debug:
+        import logging
+
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    routed = loading.load_adapter(loading.load_model(model, dtype), adapter, mismatch)
+    names = [name.strip() for name in tasks.split(",")]
+    try:
+        runs = evaluate_tasks(routed, tokenizer, names, budgets, **how)
+    except ValueError as error:
+        raise CliError(f"--tasks {tasks}: {str(error).splitlines()[0]}") from error
+    if json_file is not None:
+        from lm_eval.utils import handle_non_serializable
+
+        parts = {
+            run.name: {"full_ratio": run.full_ratio, "seconds": run.seconds, "lm_eval": run.results} for run in runs
+        }
+        content = {"model": model, "adapter": adapter, "runs": parts}
+        loading.write_json(json_file, json.loads(json.dumps(content, default=handle_non_serializable)))
+    dense = scores(runs[0])
+    loading.print_table(
+        ("task", "metric", "run", "value", "stderr", "delta", "full ratio", "dense s / s"),
+        [
+            (
+                *key,
+                run.name,
+                f"{value:.4f}",
+                "" if error is None else f"{error:.4f}",
+                "" if run is runs[0] else f"{value - dense[key][0]:+.4f}",
+                f"{run.full_ratio:.3f}",
+                f"{runs[0].seconds / run.seconds:.2f}",
+            )
+            for key in dense
+            for run in runs
+            for value, error in [scores(run)[key]]
         ],
     )

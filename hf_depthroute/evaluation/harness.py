@@ -1,0 +1,201 @@
+"""lm-eval on a base and its adapter: dense and routed at several budgets, side by side.
+
+Importing this module registers the model `depthroute` with lm-eval:
+
+    import hf_depthroute.evaluation.harness
+    lm_eval.simple_evaluate("depthroute", {"adapter": "me/router", "budget": 0.5}, tasks=["piqa"])
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from ..base_fingerprint import allow_base_mismatch as allowed
+from ..calibration import active_routings, set_budget
+from ..trace import count_routes
+
+TASKS = Path(__file__).with_name("tasks")  # groups of ours
+
+
+@register_model("depthroute")
+class DepthRouteLM(HFLM):
+    """`HFLM` of a routed model: its own thresholds, or those of another budget.
+
+    Decisions about tokens are causal, so a score depends neither on the batch nor on its padding. A decision about a
+    whole sequence reads all of it, and lm-eval pads without a mask: there, batches hold one sequence.
+
+    Args:
+        pretrained: The base's Hub id or folder, by default the adapter's own; or a `PeftModel` that is routed.
+        adapter: Hub id or folder of the adapter; not with a `PeftModel`.
+        budget: In (0, 1]; the adapter's by default.
+        allow_base_mismatch: Load the adapter onto another base of the same shape.
+        dtype: Of the base, `"auto"` as stored.
+        device: Default: a GPU if there is one.
+        **kwargs: Of `HFLM`, such as `batch_size`, `tokenizer`, `max_length`.
+
+    Raises:
+        ValueError: There is no adapter, or it does not route.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any = None,
+        adapter: str | None = None,
+        budget: float | None = None,
+        allow_base_mismatch: bool = False,
+        dtype: str = "auto",
+        device: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if pretrained is None or isinstance(pretrained, str):
+            if adapter is None:
+                raise ValueError("the model depthroute needs adapter=HUB_ID_OR_FOLDER")
+            base, model = _load(pretrained, adapter, allow_base_mismatch, dtype)
+            model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            kwargs.setdefault("tokenizer", base)
+        else:
+            model = pretrained
+        if budget is not None:
+            set_budget(model, float(budget))
+        if any(holder.active_config().granularity == "sequence" for holder in active_routings(model)):
+            kwargs["batch_size"] = 1
+        self.seconds = 0.0  # inside the model
+        super().__init__(pretrained=model, **kwargs)
+
+    def _model_call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._timed(lambda: super(DepthRouteLM, self)._model_call(*args, **kwargs))
+
+    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed(lambda: super(DepthRouteLM, self)._model_generate(*args, **kwargs))
+
+    def _timed(self, run: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds += time.perf_counter() - start
+        return result
+
+
+@dataclass
+class TaskRun:
+    """One variant's evaluation.
+
+    Attributes:
+        budget: None for the dense base, and for an adapter that follows no budget.
+        full_ratio: Share of the tokens that ran full, over layers and requests; 1 for the dense base.
+        seconds: Inside the model, for all requests; one run, after a call to warm up. `hf-depthroute bench` measures
+            speed as such.
+        results: As lm-eval returns and saves them.
+    """
+
+    name: str
+    budget: float | None
+    full_ratio: float
+    seconds: float
+    results: dict[str, Any] = field(repr=False)
+
+
+def evaluate_tasks(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[str],
+    budgets: Sequence[float] = (0.25, 0.5, 0.75),
+    *,
+    batch_size: int = 8,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    include_path: str | Path | None = None,
+) -> list[TaskRun]:
+    """Run lm-eval's tasks on the dense base, then on the routed model at every budget.
+
+    Args:
+        model: A `PeftModel` with an active routed adapter. Its budget is restored.
+        tokenizer: The base's.
+        tasks: Names of tasks and groups, such as `"piqa"` or `"depthroute_router_tuning"`.
+        budgets: In (0, 1]. An adapter that follows no budget runs once, as it is.
+        batch_size: Requests in a batch.
+        num_fewshot: Shots of every task; by default what each task says.
+        limit: At most this many documents of each task.
+        include_path: A folder with task files of your own.
+
+    Raises:
+        ValueError: A task is unknown.
+    """
+    config = active_routings(model)[0].active_config()
+    before, manager = config.budget, _manager(tasks, include_path)
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise ValueError(f"lm-eval has no task {unknown[0]!r}; name one of its tasks, or pass the folder of your own")
+    variants: list[tuple[str, float | None]] = [("dense", None)]
+    variants += [(f"budget {b:g}", b) for b in budgets] if config.takes_budget() else [("routed", None)]
+    runs = []
+    try:
+        for name, budget in variants:
+            lm = DepthRouteLM(model, budget=budget, tokenizer=tokenizer, batch_size=batch_size)
+            off = name == "dense"
+            with model.disable_adapter() if off else nullcontext():
+                _warm_up(lm)
+            with model.disable_adapter() if off else nullcontext(), count_routes(model) as counter:
+                results = lm_eval.simple_evaluate(
+                    lm, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
+                )
+            ratios = counter.full_ratio().values()
+            ratio = sum(ratios) / len(ratios) if ratios else 1.0
+            runs.append(TaskRun(name, budget, ratio, lm.seconds, dict(results or {})))
+    finally:
+        if config.takes_budget():
+            set_budget(model, before)
+    return runs
+
+
+def scores(run: TaskRun) -> dict[tuple[str, str], tuple[float, float | None]]:
+    """`(task, metric) -> (value, standard error)` of everything that lm-eval reports as a number."""
+    found: dict[tuple[str, str], tuple[float, float | None]] = {}
+    for task, values in run.results.get("results", {}).items():
+        for name, value in values.items():
+            metric, _, kind = name.partition(",")
+            if isinstance(value, (int, float)) and kind and not metric.endswith("_stderr"):
+                error = values.get(f"{metric}_stderr,{kind}")
+                found[task, metric] = float(value), error if isinstance(error, (int, float)) else None
+    return found
+
+
+def _warm_up(lm: DepthRouteLM) -> None:
+    """The first calls of a process are several times slower."""
+    ids = torch.ones(lm.batch_size if isinstance(lm.batch_size, int) else 1, 16, dtype=torch.long, device=lm.device)
+    for _ in range(3):
+        lm._model_call(ids)
+    lm.seconds = 0.0
+
+
+def _manager(tasks: Sequence[str], include_path: str | Path | None) -> TaskManager:
+    """lm-eval's index of tasks. Its own hundreds of files take ten seconds: they stay out where none is asked for."""
+    if include_path is not None:
+        own = TaskManager(include_path=str(include_path), include_defaults=False)
+        if set(tasks) <= set(own.all_subtasks):
+            return own
+    return TaskManager(include_path=[str(path) for path in (TASKS, include_path) if path is not None])
+
+
+def _load(base: str | None, adapter: str, mismatch: bool, dtype: str) -> tuple[str, Any]:
+    import peft
+    import transformers
+
+    name = base or peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    if not name:
+        raise ValueError(f"adapter {adapter} does not name its base model; pass pretrained=")
+    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    with allowed() if mismatch else nullcontext():
+        return name, peft.PeftModel.from_pretrained(model, adapter)

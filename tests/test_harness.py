@@ -1,0 +1,179 @@
+"""lm-eval on local tasks: batch size and padding change no score, and the command compares dense and routed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import pytest
+import torch
+from models import routed
+from text_models import save_base, word_tokenizer
+from transformers import AutoModelForCausalLM
+
+from hf_depthroute.cli import main
+from hf_depthroute.evaluation.harness import TASKS, DepthRouteLM, evaluate_tasks, scores
+from hf_depthroute.trace import routings
+
+CHOICE = """
+task: small_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - {{metric: acc}}
+  - {{metric: acc_norm}}
+metadata: {{version: 1}}
+"""
+GENERATION = """
+task: small_generation
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{choices[0]}}}}"
+generation_kwargs: {{until: ["<eos>"], max_gen_toks: 4, do_sample: false}}
+metric_list:
+  - {{metric: exact_match}}
+metadata: {{version: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two tasks over twelve questions of different lengths."""
+    folder = tmp_path_factory.mktemp("tasks")
+    words = "the cat sat on mat and dog ran to a big red hat saw it was said".split()  # noqa: SIM905
+    rows = [
+        {
+            "question": " ".join(words[(3 * i + j) % len(words)] for j in range(2 + i % 7)),
+            "choices": [" cat", " big red hat", " dog ran"],
+            "answer": i % 3,
+        }
+        for i in range(12)
+    ]
+    data = folder / "data.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    (folder / "choice.yaml").write_text(CHOICE.format(data=data))
+    (folder / "generation.yaml").write_text(GENERATION.format(data=data))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+def requests(tasks: Path) -> list[Any]:
+    """The pairs of context and continuation of the choice task."""
+    from lm_eval.api.instance import Instance
+
+    rows = [json.loads(line) for line in (tasks / "data.jsonl").read_text().splitlines()]
+    pairs = [(row["question"], choice) for row in rows for choice in row["choices"]]
+    return [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"gate": "jepa"},
+        {"target": "attention"},
+        {"target": "block"},
+        {"granularity": "sequence", "target": "block"},
+    ],
+    ids=str,
+)
+def test_batch_size_and_padding_change_no_score(base: Path, tasks: Path, fields: dict[str, Any]) -> None:
+    model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp", **fields)
+    found = []
+    for batch_size in (1, 3, 36):
+        lm = DepthRouteLM(model, tokenizer=word_tokenizer(), batch_size=batch_size)
+        found.append(torch.tensor([score for score, _ in lm.loglikelihood(requests(tasks), disable_tqdm=True)]))
+    with model.disable_adapter():
+        dense = lm.loglikelihood(requests(tasks), disable_tqdm=True)
+    assert (found[0] - torch.tensor([score for score, _ in dense])).abs().max() > 1e-2
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-4)
+
+
+def test_dense_and_routed_are_compared_and_the_budget_is_restored(base: Path, tasks: Path) -> None:
+    model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp", budget=0.4)
+    names = ["small_choice", "small_generation"]
+    runs = evaluate_tasks(model, word_tokenizer(), names, [0.2, 1.0], include_path=tasks)
+    assert [run.name for run in runs] == ["dense", "budget 0.2", "budget 1"]
+    assert scores(runs[0]) == scores(runs[2])
+    assert set(scores(runs[0])) == {
+        ("small_choice", "acc"),
+        ("small_choice", "acc_norm"),
+        ("small_generation", "exact_match"),
+    }
+    assert runs[0].full_ratio == runs[2].full_ratio == 1.0
+    assert 0.0 < runs[1].full_ratio < 0.6
+    assert all(run.seconds > 0 for run in runs)
+    assert {holder.active_config().budget for holder in routings(model)} == {0.4}
+    assert {"results", "configs", "versions", "n-shot"} <= set(runs[1].results)
+
+
+def test_lm_eval_finds_the_model_by_name(base: Path, tasks: Path, tmp_path: Path) -> None:
+    model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp")
+    model.save_pretrained(tmp_path)
+    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
+    arguments = {"pretrained": str(base), "adapter": str(tmp_path), "budget": 0.3}
+    by_name = lm_eval.simple_evaluate("depthroute", arguments, tasks=["small_choice"], task_manager=manager)
+    ours = evaluate_tasks(model, word_tokenizer(), ["small_choice"], [0.3], include_path=tasks)[1]
+    assert by_name["results"]["small_choice"]["acc,none"] == scores(ours)["small_choice", "acc"][0]
+
+
+def test_the_group_of_the_paper_is_known_to_lm_eval() -> None:
+    manager = lm_eval.tasks.TaskManager(include_path=str(TASKS))
+    assert manager.match_tasks(["depthroute_router_tuning"]) == ["depthroute_router_tuning"]
+    import yaml
+
+    listed = yaml.safe_load((TASKS / "depthroute_router_tuning.yaml").read_text())["task"]
+    shots = {entry["task"]: entry["num_fewshot"] for entry in listed}
+    assert list(shots.values()) == [0, 0, 0, 0, 5, 5, 5, 10, 25]
+    assert all(manager.match_tasks([name]) == [name] for name in shots)
+
+
+def test_an_unknown_task_and_a_missing_adapter_are_named(
+    base: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # lm-eval's own index takes ten seconds to make.
+    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
+    monkeypatch.setattr("hf_depthroute.evaluation.harness._manager", lambda *_: manager)
+    model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp")
+    with pytest.raises(ValueError, match="lm-eval has no task 'nonsense'"):
+        evaluate_tasks(model, word_tokenizer(), ["nonsense"])
+    with pytest.raises(ValueError, match="needs adapter="):
+        DepthRouteLM(str(base))
+
+
+def test_the_command_prints_a_table_and_writes_lm_evals_results(
+    base: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp")
+    model.save_pretrained(tmp_path / "adapter")
+    out = tmp_path / "results.json"
+    command = ["eval", "--adapter", tmp_path / "adapter", "--tasks", "small_choice", "--include-path", tasks]
+    with pytest.raises(SystemExit) as caught:
+        main([str(part) for part in [*command, "--budgets", "0.3,1", "--json", out, "--limit", "6"]])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert "small_choice" in printed and "acc_norm" in printed and "budget 0.3" in printed
+    written = json.loads(out.read_text())
+    assert list(written["runs"]) == ["dense", "budget 0.3", "budget 1"]
+    dense = written["runs"]["dense"]["lm_eval"]
+    assert dense["n-samples"]["small_choice"]["effective"] == 6
+    assert "acc,none" in dense["results"]["small_choice"]
+    with pytest.raises(SystemExit) as caught:
+        main(["eval", "--adapter", str(tmp_path / "adapter")])
+    assert caught.value.code == 2
+    assert "give --dataset or --tasks" in capsys.readouterr().err
