@@ -113,13 +113,18 @@ def read_tensors(path: Path, config: Mapping[str, Any]) -> dict[str, torch.Tenso
 def _fault_of(name: str, dtype: str, saved_modules: Iterable[str], routed: set[Any] | None) -> str | None:
     """Why an adapter's file cannot hold this tensor."""
     own = _OWN_NAME.fullmatch(name) if len(name) <= _MAX_NAME else None
-    if own is None:
-        return None if belongs_to(name, saved_modules) else f"unexpected tensor {name[:100]}; no routed adapter has it"
-    if routed is not None and int(own[1]) not in routed:
+    if own is None and not _is_of(name, saved_modules):
+        return f"unexpected tensor {name[:100]}; no routed adapter has it"
+    if own is not None and routed is not None and int(own[1]) not in routed:
         return f"tensor {name} is of a layer that is not routed; the config says layers={reprlib.repr(sorted(routed))}"
     if dtype not in _DTYPES and not (dtype == "I64" and name.endswith(_COUNTER)):
         return f"tensor {name} has dtype {dtype}; use one of: {', '.join(_DTYPES)}"
     return None
+
+
+def _is_of(name: str, modules: Iterable[str]) -> bool:
+    """Whether a tensor may be of one of the base's `modules` that are trained and saved whole."""
+    return any(f"{module}." in name.removeprefix(_WRAPPER) for module in modules)
 
 
 def tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -130,11 +135,6 @@ def tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     return f"sha256:{digest.hexdigest()}"
-
-
-def belongs_to(name: str, modules: Iterable[str]) -> bool:
-    """Whether a tensor is of one of the base's `modules` that are trained and saved whole."""
-    return any(f".{module}." in f".{name}" for module in modules)
 
 
 class _Refused(Exception):

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .adapter_file import AdapterMismatchError, belongs_to, read_tensors, tensors_hash
+from .adapter_file import AdapterMismatchError, read_tensors, tensors_hash
 from .holder import HOLDER, Routing
 from .injection import leave
+from .whole_modules import key_in_file, unwrap
 
 PREFIX = "depth_route_"
 _OWN_KEY = re.compile(rf"\.{HOLDER}\.{PREFIX}[a-z]+\.")
@@ -50,13 +51,13 @@ def match_tensors(
         AdapterMismatchError: A tensor is missing, left over, of another shape or kind, or not finite; or they are
             not those that the config was saved with.
     """
-    given = {key.removeprefix(_WRAPPER): (key, value) for key, value in state_dict.items()}
+    given = {key_in_file(key.removeprefix(_WRAPPER), adapter_name): value for key, value in state_dict.items()}
     matched = {}
-    for key, expected in own_tensors(model.state_dict(), adapter_name).items():
-        bare = cast(str, without_adapter_name(key, adapter_name)).removeprefix(_WRAPPER)
+    for key, expected in _adapter_tensors(model.state_dict(), adapter_name).items():
+        bare = _key_in_checkpoint(key, adapter_name).removeprefix(_WRAPPER)
         if bare not in given:
             raise AdapterMismatchError(f"adapter file: tensor {bare} is missing")
-        _, value = given.pop(bare)
+        value = given.pop(bare)
         if value.shape != expected.shape:
             raise AdapterMismatchError(
                 f"adapter file: tensor {bare} has shape {tuple(value.shape)}, expected {tuple(expected.shape)}"
@@ -68,13 +69,11 @@ def match_tensors(
         if value.is_floating_point() and not value.isfinite().all():
             raise AdapterMismatchError(f"adapter file: tensor {bare} holds values that are not finite")
         matched[key] = value
-    for bare, (key, value) in given.items():
-        if not belongs_to(bare, config.modules_to_save or ()):
-            raise AdapterMismatchError(f"adapter file: unexpected tensor {bare}")
-        matched[key] = value
+    for bare in given:
+        raise AdapterMismatchError(f"adapter file: unexpected tensor {bare}")
     if config.weights_hash is not None:
         # PEFT has put the adapter's name into the keys of modules_to_save by now.
-        named = {key.replace(f".modules_to_save.{adapter_name}.", "."): value for key, value in state_dict.items()}
+        named = {key_in_file(key, adapter_name): value for key, value in state_dict.items()}
         if tensors_hash(named) != config.weights_hash:
             raise AdapterMismatchError(
                 "adapter file: its tensors are not those that the config was saved with; copy both files again"
@@ -83,12 +82,23 @@ def match_tensors(
     return matched
 
 
+def _adapter_tensors(state_dict: Mapping[str, torch.Tensor], adapter_name: str) -> dict[str, torch.Tensor]:
+    """What a file of this adapter holds, by model key: its own parts, and its copies of base modules."""
+    copies = {key: value for key, value in state_dict.items() if key_in_file(key, adapter_name) != key}
+    return own_tensors(state_dict, adapter_name) | copies
+
+
+def _key_in_checkpoint(key: str, adapter_name: str) -> str:
+    return without_adapter_name(key, adapter_name) or key_in_file(key, adapter_name)
+
+
 def discard(model: nn.Module, adapter_name: str) -> None:
     """Take out an adapter that could not be loaded; without another one, the model is as it was before."""
     base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
     holders = [module for module in base.modules() if isinstance(module, Routing)]
     for holder in holders:
         holder.delete_adapter(adapter_name)
+    unwrap(base, adapter_name)
     configs = getattr(base, "peft_config", {})
     configs.pop(adapter_name, None)
     if not any(len(holder.depth_route_gate) for holder in holders):

@@ -76,6 +76,8 @@ def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
                 raise AdapterMismatchError(
                     f"{source}: {WEIGHTS_NAME} is corrupt or not in safetensors format ({error}); download it again"
                 ) from error
+            if isinstance(error, KeyError):  # PEFT looks up the tensors of modules_to_save
+                raise AdapterMismatchError(f"{source}: tensor {error} of modules_to_save is missing") from error
         raise
 
 

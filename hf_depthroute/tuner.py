@@ -34,6 +34,7 @@ from .loading import (
     without_adapter_name,
 )
 from .peft_hooks import install
+from .whole_modules import check_whole_modules, unwrap
 
 _SMALL_WIDTH = 256  # parts of any model may be this wide; above it, four times the model's width
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -171,6 +172,7 @@ class DepthRouteModel(BaseTuner):
         unguard(self.model)
         for name in [name for name, config in self.peft_config.items() if isinstance(config, DepthRouteConfig)]:
             del self.peft_config[name]
+            unwrap(self.model, name)
         if self.peft_config:
             return cast(nn.Module, self.model)
         return cast(nn.Module, super()._unload_and_optionally_merge(merge=False))
@@ -229,6 +231,7 @@ def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], con
         widest = max(4 * width, _SMALL_WIDTH)
         if (getattr(config, name) or 0) > widest:
             raise ConfigError(f"{name}={getattr(config, name)} must be at most {widest} on a model of width {width}")
+    check_whole_modules(model, layers, config.modules_to_save or ())
     if config.gate == "exit" and model.get_output_embeddings() is None:
         raise ConfigError("gate='exit' needs a model with an LM head")
     for place, index in enumerate(routed if config.target == "experts" else ()):

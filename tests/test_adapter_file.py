@@ -164,6 +164,19 @@ def pickled(folder: Path) -> None:
     (folder / WEIGHTS_NAME).unlink()
 
 
+def copies(module: str, tensor: str | None = None, shape: tuple[int, ...] = ()) -> Damage:
+    """A config that asks for copies of a base module, with one tensor of it at most, and the hash that fits."""
+
+    def damage(folder: Path) -> None:
+        weights = {name: value for name, value in load_file(folder / WEIGHTS_NAME).items() if "routing" in name}
+        if tensor is not None:
+            weights[f"base_model.model.model.{tensor}.weight"] = torch.ones(shape)
+        save_file(weights, folder / WEIGHTS_NAME)
+        fields(modules_to_save=[module], weights_hash=tensors_hash(weights))(folder)
+
+    return damage
+
+
 WEIGHT_FAULTS: dict[str, tuple[Damage, str]] = {
     "truncated": (cut(lambda b: b[:-100]), "corrupt"),
     "half": (cut(lambda b: b[: len(b) // 2]), "corrupt"),
@@ -222,7 +235,18 @@ MODEL_FAULTS: dict[str, tuple[Damage, str]] = {
         "model_type is 'gpt2'",
     ),
     "another vocabulary": (text(lambda t: t.replace('"vocab_size": 64', '"vocab_size": 65')), "vocab_size is 65"),
+    "a copy of the model": (copies("model", "layers.0.mlp.up_proj", (64, 32)), "'model' means model, which cannot"),
+    "a copy of all layers": (copies("layers", "layers.0.mlp.up_proj", (64, 32)), "'layers' means model.layers, which"),
+    "a copy of no module": (copies("nothing"), "no module 'nothing'"),
+    "a copy without tensors": (copies("up_proj"), "is missing"),
+    "half a copy": (copies("up_proj", "layers.0.mlp.up_proj", (64, 32)), "is missing"),
+    "a copy of another shape": (copies("embed_tokens", "embed_tokens", (3, 3)), "has shape"),
 }
+# Nothing in the files says so; loading compares them with the model.
+SEEN_BY_THE_MODEL_ALONE = (
+    "another vocabulary", "another family", "layer beyond the model", "a copy of the model", "a copy of all layers",
+    "a copy of no module", "a copy without tensors", "half a copy", "a copy of another shape",
+)  # fmt: skip
 FAULTS = CONFIG_FAULTS | WEIGHT_FAULTS | MODEL_FAULTS
 
 PATHS: dict[str, Callable[[Any, Path], Any]] = {
@@ -266,14 +290,57 @@ def test_is_refused_with_one_line(saved: tuple[Path, Path], adapter: Path, fault
         assert torch.equal(logits(base), expected)
 
 
-@pytest.mark.parametrize("path", [*ONTO_A_BASE, "PeftModel.load_adapter"])
-@pytest.mark.parametrize("fault", [*WEIGHT_FAULTS, "no weights"])
+AFTER_THE_CONFIG = [
+    (fault, path)
+    for fault in [*WEIGHT_FAULTS, "no weights"]
+    for path in [*ONTO_A_BASE, "PeftModel.load_adapter"]
+    # These are the same as another fault there.
+    if fault not in ("zeroed block", "a pickle") and (fault, path) != ("NaN", "PeftModel.load_adapter")
+]
+
+
+def with_copy(saved: tuple[Path, Path], module: str, factor: float, folder: Path) -> torch.Tensor:
+    """Save an adapter whose copy of `module` is `factor` times the base's; the logits of its model."""
+    model = routed(AutoModelForCausalLM.from_pretrained(saved[0]), "mlp", modules_to_save=[module]).eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if f"{module}.modules_to_save" in name:
+                value.mul_(factor)
+    model.save_pretrained(folder)
+    return logits(model)
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "PeftModel.load_adapter"])
+@pytest.mark.parametrize("module", ["lm_head", "up_proj"])
+def test_copies_of_base_modules_come_back(saved: tuple[Path, Path], tmp_path: Path, module: str, path: str) -> None:
+    expected = with_copy(saved, module, 1.5, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(saved[0])
+    alone = logits(base)
+    loaded = PATHS[path](base, tmp_path)
+    loaded = base if path == "model.load_adapter" else loaded
+    assert torch.equal(logits(loaded.eval()), expected) and not torch.equal(expected, alone)
+    if isinstance(loaded, PeftModel):
+        assert torch.equal(logits(loaded.unload()), alone)
+
+
+def test_two_adapters_have_copies_of_their_own(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    expected = {str(factor): with_copy(saved, "lm_head", factor, tmp_path / str(factor)) for factor in (2, 3)}
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(saved[0]), tmp_path / "2", "2").eval()
+    model.load_adapter(tmp_path / "3", "3")
+    for name in ("3", "2"):
+        model.set_adapter(name)
+        assert torch.equal(logits(model), expected[name])
+    copies("lm_head")(tmp_path / "3")
+    with pytest.raises(AdapterMismatchError, match=r"lm_head.* missing"):
+        model.load_adapter(tmp_path / "3", "4")
+    assert torch.equal(logits(model), expected["2"])
+
+
+@pytest.mark.parametrize(("fault", "path"), AFTER_THE_CONFIG)
 def test_weights_that_come_after_the_config_are_refused_too(
     saved: tuple[Path, Path], adapter: Path, fault: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the Hub the config arrives first, and the adapter is injected before its weights are there."""
-    if fault in ("zeroed block", "a pickle") or (path == "PeftModel.load_adapter" and fault == "NaN"):
-        pytest.skip("the same as another fault on this path")
     damage = WEIGHT_FAULTS[fault][0] if fault in WEIGHT_FAULTS else lambda folder: (folder / WEIGHTS_NAME).unlink()
     damage(adapter)
     monkeypatch.setattr("hf_depthroute.peft_hooks.check_folder", lambda folder, config: None)
@@ -302,13 +369,11 @@ def test_a_hostile_config_costs_no_time(adapter: Path, fault: str) -> None:
     assert min(times) < 0.1
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in SEEN_BY_THE_MODEL_ALONE])
 def test_doctor_names_it(
     saved: tuple[Path, Path], adapter: Path, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     FAULTS[fault][0](adapter)
-    if fault in ("another vocabulary", "another family", "layer beyond the model"):
-        pytest.skip("nothing in the files says so; loading compares them with the model")
     with pytest.raises(SystemExit) as caught:
         main(["doctor", str(adapter)])
     out, err = capsys.readouterr()
