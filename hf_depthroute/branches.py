@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from accelerate.utils import align_module_device
 from torch import nn
 
+TensorMap = Callable[[torch.Tensor], torch.Tensor]
+
 
 class Derived(dict[Any, Any]):
     """What was computed from weights and can be computed again; a copy of a model, or a pickle, starts without it."""
@@ -102,7 +104,7 @@ class LowRankBranch(nn.Module):
     def forward(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
         return self.down(F.silu(self.up(self.norm(a).to(a.dtype))))
 
-    def frozen(self, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    def frozen(self, dtype: torch.dtype) -> TensorMap:
         """The branch with its weights as they are now, for decoding: `[B, 1, d] -> [B, 1, d]`, in few operators."""
         (up, up_bias), (down, down_bias) = self.up.cast(dtype), self.down.cast(dtype)
         norm: Any = self.norm.frozen() if isinstance(self.norm, RMSNorm) else self.norm
@@ -120,7 +122,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d], float32
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
 
-    def frozen(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def frozen(self) -> TensorMap:
+        """The norm with its weight as it is now, `[..., d] -> [..., d]` in float32."""
         weight, shape, eps = self.weight.detach(), self.weight.shape, self.eps
         return lambda x: F.rms_norm(x.float(), shape, weight, eps)
 

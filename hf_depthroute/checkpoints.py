@@ -7,16 +7,25 @@ that it lists, is passed over.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+import torch
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from .adapter_file import CONFIG_NAME, AdapterMismatchError, check_folder, read_config
+from .objective import RoutingObjective
+from .resources import disk_full, out_of_memory
 
 MARKER = "depth_route_complete.json"
+_ROUTING_STATE = "routing_state.json"
 
 
 class CheckpointError(ValueError):
@@ -104,3 +113,93 @@ def _to_disk(file: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+class CheckpointsMixin:
+    """A `transformers.Trainer` that marks whole checkpoints and resumes from no other.
+
+    What ran out of memory or disk ends with a line that names what was being done and what is left.
+    """
+
+    args: TrainingArguments
+    accelerator: Any
+    state: TrainerState
+    routing_objective: RoutingObjective
+    doing = "setting up"
+    _get_output_dir: Any
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`.
+
+        Raises:
+            CheckpointError: The checkpoint to resume from is not whole; for True, none is. Later ones that are not
+                whole are named in a warning and passed over.
+            NonFiniteLossError: A loss term or a gradient was not finite; the optimizer did not step.
+        """
+        if resume_from_checkpoint is True:
+            found, skipped = last_complete(Path(str(self.args.output_dir)))
+            for line in skipped:
+                warnings.warn(f"passed over {line}", stacklevel=2)
+            resume_from_checkpoint = True if found is None else str(found)
+        elif resume_from_checkpoint:
+            check_complete(Path(resume_from_checkpoint))
+        with self._named("training"):
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        step = self.state.global_step
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # older ones go when this one is whole
+        doing, self.doing = self.doing, f"saving {folder}"
+        try:
+            super()._save_checkpoint(model, trial, *args, **kwargs)  # type: ignore[misc]
+            if self.args.should_save:
+                (folder / _ROUTING_STATE).write_text(json.dumps(self.routing_objective.state()), encoding="utf-8")
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                mark_complete(folder)
+                rotate_checkpoints(
+                    output_dir=str(folder.parent),
+                    save_total_limit=limit,
+                    best_model_checkpoint=self.state.best_model_checkpoint,
+                    use_mtime=True,
+                )
+        finally:
+            self.args.save_total_limit = limit
+        self.doing = doing
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        saved = Path(checkpoint or "") / _ROUTING_STATE
+        if checkpoint is not None and saved.is_file():
+            self.routing_objective.load_state(json.loads(saved.read_text(encoding="utf-8")))
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.evaluate`."""
+        doing, self.doing = self.doing, "evaluating"
+        with nullcontext() if doing != "setting up" else self._named("evaluating"):
+            metrics = super().evaluate(*args, **kwargs)  # type: ignore[misc]
+        self.doing = doing
+        return metrics
+
+    @contextmanager
+    def _named(self, doing: str) -> Iterator[None]:
+        """Say what was being done when memory or disk ran out, and what is left."""
+        self.doing = doing
+        try:
+            yield
+        except (MemoryError, RuntimeError, OSError) as error:
+            kind = MemoryError if out_of_memory(error) else OSError if disk_full(error) else None
+            if kind is None:
+                raise
+            whole = next((c for c in checkpoints_in(Path(str(self.args.output_dir))) if fault_of(c) is None), None)
+            left = f"the last whole checkpoint is {whole}" if whole else "there is no whole checkpoint"
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if kind is MemoryError:
+                text = f"out of memory while {self.doing}: {reason}; {left}"
+                # The same type where it is PyTorch's own: callers catch it.
+                raise (type(error) if isinstance(error, torch.OutOfMemoryError) else MemoryError)(text) from error
+            text = f"disk full while {self.doing}: {reason}; {left}"
+            raise OSError(errno.ENOSPC, text, str(getattr(error, "filename", None) or self.args.output_dir)) from error
+        finally:
+            self.doing = "setting up"

@@ -6,18 +6,17 @@ and one row of `GATES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .branches import Derived, MixedLinear, reset_linear, stamp
+from .branches import Derived, MixedLinear, TensorMap, reset_linear, stamp
 from .config import DepthRouteConfig
+from .untrained_gates import ExitGate, RandomGate, StaticGate
 
 GateOutput = dict[str, torch.Tensor]
-Frozen = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ScoreHead(nn.Linear):
@@ -40,7 +39,7 @@ class ScoreHead(nn.Linear):
             return torch.mv(rows, weight).view(x.shape[:-1])
         return torch.addmv(self.bias.float().expand(len(rows)), rows, weight).view(x.shape[:-1])
 
-    def frozen(self) -> Frozen:
+    def frozen(self) -> TensorMap:
         """The one score of each row, `[B, 1, features] -> [B]`, with the weights as they are now."""
         weight = self.weight.detach().float().squeeze(0)
         if self.bias is None:
@@ -71,7 +70,7 @@ class MLPGate(nn.Module):
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         return {"scores": self.score(F.silu(self.hidden(a)))}
 
-    def frozen(self, dtype: torch.dtype) -> Frozen:
+    def frozen(self, dtype: torch.dtype) -> TensorMap:
         """The gate with its weights as they are now, for decoding: `[B, 1, d] -> [B]`, in few operators."""
         (weight, bias), score = self.hidden.cast(dtype), self.score.frozen()
         return lambda a: score(F.silu(F.linear(a, weight, bias)))
@@ -116,7 +115,7 @@ class JEPAGate(nn.Module):
         compared = F.linear(q.flatten(-2), decide.to(q.dtype), decide_bias.to(q.dtype))
         return {"scores": self.score(F.silu(compared)), "q_full": q_full, "q_cheap": q_cheap}
 
-    def frozen(self, dtype: torch.dtype) -> Frozen:
+    def frozen(self, dtype: torch.dtype) -> TensorMap:
         """As `MLPGate.frozen`."""
         parts = [part.to(dtype) for part in self._parts(self.actions.weight.detach())]
         context_map, offsets, decide, decide_bias = parts
@@ -185,7 +184,7 @@ class LinearGate(nn.Module):
     def weights_per_token(self) -> int:
         return self.score.weight.numel()
 
-    def frozen(self, dtype: torch.dtype) -> Frozen:
+    def frozen(self, dtype: torch.dtype) -> TensorMap:
         """As `MLPGate.frozen`."""
         return self.score.frozen()
 
@@ -214,73 +213,6 @@ class HaltingGate(nn.Module):
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         return {"scores": -self.score(F.relu(self.hidden(a)))}
-
-
-class RandomGate(nn.Module):
-    """A fixed random projection: what routing is worth when nothing was learned. Nothing here trains."""
-
-    outputs: tuple[str, ...] = ()
-
-    def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
-        super().__init__()
-        self.weight: torch.Tensor
-        self.register_buffer("weight", torch.zeros(scores, width))
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        self.weight.normal_(std=self.weight.shape[-1] ** -0.5, generator=generator)
-
-    def weights_per_token(self) -> int:
-        return self.weight.numel()
-
-    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
-        with torch.autocast(a.device.type, enabled=False):
-            scores = F.linear(a.float(), self.weight.float())
-        return {"scores": scores.squeeze(-1) if self.weight.shape[0] == 1 else scores}
-
-
-class ExitGate(nn.Module):
-    """Early exit: `u = -max softmax(head(norm(h)))`. A token that the LM head is sure of leaves; nothing trains."""
-
-    outputs: tuple[str, ...] = ()
-
-    def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
-        super().__init__()
-        self._head: tuple[Any, ...] = ()  # final norm and LM head, owned by the base
-
-    def connect(self, final_norm: nn.Module, head: nn.Module) -> None:
-        self._head = (final_norm, head)
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        return None
-
-    def weights_per_token(self) -> int:
-        return int(self._head[1].weight.numel())
-
-    @torch.no_grad()
-    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
-        norm, head = self._head
-        logits = head(norm(a)).float()
-        return {"scores": -(logits.amax(-1) - logits.logsumexp(-1)).exp()}
-
-
-class StaticGate(nn.Module):
-    """No gate: every token of the layer takes the cheap path."""
-
-    outputs: tuple[str, ...] = ()
-
-    def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
-        super().__init__()
-        self._scores = scores
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        return None
-
-    def weights_per_token(self) -> int:
-        return 0
-
-    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
-        shape = a.shape[:-1] if self._scores == 1 else (*a.shape[:-1], self._scores)
-        return {"scores": a.new_zeros(shape, dtype=torch.float32)}
 
 
 GATES: dict[str, Any] = {

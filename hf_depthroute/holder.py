@@ -263,9 +263,11 @@ class Routing(nn.Module, BaseTunerLayer):
 
 
 def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Step]:
-    """`Routing.decode_step` of the layers that have one."""
+    """`Routing.decode_step` of the layers that have one; none for a layer in training mode."""
     steps: dict[nn.Module, Step] = {}
     for layer in layers:
+        if layer.training:
+            continue
         holder = cast("Routing | None", layer._modules.get(HOLDER))
         step = run_base if holder is None else holder.decode_step(batch)
         if step is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from .arguments import RoutingArguments
 from .averages import stack
@@ -211,7 +212,7 @@ class RoutingObjective:
         watched = [term.float() for terms, _ in pending for term in terms.values()]
         if gradients:
             found = [p.grad for p in self.model.parameters() if p.requires_grad and type(p.grad) is torch.Tensor]
-            watched += list(torch._foreach_norm(found)) if found else []
+            watched += [get_total_norm(found)] if found else []
         if not watched or bool(stack([value.reshape(()) for value in watched]).isfinite().all()):
             return
         names = sorted({name for terms, _ in pending for name, term in terms.items() if not term.isfinite()})

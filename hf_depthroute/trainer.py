@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import errno
-import json
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from .calibration import active_routings
-from .checkpoints import check_complete, checkpoints_in, fault_of, last_complete, mark_complete
+from .checkpoints import CheckpointsMixin
 from .fused_loss import FusedLoss, fused_loss_obstacle
 from .objective import RoutingArguments, RoutingObjective, Watched
-from .resources import disk_full, out_of_memory
-
-_ROUTING_STATE = "routing_state.json"
 
 
 @dataclass
@@ -113,23 +105,18 @@ class DepthRouteCallback(_RoutingCallback):
         self._open.close()
 
 
-class DepthRouteTrainerMixin:
+class DepthRouteTrainerMixin(CheckpointsMixin):
     """Adds the routing losses in `compute_loss`, whatever the Trainer class takes its language-model loss from.
 
-    Checkpoints are marked when they are whole, and only whole ones are resumed from. A step whose loss is not finite
-    ends training in front of its optimizer step. Running out of memory or disk names what was being done.
+    A step whose loss is not finite ends training in front of its optimizer step.
     """
 
-    args: TrainingArguments
     model: Any
     add_callback: Any
     model_accepts_loss_kwargs: bool
     compute_loss_func: Any
     current_gradient_accumulation_steps: int
     label_smoother: Any
-    accelerator: Any
-    state: TrainerState
-    _get_output_dir: Any
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
 
@@ -138,87 +125,10 @@ class DepthRouteTrainerMixin:
         arguments = self.args if isinstance(self.args, RoutingArguments) else RoutingArguments()
         self.routing_objective = RoutingObjective(arguments, self.model)
         self._fused: FusedLoss | None = None
-        self._doing = "setting up"
         callback = _RoutingCallback()
         callback.objective = self.routing_objective
         self.add_callback(callback)
         _move_first(self, callback)
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`.
-
-        Raises:
-            CheckpointError: The checkpoint to resume from is not whole; for True, none is. Later ones that are not
-                whole are named in a warning and passed over.
-            NonFiniteLossError: A loss term or a gradient was not finite; the optimizer did not step.
-        """
-        if resume_from_checkpoint is True:
-            found, skipped = last_complete(Path(str(self.args.output_dir)))
-            for line in skipped:
-                warnings.warn(f"passed over {line}", stacklevel=2)
-            resume_from_checkpoint = True if found is None else str(found)
-        elif resume_from_checkpoint:
-            check_complete(Path(resume_from_checkpoint))
-        with self._named("training"):
-            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
-
-    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        step = self.state.global_step
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        limit, self.args.save_total_limit = self.args.save_total_limit, None  # older ones go when this one is whole
-        doing, self._doing = self._doing, f"saving {folder}"
-        try:
-            super()._save_checkpoint(model, trial, *args, **kwargs)  # type: ignore[misc]
-            if self.args.should_save:
-                (folder / _ROUTING_STATE).write_text(json.dumps(self.routing_objective.state()), encoding="utf-8")
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                mark_complete(folder)
-                rotate_checkpoints(
-                    output_dir=str(folder.parent),
-                    save_total_limit=limit,
-                    best_model_checkpoint=self.state.best_model_checkpoint,
-                    use_mtime=True,
-                )
-        finally:
-            self.args.save_total_limit = limit
-        self._doing = doing
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)  # type: ignore[misc]
-        saved = Path(checkpoint or "") / _ROUTING_STATE
-        if checkpoint is not None and saved.is_file():
-            self.routing_objective.load_state(json.loads(saved.read_text(encoding="utf-8")))
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.evaluate`."""
-        doing, self._doing = self._doing, "evaluating"
-        with nullcontext() if doing != "setting up" else self._named("evaluating"):
-            metrics = super().evaluate(*args, **kwargs)  # type: ignore[misc]
-        self._doing = doing
-        return metrics
-
-    @contextmanager
-    def _named(self, doing: str) -> Iterator[None]:
-        """Say what was being done when memory or disk ran out, and what is left."""
-        self._doing = doing
-        try:
-            yield
-        except (MemoryError, RuntimeError, OSError) as error:
-            kind = MemoryError if out_of_memory(error) else OSError if disk_full(error) else None
-            if kind is None:
-                raise
-            whole = next((c for c in checkpoints_in(Path(str(self.args.output_dir))) if fault_of(c) is None), None)
-            left = f"the last whole checkpoint is {whole}" if whole else "there is no whole checkpoint"
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if kind is MemoryError:
-                text = f"out of memory while {self._doing}: {reason}; {left}"
-                # The same type where it is PyTorch's own: callers catch it.
-                raise (type(error) if isinstance(error, torch.OutOfMemoryError) else MemoryError)(text) from error
-            text = f"disk full while {self._doing}: {reason}; {left}"
-            raise OSError(errno.ENOSPC, text, str(getattr(error, "filename", None) or self.args.output_dir)) from error
-        finally:
-            self._doing = "setting up"
 
     def compute_loss(
         self,
@@ -230,7 +140,7 @@ class DepthRouteTrainerMixin:
         """The Trainer's loss plus the routing losses; in evaluation, the Trainer's loss alone."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
-        self._doing = f"in training step {self.state.global_step + 1}"
+        self.doing = f"in training step {self.state.global_step + 1}"
         labels = inputs.get("labels")  # the Trainer may pop them
         plain = super().compute_loss  # type: ignore[misc]
         standard = getattr(plain, "__func__", None) is Trainer.compute_loss  # another one may look at the logits

@@ -116,6 +116,15 @@ def test_padding_and_wide_batches_run_the_general_pass(monkeypatch: pytest.Monke
     assert len(taken) == 3
 
 
+def test_a_layer_in_training_mode_runs_the_general_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_routed("llama", "mlp")
+    layer = decoder_layers(model)[2]
+    layer.train()
+    with counted_steps(monkeypatch) as taken:
+        decoded(model)
+    assert len(taken) == 8 * 2 and layer not in taken
+
+
 def test_hooks_on_the_adapter_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     model: PeftModel = build_routed("llama", "mlp")
     decoded(model)

@@ -17,32 +17,28 @@ from hf_depthroute.cli import main
 from hf_depthroute.evaluation.harness import TASKS, DepthRouteLM, evaluate_tasks, scores
 from hf_depthroute.trace import routings
 
-CHOICE = """
-task: small_choice
+TASK = """
+task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
-output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-metric_list:
-  - {{metric: acc}}
-  - {{metric: acc_norm}}
 metadata: {{version: 1}}
 """
-GENERATION = """
-task: small_generation
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{choices[0]}}}}"
-generation_kwargs: {{until: ["<eos>"], max_gen_toks: 4, do_sample: false}}
+CHOICE = """
+output_type: multiple_choice
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
 metric_list:
-  - {{metric: exact_match}}
-metadata: {{version: 1}}
+  - {metric: acc}
+  - {metric: acc_norm}
+"""
+GENERATION = """
+output_type: generate_until
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["<eos>"], max_gen_toks: 4, do_sample: false}
+metric_list:
+  - {metric: exact_match}
 """
 
 
@@ -61,8 +57,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     data = folder / "data.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
-    (folder / "choice.yaml").write_text(CHOICE.format(data=data))
-    (folder / "generation.yaml").write_text(GENERATION.format(data=data))
+    (folder / "choice.yaml").write_text(TASK.format(name="small_choice", data=data) + CHOICE)
+    (folder / "generation.yaml").write_text(TASK.format(name="small_generation", data=data) + GENERATION)
     return folder
 
 

@@ -109,18 +109,18 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     sizes = {
-        "batch": _numbers("--batch", batch),
-        "length": _numbers("--length", length, low=2),
-        "decode_batch": _numbers("--decode-batch", decode_batch),
+        "batch": o.parse_numbers("--batch", batch),
+        "length": o.parse_numbers("--length", length, low=2),
+        "decode_batch": o.parse_numbers("--decode-batch", decode_batch),
     }
-    modes = None if baselines is None else _names("--baselines", baselines, ("eager", "static", "compiled"))
+    modes = None if baselines is None else o.parse_names("--baselines", baselines, ("eager", "static", "compiled"))
     if suite is not None:
         overrides = {"depth": depth, "vocabulary": vocabulary, "rounds": repeats, "baselines": modes}
         result = _run_suite(suite, overrides | {"dtype": None if dtype == "auto" else dtype})
     else:
         allowed = _SINGLE if shape is None else (*_SINGLE, "train", "load")
         arguments: dict[str, Any] = {
-            "cases": _names("--cases", cases, allowed),
+            "cases": o.parse_names("--cases", cases, allowed),
             "budgets": tuple(o.parse_budgets(budgets)),
             "masked": masked,
             "tune": tune,
@@ -132,7 +132,7 @@ def bench(
             result = _measure_adapter(adapter, model, dtype, allow_base_mismatch, arguments, sizes)
         else:
             fields: dict[str, Any] = of_shape | {"shape": shape, "layers": o.parse_layers(layers), "dtype": dtype}
-            fields |= {"loss": list(_names("--loss", loss, ("naive", "fused")))}
+            fields |= {"loss": list(o.parse_names("--loss", loss, ("naive", "fused")))}
             result = _measure_shape(fields, arguments, sizes)
     if json_file is not None:
         loading.write_json(json_file, result)
@@ -278,24 +278,6 @@ def _print(table: Any) -> None:
     for row in table.rows:
         printed.add_row(*row)
     console.print(printed)
-
-
-def _numbers(option: str, text: str, low: int = 1) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise CliError(f"{option} {text!r}: write whole numbers, such as 1,8") from error
-    if min(numbers) < low:
-        raise CliError(f"{option} {text}: each must be at least {low}")
-    return numbers
-
-
-def _names(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(","))
-    unknown = [name for name in names if name not in allowed]
-    if unknown:
-        raise CliError(f"{option} {text}: {unknown[0]!r} is unknown here; use some of: {', '.join(allowed)}")
-    return names
 
 
 def _progress(line: str) -> None:

@@ -84,6 +84,34 @@ def parse_layers(text: str | None) -> str | list[int] | None:
     return [int(part) for part in text.split(",")]
 
 
+def parse_numbers(option: str, text: str, low: int = 1) -> list[int]:
+    """`"1,8"` -> `[1, 8]`.
+
+    Raises:
+        CliError: Not a comma-separated list of whole numbers, each at least `low`.
+    """
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise CliError(f"{option} {text!r}: write whole numbers, such as 1,8") from error
+    if min(numbers) < low:
+        raise CliError(f"{option} {text}: each must be at least {low}")
+    return numbers
+
+
+def parse_names(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """`"eager,static"` -> `("eager", "static")`.
+
+    Raises:
+        CliError: One of them is not in `allowed`.
+    """
+    names = tuple(part.strip() for part in text.split(","))
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise CliError(f"{option} {text}: {unknown[0]!r} is unknown here; use some of: {', '.join(allowed)}")
+    return names
+
+
 ConfigFile = Annotated[
     Path | None,
     typer.Option(

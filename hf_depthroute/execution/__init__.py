@@ -2,13 +2,12 @@
 
 from .attention import attended_rows, supports_subset
 from .experts import Pairs, routed_pairs
-from .gathered import CPU_SLICE, Path, add_cheap, gathered_update, in_slices
+from .gathered import CPU_SLICE, add_cheap, gathered_update, in_slices
 from .masked import masked_update
 
 __all__ = [
     "CPU_SLICE",
     "Pairs",
-    "Path",
     "add_cheap",
     "attended_rows",
     "gathered_update",

@@ -10,13 +10,12 @@ Shapes: B batch, d model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..branches import stamp
+from ..branches import TensorMap, stamp
 from .gathered import gathered_update
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from ..holder import Routing
 
 DECODE_ROWS = 64  # more sequences than this are no longer bound by overhead
-
-Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 class DecodeStep:
@@ -77,8 +74,8 @@ class DecodeStep:
 
     def _freeze(self, dtype: torch.dtype) -> None:
         gate, branch = self._parts
-        self.score: Map = gate.frozen(dtype) if hasattr(gate, "frozen") else lambda x: gate(x)["scores"].view(-1)
-        self.branch: Map | None = None if branch is None else branch.frozen(dtype)
+        self.score: TensorMap = gate.frozen(dtype) if hasattr(gate, "frozen") else lambda x: gate(x)["scores"].view(-1)
+        self.branch: TensorMap | None = None if branch is None else branch.frozen(dtype)
         self._dtype = dtype
 
 

@@ -5,11 +5,9 @@ Legend: B batch, T positions, N = B * T rows, F full rows, C cheap rows, d model
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-Path = Callable[[torch.Tensor], torch.Tensor]
+from ..branches import TensorMap
 
 # Rows of one call of a dense FFN on a CPU. The intermediate of 256 rows stays in the cache and in memory that the
 # allocator has at hand; at the shape of Qwen2.5-0.5B that is a fifth less time per row than 512 rows at once.
@@ -20,8 +18,8 @@ def gathered_update(
     a: torch.Tensor,
     x: torch.Tensor,
     mask: torch.Tensor,
-    full: Path,
-    cheap: Path | None,
+    full: TensorMap,
+    cheap: TensorMap | None,
     slice_rows: int | None = None,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -58,7 +56,7 @@ def gathered_update(
 
 
 def add_cheap(
-    out: torch.Tensor, rows: torch.Tensor, flat: torch.Tensor, cheap: Path | None, slice_rows: int | None
+    out: torch.Tensor, rows: torch.Tensor, flat: torch.Tensor, cheap: TensorMap | None, slice_rows: int | None
 ) -> torch.Tensor:
     """`out` `[N, d]` with `cheap(rows)` added, in place, at the rows that are not in `flat`, bool `[N]`."""
     if cheap is None:
@@ -66,7 +64,7 @@ def add_cheap(
     return _add(out, rows, (~flat).nonzero().squeeze(-1), cheap, slice_rows, None)
 
 
-def in_slices(path: Path, rows: torch.Tensor, slice_rows: int | None) -> torch.Tensor:
+def in_slices(path: TensorMap, rows: torch.Tensor, slice_rows: int | None) -> torch.Tensor:
     """`path` of rows `[F, d]`, a slice of them at a time."""
     parts = rows.split(slice_rows or max(1, len(rows)))
     return torch.cat([path(part[None])[0] for part in parts if len(part)] or [rows])
@@ -76,7 +74,7 @@ def _add(
     out: torch.Tensor,
     source: torch.Tensor,
     index: torch.Tensor,
-    path: Path,
+    path: TensorMap,
     slice_rows: int | None,
     weight_N: torch.Tensor | None,
 ) -> torch.Tensor:
