@@ -122,7 +122,9 @@ class DepthRouteConfig(PeftConfig):
     modules_to_save: list[str] | None = field(default=None, metadata={"help": "base modules trained and saved"})
     trainable_token_indices: list[int] | None = field(default=None, metadata={"help": "must stay None"})
     base_architecture: dict[str, Any] | None = field(
-        default=None, metadata={"help": "architecture, sizes and sampled weights of the base; filled at injection"}
+        default=None,
+        repr=False,
+        metadata={"help": "architecture, sizes and sampled weights of the base; filled at injection"},
     )
     format_version: int = field(default=FORMAT_VERSION, metadata={"help": "of the adapter's files"})
     library_version: str | None = field(default=None, metadata={"help": "hf_depthroute that saved it; filled then"})

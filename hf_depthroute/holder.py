@@ -20,6 +20,7 @@ from .decision import RoutePlan, decide, make_plan
 from .execution.decode import DecodeStep, run_base, supports_decode
 from .families import Family
 from .gates import GATES, MLPGate, TargetProjection
+from .summary import routing_summary
 from .trace import RouteCounter, RouteTrace
 
 Step = Callable[[nn.Module, torch.Tensor, dict[str, Any]], torch.Tensor]
@@ -83,6 +84,11 @@ class Routing(nn.Module, BaseTunerLayer):
         self.observe_similarity = False  # record the cosine of the stream before and after the full path
         self._plans = Derived()  # of inference; making one costs as much as a small layer's arithmetic
         self.last_mask: torch.Tensor | None = None  # early exit: of the forward pass in progress
+
+    def extra_repr(self) -> str:
+        """Each adapter in one line of `print(model)`; the same in every layer, so that equal layers fold into one."""
+        configs = {name: cast(DepthRouteConfig, self.peft_configs[name]) for name in self.depth_route_gate}
+        return "\n".join(f"{name}: {routing_summary(config)}" for name, config in configs.items())
 
     def add_adapter(self, name: str, config: DepthRouteConfig) -> None:
         """Create the seeded, untrained adapter `name` for this layer."""

@@ -2,8 +2,8 @@
 
 `PeftConfig.from_json_file` is what every path reads a config with before it touches a model; here it is strict.
 `PeftModel.from_pretrained` and `load_adapter` inject before they read the weights; here what fails is taken out again.
-`PeftModel.save_pretrained` writes in place; here it stages and renames. All are wrapped once, on import; adapters of
-other methods pass through unchanged.
+`PeftModel.save_pretrained` writes in place; here it stages and renames. `print_trainable_parameters` counts; here it
+says what is routed too. All are wrapped once, on import; adapters of other methods pass through unchanged.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .config import ConfigError, DepthRouteConfig
 from .holder import Routing
 from .loading import discard
 from .saving import atomically, settle
+from .summary import routed_lines
 
 OURS = re.compile(rb'"peft_type"\s*:\s*"DEPTH_ROUTE"')
 _MARK = "_depth_route_wrapped"
@@ -41,6 +42,19 @@ def install() -> None:
     maker: Any = PeftModel.from_pretrained.__func__  # type: ignore[attr-defined]
     PeftModel.from_pretrained = classmethod(_undoing_new(maker))  # type: ignore[method-assign,assignment]
     PeftModel.load_adapter = _undoing_added(PeftModel.load_adapter)  # type: ignore[method-assign]
+    PeftModel.print_trainable_parameters = _and_routed(  # type: ignore[method-assign]
+        PeftModel.print_trainable_parameters
+    )
+
+
+def _and_routed(count: Any) -> Any:
+    @functools.wraps(count)
+    def print_trainable_parameters(self: Any) -> None:
+        count(self)
+        for line in routed_lines(self):
+            print(line)
+
+    return print_trainable_parameters
 
 
 def _undoing_new(make: Any) -> Any:

@@ -41,7 +41,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def get_depth_routed_model(
-    model: nn.Module, config: DepthRouteConfig, adapter_name: str = "default", **kwargs: Any
+    model: nn.Module, config: DepthRouteConfig | None = None, adapter_name: str = "default", **kwargs: Any
 ) -> PeftModel:
     """Inject routers and cheap branches into `model`; only they train.
 
@@ -50,7 +50,7 @@ def get_depth_routed_model(
 
     Args:
         model: A transformers model of a supported family. It is changed in place.
-        config: What to inject.
+        config: What to inject. None: `DepthRouteConfig()`, the FFNs of the last third of the layers at a budget of 0.5.
         adapter_name: 1 to 64 letters, digits, `_` or `-`.
         **kwargs: Passed to `peft.get_peft_model`.
 
@@ -58,7 +58,7 @@ def get_depth_routed_model(
         UnsupportedModelError: The model's family is not supported; the model is untouched.
         ConfigError: A layer index is out of range for this model; the model is untouched.
     """
-    config = copy.deepcopy(config)
+    config = DepthRouteConfig() if config is None else copy.deepcopy(config)
     if config.task_type is None:
         config.task_type = "CAUSAL_LM"
     return get_peft_model(model, config, adapter_name=adapter_name, **kwargs)
