@@ -18,6 +18,20 @@ import pytest
 from peft import PeftModel
 
 
+# Tracing makes Python half as slow again. What these files run, other tests cover; a table's other families run the
+# lines of the first.
+UNTRACED_FILES = ("test_fuzz", "test_invariants_causal", "test_invariants_execution", "test_invariants_state")
+UNTRACED_FAMILIES = ("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        family = parameters.params.get("family") if parameters else None
+        if item.path.stem in UNTRACED_FILES or family in UNTRACED_FAMILIES:
+            item.add_marker(pytest.mark.no_cover)
+
+
 @pytest.fixture(autouse=True)
 def fixed_global_state() -> Iterator[None]:
     """One thread and a fixed global seed: results do not depend on the order of the tests."""
