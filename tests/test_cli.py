@@ -23,6 +23,7 @@ import transformers
 from models import build_base, routed
 from text_models import save_base, word_tokenizer, write_text
 
+from hf_depthroute import __version__
 from hf_depthroute.cli import errors, main
 from hf_depthroute.cli.output import staged
 
@@ -719,6 +720,14 @@ def test_debug_shows_the_traceback_above_the_line(run: Run, train_arguments: lis
     assert ended.code == errors.USAGE
     assert "Traceback (most recent call last)" in ended.err
     assert ended.err.splitlines()[-1].startswith("error: dataset")
+
+
+def test_the_version_is_shown_with_those_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    out = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert out.startswith(f"hf-depthroute {__version__} (torch {torch.__version__}, transformers ")
 
 
 def test_a_process_ends_with_the_code_and_one_line(train_arguments: list[object], tmp_path: Path) -> None:

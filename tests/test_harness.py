@@ -172,4 +172,4 @@ def test_the_command_prints_a_table_and_writes_lm_evals_results(
     with pytest.raises(SystemExit) as caught:
         main(["eval", "--adapter", str(tmp_path / "adapter")])
     assert caught.value.code == 2
-    assert "give --dataset or --tasks" in capsys.readouterr().err
+    assert "give one of --dataset and --tasks" in capsys.readouterr().err

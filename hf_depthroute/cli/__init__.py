@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
+from ..version import __version__
 from .bench import bench
 from .doctor import doctor
 from .errors import INTERRUPTED, describe, without_tokens
@@ -26,6 +29,24 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        others = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "accelerate"))
+        print(f"hf-depthroute {__version__} ({others})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the versions and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("bench")(bench)

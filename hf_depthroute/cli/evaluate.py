@@ -46,9 +46,10 @@ def evaluate(
     allow_base_mismatch: o.AllowBaseMismatch = False,
     debug: o.Debug = False,
 ) -> None:
-    """Compare dense, top-k and threshold loss at several budgets; an adapter that follows no budget gets one row.
+    """Compare the dense base with budgets, by loss or by lm-eval tasks.
 
-    The gap column is the threshold loss minus the top-k loss: what the causal rule costs over the training rule.
+    With --dataset: the loss under the training rule (top-k) and under the threshold rule. An adapter that follows no
+    budget gets one row. The gap column is the threshold loss minus the top-k loss: what the causal rule costs over the training rule.
 
     \b
     Example:
@@ -56,7 +57,7 @@ def evaluate(
       hf-depthroute eval --adapter routed --tasks piqa,arc_easy --budgets 0.5 --limit 200
     """
     if (dataset is None) == (tasks is None):
-        raise CliError("eval: give --dataset or --tasks")
+        raise CliError("eval: give one of --dataset and --tasks")
     from . import loading
 
     loading.quiet(debug)
