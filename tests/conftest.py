@@ -17,7 +17,6 @@ if not torch.cuda.is_available():  # read when Triton is imported, which other p
 import pytest
 from peft import PeftModel
 
-
 # Tracing makes Python half as slow again. What these files run, other tests cover; a table's other families run the
 # lines of the first.
 UNTRACED_FILES = ("test_fuzz", "test_invariants_causal", "test_invariants_execution", "test_invariants_state")

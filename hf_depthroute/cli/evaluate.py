@@ -49,7 +49,8 @@ def evaluate(
     """Compare the dense base with budgets, by loss or by lm-eval tasks.
 
     With --dataset: the loss under the training rule (top-k) and under the threshold rule. An adapter that follows no
-    budget gets one row. The gap column is the threshold loss minus the top-k loss: what the causal rule costs over the training rule.
+    budget gets one row. The gap column is the threshold loss minus the top-k loss: what the causal rule costs over the
+    training rule.
 
     \b
     Example:
