@@ -87,11 +87,17 @@ class LowRankBranch(nn.Module):
         width: `d`.
         rank: `r`.
         bias: Whether the linear maps have a bias; they do when the base FFN's do.
+        copy_values: False where nothing in front of the routed part is normed (post-norm layers): `norm` is the one
+            behind it, and only its kind is copied; the values start at one, a bias at zero.
     """
 
-    def __init__(self, norm: nn.Module, width: int, rank: int, bias: bool) -> None:
+    def __init__(self, norm: nn.Module, width: int, rank: int, bias: bool, copy_values: bool = True) -> None:
         super().__init__()
         self.norm = copy_norm(norm)
+        if not copy_values:
+            with torch.no_grad():
+                for name, parameter in self.norm.named_parameters():
+                    parameter.fill_(0.0 if name == "bias" else 1.0)
         self.up = MixedLinear(width, rank, bias=bias)
         self.down = MixedLinear(rank, width, bias=bias)
 
@@ -130,7 +136,7 @@ class RMSNorm(nn.Module):
 
 def copy_norm(norm: Any) -> nn.Module:
     """A float32 copy of a norm, without the hooks that accelerate may have put on the original."""
-    if hasattr(norm, "variance_epsilon"):  # what transformers' norms of this kind call it
+    if hasattr(norm, "variance_epsilon") and type(norm).__name__.endswith("RMSNorm"):  # `w * normed`, in transformers
         with align_module_device(norm):
             return RMSNorm(nn.Parameter(_known_values("weight", norm.weight)), norm.variance_epsilon)
     kind: type[nn.Module] = type(norm)

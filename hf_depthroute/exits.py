@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from .averages import stack, token_mean
 from .calibration import active_routings
 from .families import find_decoder, find_family
+from .readout import ReadOut
 
 
 class Exits(Mapping[int, torch.Tensor]):
@@ -27,8 +28,7 @@ class Exits(Mapping[int, torch.Tensor]):
         decoder = find_decoder(model, family)
         layers = getattr(decoder, family.layers)
         self.layers: dict[int, nn.Module] = {h.layer_index: layers[h.layer_index] for h in active_routings(model)}
-        self.final_norm: nn.Module = getattr(decoder, family.final_norm)
-        self.head = cast(nn.Module, cast(Any, model).get_output_embeddings())
+        self.read_out = ReadOut(model)
         self._streams: dict[int, torch.Tensor] = {}
 
     def __getitem__(self, layer_index: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
 
 
 def exit_cross_entropy(exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Tensor) -> torch.Tensor:
-    """Mean over routed layers of the next-token cross-entropy of `head(final_norm(stream))`, in nats.
+    """Mean over routed layers of the next-token cross-entropy of the stream's logits, in nats.
 
     Over the predicted tokens of all processes. Logits of one layer exist at a time; the backward pass makes them again.
 
@@ -82,7 +82,7 @@ def exit_cross_entropy(exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Ten
     targets_N = labels_BT[:, 1:][counted_BT]
 
     def token_losses(rows_Nd: torch.Tensor) -> torch.Tensor:  # [N]
-        logits = exits.head(exits.final_norm(rows_Nd)).float()
+        logits = exits.read_out(rows_Nd).float()
         return F.cross_entropy(logits, targets_N.to(logits.device), reduction="none")
 
     losses = []

@@ -1,16 +1,28 @@
-"""Where the parts of a decoder layer are, one table row per model family.
+"""Where the parts of a decoder layer are and how they are put together, one table row per model family.
 
-Every row describes a sequential pre-norm layer:
+A layer adds the updates of two sublayers, attention and FFN, to the residual stream `h`. With `n1`, `n2` the norms in
+front of them, `o1`, `o2` the norms behind them, and `c` a constant, the layouts are:
 
-    a   = h + attention(attention_norm(h))
-    out = a + ffn(ffn_norm(a))
+    sequential   a = h + attention(n1(h));       out = a + ffn(n2(a))
+    scaled       a = h + c attention(n1(h));     out = a + c ffn(n2(a))
+    sandwich     a = h + o1(attention(n1(h)));   out = a + o2(ffn(n2(a)))
+    post-norm    a = h + o1(attention(h));       out = a + o2(ffn(a))
+    parallel     out = h + attention(n1(h)) + ffn(n2(h))          (n1 and n2 may be one module)
 
-Adding a family with this layout is one row, and no other change.
+A skipped sublayer adds what the cheap branch makes of the stream in front of it, or nothing; its norms and `c` are
+part of it and are skipped with it. A skipped block adds the branch's update of `h` alone.
+
+The stream in front of a sublayer is what its gate and its branch read: `h` for the attention and the block, `a` for the
+FFN. In a parallel layer it is `h` for the FFN too: the FFN does not see what the attention of its layer finds, and
+neither does the decision about it, so it is known before either of them runs. `gate_input="normed"` is what the
+sublayer reads; in a post-norm layer that is the stream itself.
+
+Adding a family with one of these layouts is one row, and no other change.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -21,29 +33,77 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class Family:
-    """Attribute names inside a model family.
+    """Attribute names inside a model family, and the layout of its layers.
 
     Args:
         layers: Name of the list of decoder layers inside the decoder stack.
-        attention_norm: Norm in front of the attention.
+        attention_norm: Norm in front of the attention; None: the attention reads the stream as it is.
         attention: The attention module; its first result is the attention output.
-        ffn_norm: Norm in front of the FFN.
+        ffn_norm: Norm in front of the FFN; None: the FFN reads the stream as it is.
         ffn: The FFN, or the whole MoE block. Called with `[B, T, d]`.
         final_norm: The decoder stack's norm after its last layer.
         queries: How the attention projects, a key of `execution.attention.STYLES`. None: not known, so attention
             that is skipped per token is computed and masked, and nothing is saved.
         experts: The fused experts inside the MoE block, called with `(x [N, d], index [N, K], weights [N, K])`.
+        attention_post_norm: Norm of the attention's output, before it is added to the stream.
+        ffn_post_norm: Norm of the FFN's output.
+        attention_dropout: Dropout module of the layer for the attention's output; None where it has none of its own.
+        ffn_dropout: The same for the FFN's output.
+        residual_scale: Attribute of the layer that both updates are multiplied by.
+        parallel: Whether the FFN reads the layer's input, not the stream after the attention.
+        logits: What the model does to its LM head's output, and the field of its configuration that it does it with:
+            `("multiply" | "divide" | "softcap", field)`.
+        passes_keywords: Whether the decoder stack hands its own keyword arguments down to the layers.
+        returns_weights: Whether a layer returns `(out, attention weights)` instead of `out`.
     """
 
     layers: str = "layers"
-    attention_norm: str = "input_layernorm"
+    attention_norm: str | None = "input_layernorm"
     attention: str = "self_attn"
-    ffn_norm: str = "post_attention_layernorm"
+    ffn_norm: str | None = "post_attention_layernorm"
     ffn: str = "mlp"
     final_norm: str = "norm"
     queries: str | None = None
     experts: str = "experts"
+    attention_post_norm: str | None = None
+    ffn_post_norm: str | None = None
+    attention_dropout: str | None = None
+    ffn_dropout: str | None = None
+    residual_scale: str | None = None
+    parallel: bool = False
+    logits: tuple[str, str] | None = None
+    passes_keywords: bool = True
+    returns_weights: bool = False
 
+    @property
+    def layout(self) -> str:
+        """`"sequential"`, `"scaled"`, `"sandwich"`, `"post-norm"` or `"parallel"`; see this module's docstring."""
+        if self.parallel:
+            return "parallel"
+        if self.ffn_post_norm is not None:
+            return "post-norm" if self.ffn_norm is None else "sandwich"
+        return "sequential" if self.residual_scale is None else "scaled"
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is done to a sublayer's output before it is added, and the layout is sequential."""
+        behind = (self.attention_dropout, self.ffn_dropout)
+        return self.layout == "sequential" and behind == (None, None) and not self.returns_weights
+
+
+_SANDWICH = Family(
+    ffn_norm="pre_feedforward_layernorm",
+    attention_post_norm="post_attention_layernorm",
+    ffn_post_norm="post_feedforward_layernorm",
+    logits=("softcap", "final_logit_softcapping"),
+)
+_POST_NORM = Family(
+    attention_norm=None,
+    ffn_norm=None,
+    attention_post_norm="post_attention_layernorm",
+    ffn_post_norm="post_feedforward_layernorm",
+)
+_PARALLEL = Family(ffn_norm="input_layernorm", parallel=True)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(queries="rotary"),
@@ -56,6 +116,15 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(queries="rotary_head_norm"),
     "gpt2": Family(
         layers="h", attention_norm="ln_1", attention="attn", ffn_norm="ln_2", final_norm="ln_f", queries="fused"
+    ),
+    "gemma2": replace(_SANDWICH, queries="rotary"),
+    "olmo2": replace(_POST_NORM, queries="rotary_flat_norm"),
+    "phi": replace(
+        _PARALLEL,
+        final_norm="final_layernorm",
+        queries="rotary_dense",
+        attention_dropout="resid_dropout",
+        ffn_dropout="resid_dropout",
     ),
 }
 

@@ -24,7 +24,9 @@ from .execution import masked_update
 from .families import find_decoder, find_family
 from .holder import HOLDER, Routing
 from .layer import TOKEN_MASK, both_paths
+from .readout import ReadOut
 from .sites import SITES
+from .sublayers import hidden_of
 
 _LOGITS = 2**25  # elements of the logits that exist at one time: 128 MiB in float32
 
@@ -46,9 +48,8 @@ class Prefix:
         first = active_routings(model)[0].layer_index
         self.model = model
         self.layers: list[Any] = list(getattr(decoder, family.layers))[first:]
-        self.final_norm: nn.Module = getattr(decoder, family.final_norm)
-        self.head = cast(nn.Module, cast(Any, model).get_output_embeddings())
-        _check_whole([*self.layers, self.final_norm, self.head])
+        self.read_out = ReadOut(model)
+        _check_whole([*self.layers, self.read_out.norm, self.read_out.head])
         self.hidden: torch.Tensor | None = None
         self.training = False
         self._kwargs: list[dict[str, Any]] = []
@@ -139,7 +140,7 @@ def run_forks(
         holder: Routing | None = layer._modules.get(HOLDER)
         plan = None if holder is None else holder.plan(prefix.training)
         if holder is None or plan is None or (not on_policy and fork is None):
-            streams_FBTd = layer._base_forward(h, **kwargs).view_as(streams_FBTd)
+            streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
             continue
         _check_forkable(plan)
         site = SITES[plan.config.target]
@@ -156,7 +157,12 @@ def run_forks(
             new_KBTd = fork(after_full[:batch], after_cheap[:batch], streams_FBTd[0])
             forks[holder.layer_index] = range(count, count + len(new_KBTd))
             streams_FBTd = torch.cat([streams_FBTd, new_KBTd])
-        streams_FBTd = site.finish(layer, holder, streams_FBTd.flatten(0, 1)).unflatten(0, (-1, batch))
+            if holder.family.parallel:  # what is not routed reads the layer's input, for a new stream the trunk's
+                stream = torch.cat([stream, stream[:batch].repeat(len(new_KBTd), 1, 1)])
+                kwargs = {name: _repeat(value, batch, len(streams_FBTd)) for name, value in observed.items()}
+                kwargs.pop(TOKEN_MASK, None)
+        out = site.finish(layer, holder, streams_FBTd.flatten(0, 1), stream, kwargs)
+        streams_FBTd = out.unflatten(0, (-1, batch))
     return streams_FBTd, forks
 
 
@@ -216,7 +222,7 @@ def token_losses(
     rows_Nd = streams_FBTd[:, counted_BT].flatten(0, 1)
     targets_N = labels_BT.roll(-1, dims=1)[counted_BT].repeat(len(streams_FBTd))
     parts = [
-        F.cross_entropy(prefix.head(prefix.final_norm(rows)).float(), targets, reduction="none")
+        F.cross_entropy(prefix.read_out(rows).float(), targets, reduction="none")
         for rows, targets in zip(rows_Nd.split(_chunk(prefix)), targets_N.split(_chunk(prefix)))
     ]
     losses_FBT = torch.zeros(streams_FBTd.shape[:3], device=streams_FBTd.device)
@@ -236,7 +242,7 @@ def divergence_from_dense(prefix: Prefix, logits_BTV: torch.Tensor, labels_BT: t
     total = logits_BTV.new_zeros((), dtype=torch.float32)
     for rows, logits in zip(rows_Nd.split(_chunk(prefix)), student_NV.split(_chunk(prefix))):
         with prefix.replaying():
-            target = prefix.head(prefix.final_norm(rows)).float().log_softmax(-1)
+            target = prefix.read_out(rows).float().log_softmax(-1)
         total = total + F.kl_div(logits.float().log_softmax(-1), target, reduction="sum", log_target=True)
     return total / counted_BT.sum().clamp(min=1)
 
@@ -268,7 +274,7 @@ def _check_whole(modules: list[nn.Module]) -> None:
 
 def _chunk(prefix: Prefix) -> int:
     """Rows that go through the LM head at one time."""
-    vocabulary = cast(torch.Tensor, prefix.head.weight).shape[0]
+    vocabulary = cast(torch.Tensor, prefix.read_out.head.weight).shape[0]
     return max(1, _LOGITS // vocabulary)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .families import FAMILIES
+from .readout import logit_change
 
 # Float32 logits that exist at one time, in elements. At a vocabulary of 150k, 110 rows on a CPU: the head's weight is
 # read twice a chunk, and with fewer rows that shows.
@@ -105,6 +106,9 @@ def fused_loss_obstacle(model: nn.Module) -> str | None:
     config = getattr(base, "config", None)
     if getattr(config, "model_type", None) not in FAMILIES:
         return f"the forward pass of {type(base).__name__} is not known"
+    change = logit_change(base)
+    if change is not None:
+        return f"the model changes its logits behind the LM head ({change[0]} {change[1]:g})"
     if "_loss_function" in base.__dict__ or getattr(base, "loss_function", None) is not ForCausalLMLoss:
         return "the model has a loss function of its own"
     if type(head) is not nn.Linear or "forward" in head.__dict__:

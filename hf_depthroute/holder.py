@@ -20,6 +20,7 @@ from .decision import RoutePlan, decide, make_plan
 from .execution.decode import DecodeStep, run_base, supports_decode
 from .families import Family
 from .gates import GATES, MLPGate, TargetProjection
+from .sublayers import template_norm, width_of
 from .summary import routing_summary
 from .trace import RouteCounter, RouteTrace
 
@@ -39,8 +40,8 @@ class Routing(nn.Module, BaseTunerLayer):
     Args:
         layer_index: Index of the decoder layer.
         family: The row of the family table.
-        layer: The decoder layer, to read sizes from; its FFN norm is the template of the branch's norm, and its device
-            the one the adapter belongs on.
+        layer: The decoder layer, to read sizes from; its norms are the templates of the branch's norm, and its device
+            is the one the adapter belongs on.
         peft_configs: The model's adapter configurations by name, shared by all layers.
     """
 
@@ -53,11 +54,11 @@ class Routing(nn.Module, BaseTunerLayer):
 
     def __init__(self, layer_index: int, family: Family, layer: nn.Module, peft_configs: dict[str, PeftConfig]) -> None:
         super().__init__()
-        norms = {"ffn": getattr(layer, family.ffn_norm), "attention": getattr(layer, family.attention_norm)}
+        norms = {part: template_norm(layer, family, part) for part in ("ffn", "attention")}
         ffn_parameters = dict(getattr(layer, family.ffn).named_parameters())
         self.layer_index = layer_index
         self.family = family
-        self.width: int = norms["ffn"].weight.shape[-1]
+        self.width = width_of(layer, family)
         self.num_experts = int(getattr(getattr(getattr(layer, family.ffn), family.experts, None), "num_experts", 0))
         self.ffn_bias = any(name.endswith("bias") for name in ffn_parameters)
         self.dense_ffn = all(parameter.ndim < 3 for parameter in ffn_parameters.values())  # not fused experts
@@ -70,7 +71,8 @@ class Routing(nn.Module, BaseTunerLayer):
         self.depth_route_predictor = nn.ModuleDict()  # of causal_rule="predictor"
         self.depth_route_controller = nn.ModuleDict()  # of selection="controller"
         # Held outside the module tree: owned by the base layer and by other routed layers.
-        self._norms: tuple[dict[str, Any]] = (norms,)
+        self._norms: tuple[dict[str, tuple[Any, bool]]] = (norms,)
+        self._ffn: tuple[nn.Module] = (getattr(layer, family.ffn),)
         self._previous: dict[str, tuple[Routing, ...]] = {}  # the routed layer before this one
         self._projections: dict[str, tuple[TargetProjection, ...]] = {}
         # Run-time state, never saved.
@@ -98,8 +100,8 @@ class Routing(nn.Module, BaseTunerLayer):
         self.depth_route_gate[name] = gate
         if config.branch == "lowrank":
             assert config.branch_rank is not None
-            norm = self._norms[0]["attention" if config.target in ("attention", "block") else "ffn"]
-            branch = LowRankBranch(norm, self.width, config.branch_rank, bias=self.ffn_bias)
+            norm, same = self._norms[0]["attention" if config.target in ("attention", "block") else "ffn"]
+            branch = LowRankBranch(norm, self.width, config.branch_rank, bias=self.ffn_bias, copy_values=same)
             self._initialise(branch, config, "branch")
             self.depth_route_branch[name] = branch
         if config.causal_rule == "predictor":
@@ -196,7 +198,7 @@ class Routing(nn.Module, BaseTunerLayer):
         plan = self.plan(False, (batch, 1))
         if plan is None or (plan.rule == "full" and not plan.recorders):
             return run_base
-        if not supports_decode(plan):
+        if not supports_decode(plan, self.family):
             return None
         step: DecodeStep | None = self._plans.get("step")
         if step is None or step.plan is not plan or not step.usable():
@@ -251,7 +253,9 @@ class Routing(nn.Module, BaseTunerLayer):
         """See `merge`."""
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        target: torch.device = self._norms[0]["ffn"].weight.device if device is None else device
+        weight = next((p for module in (self._norms[0]["ffn"][0], *self._ffn) for p in module.parameters()), None)
+        target = torch.device("cpu") if weight is None else weight.device
+        target = target if device is None else device
         for group in self.adapter_layer_names + self.other_param_names:
             modules = getattr(self, group)
             if adapter_name not in modules or target.type == "meta":

@@ -15,6 +15,7 @@ from torch import nn
 
 from .families import find_decoder, find_family
 from .holder import Routing
+from .sublayers import behind
 from .trace import overridden
 
 Batch = Mapping[str, torch.Tensor]
@@ -26,8 +27,8 @@ IMPORTANCE_TARGETS = ("attention", "ffn", "block")
 def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) -> dict[int, float]:
     """`1 - cos(stream before, stream after)`, mean over real tokens, of every decoder layer's attention, FFN or both.
 
-    With `a = h + attention(h)` and `out = a + ffn(a)`: `"attention"` compares `h` with `a`, `"ffn"` `a` with `out`,
-    `"block"` `h` with `out`. A routed model is measured as its base.
+    With `a` the stream after the attention's update: `"attention"` compares `h` with `a`, `"ffn"` `a` with `out`,
+    `"block"` `h` with `out`, whatever the layout. A routed model is measured as its base.
 
     Args:
         model: A transformers model of a supported family, or a `PeftModel` around one.
@@ -45,6 +46,7 @@ def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) ->
         raise ValueError(f"target={target!r} must be one of: {', '.join(IMPORTANCE_TARGETS)}")
     family = find_family(model)
     layers: Any = getattr(find_decoder(model, family), family.layers)
+    owners = {getattr(layer, family.attention): layer for layer in layers}
     streams: dict[str, torch.Tensor] = {}  # of the layer that runs: h, a, out, each [B, T, d]
     distances: dict[int, torch.Tensor] = {}
     real = torch.empty(0)
@@ -53,7 +55,7 @@ def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) ->
         streams["h"] = args[0] if args else kwargs["hidden_states"]
 
     def attend(attention: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        streams["a"] = streams["h"] + output[0]
+        streams["a"] = streams["h"] + behind(owners[attention], family, "attention", output[0])
 
     def leave(index: int) -> Any:
         def hook(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:

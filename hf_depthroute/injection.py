@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from .execution.decode import decodes
 from .families import find_decoder, find_family
 from .holder import HOLDER, decode_steps
 from .layer import DECODE_STEPS, TOKEN_MASK, routed_forward
+
+_handed_down: ContextVar[dict[str, Any] | None] = ContextVar("depth_route_handed_down", default=None)
 
 
 def enter(model: nn.Module) -> nn.ModuleList:
@@ -24,6 +27,8 @@ def enter(model: nn.Module) -> nn.ModuleList:
         decoder.register_forward_pre_hook(_hand_down, with_kwargs=True)
     for layer in layers:
         swap(layer)
+        if not family.passes_keywords and _receive not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_receive, prepend=True, with_kwargs=True)
     return layers
 
 
@@ -33,22 +38,37 @@ def leave(model: nn.Module) -> None:
     decoder = find_decoder(model, family)
     for layer in getattr(decoder, family.layers):
         unswap(layer)
-    for key, hook in list(decoder._forward_pre_hooks.items()):
-        if hook is _hand_down:
-            del decoder._forward_pre_hooks[key]
-            decoder._forward_pre_hooks_with_kwargs.pop(key, None)
+        _unhook(layer, _receive)
+    _unhook(decoder, _hand_down)
+
+
+def _unhook(module: nn.Module, function: Any) -> None:
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is function:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of the decoder stack: give the layers, as keywords, what only the stack knows."""
-    inputs = _inputs(args, kwargs)
+    inputs, family = _inputs(args, kwargs), find_family(decoder)
+    if not family.passes_keywords:
+        _handed_down.set(None)
     if inputs is None:
         return None
     real = token_mask_of(args, kwargs)
     found: dict[str, Any] = {} if real is None else {TOKEN_MASK: real}
     if decodes(decoder, inputs) and (real is None or real.all()):
-        found[DECODE_STEPS] = decode_steps(getattr(decoder, find_family(decoder).layers), inputs.shape[0])
+        found[DECODE_STEPS] = decode_steps(getattr(decoder, family.layers), inputs.shape[0])
+    if not family.passes_keywords:
+        _handed_down.set(found)
+        return None
     return (args, {**kwargs, **found}) if found else None
+
+
+def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of layers whose stack keeps its keywords to itself; the first, so that others see them too."""
+    return args, {**kwargs, **(_handed_down.get() or {})}
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -17,18 +17,20 @@ from typing import Any
 import torch
 
 from . import sites
-from .cache import SkippingLayer, cache_layer, cache_of, remember, remembered, without_cache
+from .cache import without_cache
 from .decision import RoutePlan
 from .execution import masked_update, routed_pairs
 from .holder import HOLDER, Routing, Step
-from .sites import SITES, whole_sequences
+from .sequences import decide_sequences, skip_sequences
+from .sites import SITES
+from .sublayers import ffn_map, hidden_of
 from .trace import RouteRecord
 
 TOKEN_MASK = "depth_route_token_mask"  # keyword that carries the 2D attention mask to the layers
 DECODE_STEPS = "depth_route_decode_steps"  # keyword that carries the layers' `DecodeStep`s, by layer
 
 
-def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """`forward` of every swapped layer: run it, under gradient checkpointing if that is on, and record the decision.
 
     What is recorded leaves `_run` as a return value, because a reentrant checkpoint runs it without a graph and
@@ -48,9 +50,11 @@ def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs
         outputs = layer._gradient_checkpointing_func(functools.partial(_run, layer, plan, **kwargs), hidden_states)
     else:
         outputs = _run(layer, plan, hidden_states, **kwargs)
-    if holder is not None and plan is not None and plan.recorders:
+    if holder is None or plan is None:
+        return outputs[0]
+    if plan.recorders:
         _record(holder, plan, outputs[1:], token_mask)
-    return outputs[0]
+    return (outputs[0], None) if holder.family.returns_weights else outputs[0]
 
 
 def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -73,38 +77,42 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: torch.Tensor, **kwar
     normed = stream if gathers else site.norm(layer, holder, stream)
     gate_input = stream if reads_stream else normed
     if plan.config.granularity == "sequence":
-        mask, scores, probs, extras = _decide_sequences(layer, holder, plan, gate_input, token_mask, kwargs)
+        skips = plan.config.target != "ffn" and not _dense(layer, plan)
+        decided = decide_sequences(layer, holder, plan, gate_input, token_mask, kwargs, skips)
+        mask, scores, probs, extras = decided
     else:
         extras = holder.score(plan, gate_input)
         scores = extras.pop("scores")
         mask, probs = holder.decide(plan, scores, token_mask, extras.get("predicted"))
     branch = holder.depth_route_branch._modules.get(plan.adapter)
 
+    after: torch.Tensor | None
     if dense:
         after_full, after_cheap = both_paths(layer, holder, plan, stream, normed, probs, kwargs)
         if plan.mix != "each":
-            out = masked_update(stream, after_full, after_cheap, mask, probs, plan.mix)
+            after = masked_update(stream, after_full, after_cheap, mask, probs, plan.mix)
         elif plan.rule == "soft":  # TSA: the sublayers are scaled already
-            out = after_full + (1 - probs[..., None].to(stream.dtype)) * (after_cheap - stream)
+            after = after_full + (1 - probs[..., None].to(stream.dtype)) * (after_cheap - stream)
         else:
-            out = torch.where(mask[..., None], after_full, after_cheap)
+            after = torch.where(mask[..., None], after_full, after_cheap)
         extras |= _outcomes(holder, plan, stream, after_full, after_cheap)
-        out = site.finish(layer, holder, out)
     else:
         scale = probs if plan.mix in ("scaled", "each") else None
         by_sequence = plan.config.granularity == "sequence" or plan.rule == "static"
         if by_sequence and plan.config.target != "ffn" and not _dense(layer, plan):
-            out = _skip_sequences(layer, holder, plan, stream, normed, mask[:, 0], scale, branch, kwargs)
-        elif plan.everything:  # known without a look at the mask: bit for bit what the base computes
-            out = site.full(layer, holder, stream, normed, kwargs)
+            after = skip_sequences(layer, holder, plan, stream, normed, mask[:, 0], scale, branch, kwargs)
+        elif plan.everything or (plan.config.target != "ffn" and not by_rows and scale is None and bool(mask.all())):
+            # Bit for bit what the base computes.
+            after = None if holder.family.parallel else site.full(layer, holder, stream, normed, kwargs)
         elif by_rows:
-            out = site.by_rows(layer, holder, stream, normed, mask, branch, scale, kwargs, plan.mix == "each")
-        elif plan.config.target != "ffn" and scale is None and bool(mask.all()):
-            out = site.full(layer, holder, stream, normed, kwargs)  # bit for bit what the base computes
+            after = site.by_rows(layer, holder, stream, normed, mask, branch, scale, kwargs, plan.mix == "each")
         else:
             x = None if gathers else normed
-            out = site.sparse(layer, holder, stream, x, mask, branch, scale, kwargs, plan.mix == "each")
-        out = site.finish(layer, holder, out)
+            after = site.sparse(layer, holder, stream, x, mask, branch, scale, kwargs, plan.mix == "each")
+    if after is None:  # nothing has run yet, and three terms are to be added in the base's own order
+        out = hidden_of(layer._base_forward(hidden_states, **kwargs))
+    else:
+        out = site.finish(layer, holder, after, stream, kwargs)
     if not plan.recorders:
         return (out,)
     return out, mask, scores, probs, *(extras[name] for name in plan.extras)
@@ -114,7 +122,7 @@ def _run_full(
     layer: Any, plan: RoutePlan, hidden_states: torch.Tensor, token_mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
     """The base's layer; what is recorded has no scores."""
-    out = layer._base_forward(hidden_states, **kwargs)
+    out = hidden_of(layer._base_forward(hidden_states, **kwargs))
     if not plan.recorders:
         return (out,)
     mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool) if token_mask is None else token_mask
@@ -172,74 +180,6 @@ def _outcomes(
     return found
 
 
-def _decide_sequences(
-    layer: Any,
-    holder: Routing,
-    plan: RoutePlan,
-    gate_input: torch.Tensor,
-    token_mask: torch.Tensor | None,
-    kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """One decision per sequence, on the mean over its real tokens; with a KV cache, the one made on the prompt.
-
-    Scores and probs of a decision that is only remembered are NaN: they are not computed again.
-    """
-    batch, length = gate_input.shape[:2]
-    cache = None if layer.training else cache_of(kwargs)
-    keep = remembered(cache, holder.layer_index)
-    if keep is not None and plan.replayed is None:
-        nothing = torch.full((batch, length), torch.nan, device=gate_input.device)
-        return keep[:, None].expand(-1, length), nothing, nothing, {name: nothing for name in plan.extras}
-    real = gate_input.new_ones(batch, length, dtype=torch.bool) if token_mask is None else token_mask
-    # In float32: the sum over a long prompt leaves the range of float16.
-    total = gate_input.masked_fill(~real[..., None], 0).sum(1, keepdim=True, dtype=torch.float32)
-    pooled = (total / real.sum(1)[:, None, None].clamp(min=1)).to(gate_input.dtype)
-    extras = {name: value.expand(-1, length, *value.shape[2:]) for name, value in holder.score(plan, pooled).items()}
-    scores = extras.pop("scores")
-    mask, probs = holder.decide(plan, scores, None, extras.get("predicted"))
-    if cache is not None and keep is None:
-        skips = plan.config.target != "ffn" and not _dense(layer, plan)
-        remember(cache, holder.layer_index, mask[:, 0], skips_attention=skips)
-    return mask, scores, probs, extras
-
-
-def _skip_sequences(
-    layer: Any,
-    holder: Routing,
-    plan: RoutePlan,
-    stream: torch.Tensor,
-    normed: torch.Tensor,
-    keep: torch.Tensor,
-    scale: torch.Tensor | None,
-    branch: Any,
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """The sequences in `keep` (bool `[B]`) run the site in full, on their own; the others write no keys and values."""
-    site = SITES[plan.config.target]
-    cache = cache_of(kwargs)
-    if plan.rule == "static" and cache is not None and remembered(cache, holder.layer_index) is None:
-        remember(cache, holder.layer_index, keep, skips_attention=True)
-    held = cache_layer(cache, holder.layer_index)
-    rows, others = keep.nonzero().squeeze(-1), (~keep).nonzero().squeeze(-1)
-    batch = len(keep)
-    if cache is not None and not isinstance(held, SkippingLayer):  # this cache holds every sequence
-        after = site.full(layer, holder, stream, normed, kwargs)[rows]
-    elif len(rows):
-        part = {name: whole_sequences(value, rows, batch) for name, value in kwargs.items()}
-        after = site.full(layer, holder, stream[rows], normed[rows], part)
-    else:
-        after = stream[rows]
-    if isinstance(held, SkippingLayer):
-        held.advance(stream.shape[1])
-    if scale is not None:
-        after = stream[rows] + (after - stream[rows]) * scale[rows][..., None].to(after.dtype)
-    out = stream.clone()
-    out[rows] = after
-    if branch is not None and len(others):
-        out[others] = stream[others] + branch(stream[others])
-    return out
-
-
 def _run_experts(
     layer: Any,
     holder: Routing,
@@ -253,6 +193,7 @@ def _run_experts(
     A dropped pair contributes its weight times the cheap branch.
     """
     site = SITES["ffn"]
+    assert not holder.family.parallel
     a = site.enter(layer, holder, hidden_states, kwargs)
     normed = site.norm(layer, holder, a)
     extras = holder.score(plan, a if plan.config.gate_input == "residual" else normed)
@@ -272,7 +213,7 @@ def _run_experts(
 
     compact = not _dense(layer, plan)
     with routed_pairs(holder.experts_of(layer), decide, compact) as seen:
-        out = a + sites.ffn_of(layer, holder)(normed)
+        out = a + ffn_map(layer, holder.family)(normed)
     branch: Any = holder.depth_route_branch._modules.get(plan.adapter)
     pairs = seen[0]
     if branch is not None:

@@ -2,9 +2,10 @@
 
 A site splits the layer's forward pass into what comes in front of the routed part, the part itself, and the rest:
 
-    stream = enter(h);   stream = full path or cheap path;   out = finish(stream)
+    stream = enter(h);   after = full path or cheap path;   out = finish(after, stream)
 
-Shapes: B batch, T positions, n rows, d model width. `normed` is the stream behind the site's norm.
+Layers with parallel attention and FFN have nothing in front: `stream` is `h`, and `finish` adds the sublayer that is
+not routed. Shapes: B batch, T positions, n rows, d model width. `normed` is the stream behind the site's norm.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from .execution import CPU_SLICE, add_cheap, gathered_update, in_slices
 from .execution.attention import attended_rows, attended_update, supports_rows, supports_subset
 from .execution.kernels import swiglu_rows
 from .execution.kernels.support import is_swiglu
+from .families import Family
 from .holder import Routing
+from .sublayers import attention_update, behind, ffn_map, norm_of
 
 Kwargs = dict[str, Any]
 
@@ -26,16 +29,16 @@ class FFNSite:
     """`a = h + attention(LN1(h))` in front; the FFN, or the whole MoE block, is routed."""
 
     def enter(self, layer: Any, holder: Routing, h: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
-        return h + attention_update(layer, holder, norm_of(layer, holder, "attention")(h), kwargs)
+        return h if holder.family.parallel else _attended(layer, holder.family, h, h, kwargs)
 
     def norm(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
-        return norm_of(layer, holder, "ffn")(stream)
+        return norm_of(layer, holder.family, "ffn")(stream)
 
     def full(
         self, layer: Any, holder: Routing, stream: torch.Tensor, normed: torch.Tensor, kwargs: Kwargs
     ) -> torch.Tensor:
         """The stream after the full path, `[B, T, d]`."""
-        return stream + ffn_of(layer, holder)(normed)
+        return stream + ffn_map(layer, holder.family)(normed)
 
     def sparse(
         self,
@@ -54,15 +57,16 @@ class FFNSite:
         `scale` `[B, T]` multiplies the full path's update; with `scale_each`, the update of each of its sublayers. The
         stream may be overwritten. An FFN's `normed` may be None: then only the rows that run are normed.
         """
-        ffn, rows = ffn_of(layer, holder), slice_rows(holder, stream)
+        ffn, rows = ffn_map(layer, holder.family), slice_rows(holder, stream)
+        target = stream.clone() if holder.family.parallel else stream  # the layer's input is still needed
         if normed is not None:
-            return gathered_update(stream, normed, mask, ffn, cheap, rows, scale)
-        norm = norm_of(layer, holder, "ffn")
-        return gathered_update(stream, stream, mask, lambda chosen: ffn(norm(chosen)), cheap, rows, scale)
+            return gathered_update(target, normed, mask, ffn, cheap, rows, scale)
+        norm = norm_of(layer, holder.family, "ffn")
+        return gathered_update(target, target, mask, lambda chosen: ffn(norm(chosen)), cheap, rows, scale)
 
     def supports_rows(self, layer: Any, holder: Routing, x: torch.Tensor, kwargs: Kwargs) -> bool:
         """Whether `by_rows` can run on a stream like `x`."""
-        return is_swiglu(ffn_of(layer, holder), x)
+        return ffn_by_rows(layer, holder.family, x)
 
     def by_rows(
         self,
@@ -78,28 +82,33 @@ class FFNSite:
     ) -> torch.Tensor:
         """As `sparse`, in row ops whose shapes do not depend on the mask; the cheap path runs for every token."""
         base = stream if cheap is None else torch.where(mask[..., None], stream, stream + cheap(stream))
-        return ffn_rows(ffn_of(layer, holder), base, normed, mask, scale)
+        return ffn_rows(getattr(layer, holder.family.ffn), base, normed, mask, scale)
 
-    def finish(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
-        return stream
+    def finish(
+        self, layer: Any, holder: Routing, after: torch.Tensor, stream: torch.Tensor, kwargs: Kwargs
+    ) -> torch.Tensor:
+        """The layer's output, from the stream after and in front of the routed part, each `[B, T, d]`."""
+        return _attended(layer, holder.family, after, stream, kwargs) if holder.family.parallel else after
 
 
 class AttentionSite:
-    """The attention is routed; the FFN follows for every token."""
+    """The attention is routed; the FFN follows, or runs beside it, for every token."""
 
     def enter(self, layer: Any, holder: Routing, h: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
         return h
 
     def norm(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
-        return norm_of(layer, holder, "attention")(stream)
+        return norm_of(layer, holder.family, "attention")(stream)
 
     def full(
         self, layer: Any, holder: Routing, stream: torch.Tensor, normed: torch.Tensor, kwargs: Kwargs
     ) -> torch.Tensor:
-        return stream + attention_update(layer, holder, normed, kwargs)
+        return stream + attention_update(layer, holder.family, normed, kwargs)
 
-    def rest(self, layer: Any, holder: Routing, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """What of the full path follows the attention, on rows `[n, d]`."""
+    def rest(
+        self, layer: Any, holder: Routing, rows: torch.Tensor, before: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What of the full path comes after the attention, on rows `[n, d]` of the stream after and before it."""
         return rows
 
     def sparse(
@@ -118,13 +127,13 @@ class AttentionSite:
         assert normed is not None
         attention, style = getattr(layer, holder.family.attention), holder.family.queries
         if style is not None and supports_subset(attention, style, kwargs):
-            update = attended_rows(attention, style, normed, mask, kwargs)
+            update = behind(layer, holder.family, "attention", attended_rows(attention, style, normed, mask, kwargs))
         else:  # computed for every token: nothing is saved in front of the FFN
-            update = attention_update(layer, holder, normed, kwargs)[mask]
+            update = attention_update(layer, holder.family, normed, kwargs)[mask]
         factor = None if scale is None else scale[mask][:, None].to(update.dtype)
         each = factor if scale_each else None
         chosen = stream[mask]
-        rows = self.rest(layer, holder, chosen + (update if each is None else update * each), each)
+        rows = self.rest(layer, holder, chosen + (update if each is None else update * each), chosen, each)
         if factor is not None and not scale_each:
             rows = chosen + (rows - chosen) * factor
         flat = mask.reshape(-1)
@@ -151,23 +160,34 @@ class AttentionSite:
         """As `FFNSite.by_rows`; the keys and values of every token are written."""
         attention, style = getattr(layer, holder.family.attention), holder.family.queries
         assert style is not None
-        update = attended_update(attention, style, normed, mask, kwargs)
+        update = behind(layer, holder.family, "attention", attended_update(attention, style, normed, mask, kwargs))
         factor = None if scale is None else scale[..., None].to(update.dtype)
         if factor is not None and scale_each:
             update = update * factor
-        after = self.rest_by_rows(layer, holder, stream + update, mask, scale if scale_each else None)
+        after = self.rest_by_rows(layer, holder, stream + update, stream, mask, scale if scale_each else None)
         if factor is not None and not scale_each:
             after = stream + (after - stream) * factor
         return torch.where(mask[..., None], after, stream if cheap is None else stream + cheap(stream))
 
     def rest_by_rows(
-        self, layer: Any, holder: Routing, stream: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor | None
+        self,
+        layer: Any,
+        holder: Routing,
+        after: torch.Tensor,
+        before: torch.Tensor,
+        mask: torch.Tensor,
+        scale: torch.Tensor | None,
     ) -> torch.Tensor:
         """`rest` for the rows in `mask`, `[B, T, d]`; what stands in the other rows does not matter."""
-        return stream
+        return after
 
-    def finish(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
-        return stream + ffn_of(layer, holder)(norm_of(layer, holder, "ffn")(stream))
+    def finish(
+        self, layer: Any, holder: Routing, after: torch.Tensor, stream: torch.Tensor, kwargs: Kwargs
+    ) -> torch.Tensor:
+        """As `FFNSite.finish`."""
+        family = holder.family
+        read = stream if family.parallel else after
+        return after + ffn_map(layer, family)(norm_of(layer, family, "ffn")(read))
 
 
 class BlockSite(AttentionSite):
@@ -189,29 +209,41 @@ class BlockSite(AttentionSite):
     ) -> torch.Tensor:
         """TSA: both updates times `scale` `[B, T]`: `a = h + s attention(LN1(h))`, `a + s FFN(LN2(a))`."""
         factor = None if scale is None else scale[..., None].to(stream.dtype)
-        update = attention_update(layer, holder, normed, kwargs)
+        family = holder.family
+        update = attention_update(layer, family, normed, kwargs)
         a = stream + (update if factor is None else update * factor)
-        update = ffn_of(layer, holder)(norm_of(layer, holder, "ffn")(a))
+        update = ffn_map(layer, family)(norm_of(layer, family, "ffn")(stream if family.parallel else a))
         return a + (update if factor is None else update * factor)
 
-    def rest(self, layer: Any, holder: Routing, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    def rest(
+        self, layer: Any, holder: Routing, rows: torch.Tensor, before: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor:
         if not len(rows):
             return rows
-        ffn, norm = ffn_of(layer, holder), norm_of(layer, holder, "ffn")
-        update = in_slices(lambda part: ffn(norm(part)), rows, slice_rows(holder, rows))
+        ffn, norm = ffn_map(layer, holder.family), norm_of(layer, holder.family, "ffn")
+        read = before if holder.family.parallel else rows
+        update = in_slices(lambda part: ffn(norm(part)), read, slice_rows(holder, rows))
         return rows + (update if scale is None else update * scale)
 
     def supports_rows(self, layer: Any, holder: Routing, x: torch.Tensor, kwargs: Kwargs) -> bool:
-        return super().supports_rows(layer, holder, x, kwargs) and is_swiglu(ffn_of(layer, holder), x)
+        return super().supports_rows(layer, holder, x, kwargs) and ffn_by_rows(layer, holder.family, x)
 
     def rest_by_rows(
-        self, layer: Any, holder: Routing, stream: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor | None
+        self,
+        layer: Any,
+        holder: Routing,
+        after: torch.Tensor,
+        before: torch.Tensor,
+        mask: torch.Tensor,
+        scale: torch.Tensor | None,
     ) -> torch.Tensor:
-        normed = norm_of(layer, holder, "ffn")(stream)
-        return ffn_rows(ffn_of(layer, holder), stream, normed, mask, scale)
+        normed = norm_of(layer, holder.family, "ffn")(before if holder.family.parallel else after)
+        return ffn_rows(getattr(layer, holder.family.ffn), after, normed, mask, scale)
 
-    def finish(self, layer: Any, holder: Routing, stream: torch.Tensor) -> torch.Tensor:
-        return stream
+    def finish(
+        self, layer: Any, holder: Routing, after: torch.Tensor, stream: torch.Tensor, kwargs: Kwargs
+    ) -> torch.Tensor:
+        return after
 
 
 SITES: dict[str, FFNSite | AttentionSite | BlockSite] = {
@@ -221,16 +253,15 @@ SITES: dict[str, FFNSite | AttentionSite | BlockSite] = {
 }
 
 
-def attention_update(layer: Any, holder: Routing, normed: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
-    return getattr(layer, holder.family.attention)(normed, **kwargs)[0]
+def _attended(layer: Any, family: Family, target: torch.Tensor, read: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
+    """`target` and the attention's update from the stream `read`, `[B, T, d]`."""
+    return target + attention_update(layer, family, norm_of(layer, family, "attention")(read), kwargs)
 
 
-def norm_of(layer: Any, holder: Routing, part: str) -> Any:
-    return getattr(layer, holder.family.ffn_norm if part == "ffn" else holder.family.attention_norm)
-
-
-def ffn_of(layer: Any, holder: Routing) -> Any:
-    return getattr(layer, holder.family.ffn)
+def ffn_by_rows(layer: Any, family: Family, x: torch.Tensor) -> bool:
+    """Whether `ffn_rows` can stand in for the FFN's update of a stream like `x`."""
+    behind_it = family.ffn_post_norm or family.residual_scale
+    return behind_it is None and is_swiglu(getattr(layer, family.ffn), x)
 
 
 def ffn_rows(
@@ -246,12 +277,3 @@ def ffn_rows(
 def slice_rows(holder: Routing, a: torch.Tensor) -> int | None:
     """Rows that gathered execution runs at one time; None for all of them."""
     return CPU_SLICE if holder.dense_ffn and a.device.type == "cpu" else None
-
-
-def whole_sequences(value: Any, rows: torch.Tensor, batch: int) -> Any:
-    """A layer's argument for the sequences `rows`; what broadcasts over the batch stays as it is."""
-    if isinstance(value, tuple):
-        return tuple(whole_sequences(part, rows, batch) for part in value)
-    if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[0] != batch or batch == 1:
-        return value
-    return value[rows]

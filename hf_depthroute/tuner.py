@@ -34,6 +34,8 @@ from .loading import (
     without_adapter_name,
 )
 from .peft_hooks import install
+from .readout import ReadOut
+from .sublayers import width_of
 from .whole_modules import check_whole_modules, unwrap
 
 _SMALL_WIDTH = 256  # parts of any model may be this wide; above it, four times the model's width
@@ -111,7 +113,7 @@ class DepthRouteModel(BaseTuner):
                 "nothing is saved there",
                 stacklevel=2,
             )
-        width = getattr(layers[0], family.ffn_norm).weight.shape[-1]
+        width = width_of(layers[0], family)
         config.layers = routed
         config.branch_rank = config.branch_rank or max(1, width // 8)
         config.gate_hidden = config.gate_hidden or default_hidden(width)
@@ -134,8 +136,7 @@ class DepthRouteModel(BaseTuner):
                 owner = owner or holder
                 holder.add_projection(adapter_name, config, owner)
             if config.gate == "exit":
-                norm, head = getattr(decoder, family.final_norm), cast(Any, model).get_output_embeddings()
-                holder.depth_route_gate[adapter_name].connect(norm, head)
+                holder.depth_route_gate[adapter_name].connect(ReadOut(model))
                 if previous is not None:
                     holder.follow(adapter_name, previous)
             previous = holder
@@ -226,7 +227,7 @@ class DepthRouteModel(BaseTuner):
 
 def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], config: DepthRouteConfig) -> None:
     """Raise `ConfigError` where a layer lacks what the configuration routes, or a part would be absurdly wide."""
-    width = getattr(layers[0], family.ffn_norm).weight.shape[-1]
+    width = width_of(layers[0], family)
     for name in ("gate_hidden", "branch_rank", "context_dim", "summary_dim", "action_dim"):
         widest = max(4 * width, _SMALL_WIDTH)
         if (getattr(config, name) or 0) > widest:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .config import DepthRouteConfig
+from .readout import ReadOut
 
 
 class RandomGate(nn.Module):
@@ -43,21 +44,20 @@ class ExitGate(nn.Module):
 
     def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
         super().__init__()
-        self._head: tuple[Any, ...] = ()  # final norm and LM head, owned by the base
+        self._read_out: tuple[Any, ...] = ()  # final norm and LM head, owned by the base
 
-    def connect(self, final_norm: nn.Module, head: nn.Module) -> None:
-        self._head = (final_norm, head)
+    def connect(self, read_out: ReadOut) -> None:
+        self._read_out = (read_out,)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         return None
 
     def weights_per_token(self) -> int:
-        return int(self._head[1].weight.numel())
+        return int(self._read_out[0].head.weight.numel())
 
     @torch.no_grad()
     def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:  # [B, T, d] -> scores [B, T]
-        norm, head = self._head
-        logits = head(norm(a)).float()
+        logits = self._read_out[0](a).float()
         return {"scores": -(logits.amax(-1) - logits.logsumexp(-1)).exp()}
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from hf_depthroute import record_routes, replay_routes
 from hf_depthroute.execution import gathered_update, masked_update
+from hf_depthroute.execution.projections import STYLES
 from hf_depthroute.families import find_decoder, find_family
 from hf_depthroute.trace import RouteTrace, routings
 
@@ -75,7 +76,8 @@ def _counted_modules(layer: nn.Module, holder: Any) -> list[nn.Module]:
     if target == "experts":
         # The innermost module. Its hook runs after the one that leaves pairs out, which is registered per call.
         return [_AfterOthers(holder.experts_of(layer))]
-    projections = [attention.q_proj, attention.o_proj] if hasattr(attention, "q_proj") else [attention.c_proj]
+    queries = {} if family.queries is None else STYLES[family.queries].weights(attention)
+    projections = [getattr(attention, name) for name, part in queries.items() if part == 1]
     return projections + ([ffn] if target == "block" else [])
 
 

@@ -7,40 +7,19 @@ sequence, H query heads, G key-value heads, k head width, d model width.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.pytorch_utils import Conv1D
 
+from ..cache import cache_of
 from .kernels import attend_rows, linear_rows
 from .kernels.support import is_plain_linear
+from .projections import STYLES, Projections
 
 _KERNELS = ("sdpa", "eager")  # attention implementations that take any subset of the queries
 _CAUSAL_SLICE = 64  # chosen queries of a sequence that are run against one cut of the keys
-
-
-@dataclass(frozen=True)
-class Projections:
-    """How the attention of a family makes queries, keys and values.
-
-    Args:
-        projected: `(attention, x [..., d]) -> [..., H * k]`, the query projection.
-        queries: `(attention, projected [..., H * k]) -> [..., H, k]`, before the rotary embedding.
-        keys_values: `(attention, x [B, T, d]) -> [B, T, G, k]` twice, before the rotary embedding.
-        output: Name of the output projection.
-        rotary: Whether queries and keys are rotated by `position_embeddings`.
-    """
-
-    projected: Callable[[Any, torch.Tensor], torch.Tensor]
-    queries: Callable[[Any, torch.Tensor], torch.Tensor]
-    keys_values: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    output: str = "o_proj"
-    rotary: bool = True
 
 
 def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, Any]) -> bool:
@@ -48,6 +27,7 @@ def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, A
     config: Any = attention.config
     return (
         style is not None
+        and STYLES[style].usable(attention)
         and config._attn_implementation in _KERNELS
         and not (config._attn_implementation == "eager" and getattr(attention, "reorder_and_upcast_attn", False))
         and not (kwargs.get("output_attentions") or getattr(config, "output_attentions", False) or _collecting())
@@ -59,6 +39,9 @@ def supports_rows(attention: Any, style: str | None, x: torch.Tensor, kwargs: di
     allowed = kwargs.get("attention_mask")
     return (
         supports_subset(attention, style, kwargs)
+        and style is not None
+        and STYLES[style].halves
+        and getattr(attention, "attn_logit_softcapping", None) is None
         and all(is_plain_linear(attention._modules.get(name), x) for name in ("q_proj", "o_proj"))
         and (allowed is None or (allowed.ndim == 4 and allowed.shape[1] == 1))
     )
@@ -89,15 +72,15 @@ def attended_rows(
         `[N, d]`, in the order of `mask.nonzero()`.
     """
     make = STYLES[style]
-    embeddings = kwargs.get("position_embeddings") if make.rotary else None
-    keys, values = _keys_values(attention, make, x, embeddings, kwargs.get("past_key_values"))
+    embeddings = kwargs.get("position_embeddings") if make.rotates(attention) else None
+    keys, values = _keys_values(attention, make, x, embeddings, cache_of(kwargs))
     row_N, time_N = mask.nonzero(as_tuple=True)
     if row_N.numel() == 0:
         return x.new_zeros(0, x.shape[-1])
     queries = make.queries(attention, make.projected(attention, x[row_N, time_N][None])[0])  # [N, H, k]
     if embeddings is not None:
-        cos, sin = (part.expand(len(x), -1, -1)[row_N, time_N].unsqueeze(1) for part in embeddings)
-        queries = _rotated(queries, cos, sin)
+        cos, sin = (part.expand(len(x), -1, -1)[row_N, time_N] for part in embeddings)
+        queries = _rotated(attention, make, queries, cos, sin)
 
     count_B = mask.sum(dim=1)
     used_R = count_B.nonzero().squeeze(-1)
@@ -124,13 +107,13 @@ def attended_update(
 ) -> torch.Tensor:
     """`attended_rows` by row ops: `[B, T, d]`, zeros where not `mask`; its shapes do not depend on the mask."""
     make, flat = STYLES[style], mask.reshape(-1)
-    embeddings = kwargs.get("position_embeddings") if make.rotary else None
-    keys, values = _keys_values(attention, make, x, embeddings, kwargs.get("past_key_values"))
+    embeddings = kwargs.get("position_embeddings") if make.rotates(attention) else None
+    keys, values = _keys_values(attention, make, x, embeddings, cache_of(kwargs))
     project, output = attention.q_proj, attention.o_proj
     queries = linear_rows(x.reshape(-1, x.shape[-1]), flat, project.weight, project.bias)
     queries = make.queries(attention, queries.view(*x.shape[:-1], -1))  # [B, T, H, k]
     if embeddings is not None:
-        queries = _rotated(queries, *(part.unsqueeze(2) for part in embeddings))
+        queries = _rotated(attention, make, queries, *embeddings)
     allowed = kwargs.get("attention_mask")
     if allowed is not None:
         allowed = allowed[..., : keys.shape[2]]
@@ -146,7 +129,7 @@ def _keys_values(
     """Keys and values of every token seen, `[B, G, S, k]` each; those of `x` `[B, T, d]` enter the cache."""
     keys, values = make.keys_values(attention, x)  # [B, T, G, k]
     if embeddings is not None:
-        keys = _rotated(keys, *(part.unsqueeze(2) for part in embeddings))
+        keys = _rotated(attention, make, keys, *embeddings)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     return (keys, values) if cache is None else cache.update(keys, values, attention.layer_idx)
 
@@ -159,7 +142,11 @@ def _run(
     kernel: Any = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
     if allowed is not None and allowed.dtype == torch.bool and attention.config._attn_implementation == "eager":
         allowed = torch.where(allowed, 0.0, torch.finfo(queries.dtype).min).to(queries.dtype)
-    out: torch.Tensor = kernel(attention, queries, keys, values, allowed, dropout=0.0, scaling=attention.scaling)[0]
+    cap = getattr(attention, "attn_logit_softcapping", None)
+    more = {} if cap is None else {"softcap": cap}
+    out: torch.Tensor = kernel(
+        attention, queries, keys, values, allowed, dropout=0.0, scaling=attention.scaling, **more
+    )[0]
     return out
 
 
@@ -200,67 +187,14 @@ def _mask_rows(
     return out.transpose(1, 2)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def _split(attention: Any, x: torch.Tensor) -> torch.Tensor:
-    return x.unflatten(-1, (-1, attention.head_dim))
-
-
-def _plain_projected(attention: Any, x: torch.Tensor) -> Any:
-    return attention.q_proj(x)
-
-
-def _plain_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _split(attention, attention.k_proj(x)), _split(attention, attention.v_proj(x))
-
-
-def _head_norm_queries(attention: Any, projected: torch.Tensor) -> Any:
-    return attention.q_norm(_split(attention, projected))
-
-
-def _head_norm_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = _plain_keys_values(attention, x)
-    return attention.k_norm(keys), values
-
-
-def _flat_norm_queries(attention: Any, projected: torch.Tensor) -> torch.Tensor:
-    return _split(attention, _clipped(attention, attention.q_norm(projected)))
-
-
-def _flat_norm_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = attention.k_norm(attention.k_proj(x)), attention.v_proj(x)
-    return _split(attention, _clipped(attention, keys)), _split(attention, _clipped(attention, values))
-
-
-def _clipped(attention: Any, x: torch.Tensor) -> torch.Tensor:
-    bound = attention.config.clip_qkv
-    return x if bound is None else x.clamp(min=-bound, max=bound)
-
-
-def _fused_part(attention: Any, x: torch.Tensor, start: int, stop: int) -> Any:
-    """Columns `start:stop` (in units of d) of GPT-2's fused projection."""
-    fused, width = attention.c_attn, attention.split_size
-    if type(fused) is not Conv1D:  # a LoRA layer around it computes all columns or none
-        return fused(x)[..., start * width : stop * width]
-    columns = slice(start * width, stop * width)
-    return F.linear(x, fused.weight[:, columns].T, fused.bias[columns])
-
-
-def _fused_projected(attention: Any, x: torch.Tensor) -> Any:
-    return _fused_part(attention, x, 0, 1)
-
-
-def _fused_keys_values(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = _fused_part(attention, x, 1, 3).chunk(2, dim=-1)
-    return _split(attention, keys), _split(attention, values)
-
-
-STYLES: dict[str, Projections] = {
-    "rotary": Projections(_plain_projected, _split, _plain_keys_values),
-    "rotary_head_norm": Projections(_plain_projected, _head_norm_queries, _head_norm_keys_values),
-    "rotary_flat_norm": Projections(_plain_projected, _flat_norm_queries, _flat_norm_keys_values),
-    "fused": Projections(_fused_projected, _split, _fused_keys_values, output="c_proj", rotary=False),
-}
+def _rotated(attention: Any, make: Projections, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Queries or keys `[..., H, k]` turned by `cos`, `sin` `[..., r]`; `k - r` dimensions of a head stay."""
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    if make.halves:
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        first, second = turned.chunk(2, dim=-1)
+        turned = (turned * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    else:  # the model's own, which takes queries and keys together: here, no key
+        rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        turned = rotate(turned, turned[..., :0, :], cos, sin, unsqueeze_dim=-2)[0]
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

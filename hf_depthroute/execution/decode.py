@@ -20,6 +20,7 @@ from .gathered import gathered_update
 
 if TYPE_CHECKING:
     from ..decision import RoutePlan
+    from ..families import Family
     from ..holder import Routing
 
 DECODE_ROWS = 64  # more sequences than this are no longer bound by overhead
@@ -39,6 +40,7 @@ class DecodeStep:
     def __init__(self, holder: Routing, plan: RoutePlan) -> None:
         family = holder.family
         self.plan = plan
+        assert family.attention_norm is not None and family.ffn_norm is not None
         self.names = family.attention_norm, family.attention, family.ffn_norm, family.ffn
         self.reads_stream = plan.config.gate_input == "residual"
         self.threshold = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
@@ -93,9 +95,11 @@ def decodes(decoder: nn.Module, inputs: torch.Tensor) -> bool:
     return not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
 
 
-def supports_decode(plan: RoutePlan) -> bool:
-    """Whether a `DecodeStep` computes what `plan` says."""
+def supports_decode(plan: RoutePlan, family: Family) -> bool:
+    """Whether a `DecodeStep` computes what `plan` says, in a layer of `family`."""
     config = plan.config
+    if not family.plain:
+        return False
     if config.target != "ffn" or config.granularity != "token" or config.gate == "exit":
         return False
     if plan.recorders or plan.replayed is not None:
