@@ -23,6 +23,7 @@ Adding a family with one of these layouts is one row, and no other change.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -86,9 +87,8 @@ class Family:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is done to a sublayer's output before it is added, and the layout is sequential."""
-        behind = (self.attention_dropout, self.ffn_dropout)
-        return self.layout == "sequential" and behind == (None, None) and not self.returns_weights
+        """Whether at inference a sublayer's output is added as it is, one after the other."""
+        return self.layout == "sequential" and not self.returns_weights
 
 
 _SANDWICH = Family(
@@ -117,32 +117,125 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         layers="h", attention_norm="ln_1", attention="attn", ffn_norm="ln_2", final_norm="ln_f", queries="fused"
     ),
-    "gemma2": replace(_SANDWICH, queries="rotary"),
+    # Sequential and scaled.
+    "apertus": Family(
+        attention_norm="attention_layernorm", ffn_norm="feedforward_layernorm", queries="rotary_head_norm"
+    ),
+    "arcee": Family(queries="rotary"),
+    "deepseek_v3": Family(),
+    "ernie4_5": Family(queries="rotary_pairs"),
+    "gemma": Family(queries="rotary"),
+    "glm": Family(queries="rotary_pairs"),
+    "granite": Family(queries="rotary", residual_scale="residual_multiplier", logits=("divide", "logits_scaling")),
+    "helium": Family(queries="rotary_pairs"),
+    "nemotron": Family(queries="rotary"),
+    "olmo": Family(queries="rotary_clipped"),
+    "phi3": Family(queries="rotary_fused", attention_dropout="resid_attn_dropout", ffn_dropout="resid_mlp_dropout"),
+    "seed_oss": Family(queries="rotary"),
+    "smollm3": Family(queries="rotary_some"),
+    "stablelm": Family(queries="rotary_layernorm", ffn_dropout="dropout"),
+    "starcoder2": Family(queries="rotary"),
+    # Sandwich.
+    "gemma2": replace(_SANDWICH, queries="rotary_softcap"),
+    "gemma3_text": replace(_SANDWICH, queries="rotary_head_norm"),
+    "glm4": Family(
+        attention_post_norm="post_self_attn_layernorm", ffn_post_norm="post_mlp_layernorm", queries="rotary_pairs"
+    ),
+    # Post-norm.
+    "exaone4": replace(_POST_NORM, queries="rotary_head_norm_some"),
     "olmo2": replace(_POST_NORM, queries="rotary_flat_norm"),
+    "olmo3": replace(_POST_NORM, queries="rotary_flat_norm"),
+    # Parallel.
+    "cohere": replace(_PARALLEL, queries="rotary_pairs_norm", logits=("multiply", "logit_scale")),
+    "cohere2": replace(_PARALLEL, queries="rotary_pairs_some", logits=("multiply", "logit_scale")),
+    "falcon": replace(
+        _PARALLEL,
+        layers="h",
+        attention="self_attention",
+        final_norm="ln_f",
+        passes_keywords=False,
+        returns_weights=True,
+    ),
+    "gpt_neox": Family(
+        parallel=True,
+        attention="attention",
+        final_norm="final_layer_norm",
+        queries="rotary_fused_heads",
+        attention_dropout="post_attention_dropout",
+        ffn_dropout="post_mlp_dropout",
+    ),
     "phi": replace(
         _PARALLEL,
         final_norm="final_layernorm",
-        queries="rotary_dense",
+        queries="rotary_layernorm_dense",
         attention_dropout="resid_dropout",
         ffn_dropout="resid_dropout",
     ),
 }
 
+# Model type -> a name for the variant, what the configuration then says, and how the row differs. The first that fits
+# counts.
+VARIANTS: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = {
+    "stablelm": (("parallel", {"use_parallel_residual": True}, {"parallel": True, "ffn_norm": "input_layernorm"}),),
+    "gpt_neox": (("sequential", {"use_parallel_residual": False}, {"parallel": False}),),
+    "falcon": (
+        (
+            "two norms",
+            {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2},
+            {"attention_norm": "ln_attn", "ffn_norm": "ln_mlp"},
+        ),
+        (
+            "sequential",
+            {"new_decoder_architecture": False, "parallel_attn": False},
+            {"parallel": False, "ffn_norm": "post_attention_layernorm"},
+        ),
+    ),
+}
 
-def find_family(model: nn.Module) -> Family:
-    """The family of a transformers model, by `config.model_type`.
+# Fields of a configuration that may not be set, for all model types or for one, and why.
+REFUSED: tuple[tuple[str | None, str, str], ...] = (
+    (None, "add_cross_attention", "with cross-attention is not supported; use a decoder-only model"),
+    (None, "use_bidirectional_attention", "with bidirectional attention is not supported; routing is causal"),
+    ("falcon", "alibi", "with alibi=True is not supported: its position biases are not handed down by sequence"),
+    ("falcon", "hidden_dropout", "with hidden_dropout above 0 is not supported; set it to 0"),
+    ("falcon", "attention_dropout", "with attention_dropout above 0 is not supported; set it to 0"),
+)
+
+
+def row_of(config: Any) -> Family:
+    """The row of the family table for a transformers configuration, as its variant has it.
 
     Raises:
-        UnsupportedModelError: The model has no config, an unknown type, or cross-attention.
+        UnsupportedModelError: There is none for its model type, or a field of it is not supported.
     """
-    config = getattr(model, "config", None)
-    model_type = config.get("model_type") if isinstance(config, dict) else getattr(config, "model_type", None)
+    read = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
+    model_type = None if config is None else read("model_type")
     if model_type not in FAMILIES:
+        text = getattr(read("text_config"), "model_type", None) if config is not None else None
+        if text in FAMILIES:
+            raise UnsupportedModelError(
+                f"model type {model_type!r} is not supported, but its text model {text!r} is: load that alone, "
+                "with its own ForCausalLM class"
+            )
         supported = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"model type {model_type!r} is not supported; supported families: {supported}")
-    if getattr(config, "add_cross_attention", False):
-        raise UnsupportedModelError(f"{model_type} with cross-attention is not supported; use a decoder-only model")
-    return FAMILIES[model_type]
+    for only, field, reason in REFUSED:
+        if only in (None, model_type) and read(field):
+            raise UnsupportedModelError(f"{model_type} {reason}")
+    row = FAMILIES[model_type]
+    for _, fields, changes in VARIANTS.get(model_type, ()):
+        if all(read(name) == value for name, value in fields.items()):
+            return replace(row, **changes)
+    return row
+
+
+def find_family(model: nn.Module) -> Family:
+    """The family of a transformers model: `row_of` its configuration.
+
+    Raises:
+        UnsupportedModelError: As `row_of`; or the model has no configuration.
+    """
+    return row_of(getattr(model, "config", None))
 
 
 def find_decoder(model: nn.Module, family: Family) -> nn.Module:

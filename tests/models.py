@@ -120,12 +120,62 @@ CONFIGS: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "gpt2": (GPT2LMHeadModel, lambda: GPT2Config(**_GPT2_SIZES)),
 }
 
+_WINDOWS: dict[str, Any] = {"sliding_window": 4}
+_LAYER_TYPES = ["full_attention", "sliding_attention", "full_attention"]
+_FALCON: dict[str, Any] = {"alibi": False, "hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_hidden_size": 64}
+
 # Every other row of the family table, and the variants of a family that differ: the model type and what is special.
 EXTENDED: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "apertus": ("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "arcee": ("arcee", {}),
+    "cohere": ("cohere", {"use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere2": ("cohere2", _WINDOWS | {"logit_scale": 0.5, "layer_types": _LAYER_TYPES}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+        },
+    ),
+    "ernie4_5": ("ernie4_5", {"head_dim": 8}),
+    "exaone4": ("exaone4", _WINDOWS | {"layer_types": _LAYER_TYPES}),
+    "falcon": ("falcon", _FALCON),
+    "falcon_new": ("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_sequential": ("falcon", _FALCON | {"parallel_attn": False, "multi_query": False}),
+    "gemma": ("gemma", {"head_dim": 8}),
+    "gemma2": ("gemma2", _WINDOWS | {"head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": _LAYER_TYPES}),
+    "gemma3": (
+        "gemma3_text",
+        _WINDOWS
+        | {"head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": _LAYER_TYPES, "final_logit_softcapping": 5.0},
+    ),
+    "glm": ("glm", {"head_dim": 8}),
+    "glm4": ("glm4", {"head_dim": 8}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox_sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "granite": ("granite", {"residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.5}),
+    "helium": ("helium", {"head_dim": 8}),
+    "nemotron": ("nemotron", {}),
+    "olmo": ("olmo", {"clip_qkv": 0.5}),
     "olmo2": ("olmo2", {}),
-    "phi": ("phi", {}),
-    "phi_qk_norm": ("phi", {"qk_layernorm": True}),
+    "olmo3": ("olmo3", _WINDOWS | {"layer_types": _LAYER_TYPES}),
+    "phi": ("phi", {"qk_layernorm": True}),
+    "phi3": ("phi3", {"pad_token_id": 0}),
+    "seed_oss": ("seed_oss", {"head_dim": 8}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "stablelm": ("stablelm", {"qk_layernorm": True}),
+    "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),
+    "starcoder2": ("starcoder2", {}),
 }
 
 
@@ -137,7 +187,7 @@ def build_base(
         cls, config = CONFIGS[family]
         return randomised(cls(config()), attention, dtype, seed)
     model_type, fields = EXTENDED[family]
-    config = AutoConfig.for_model(model_type, **_SIZES | fields)
+    config = AutoConfig.for_model(model_type, **_SIZES | {"num_hidden_layers": 3} | fields)
     model = AutoModelForCausalLM.from_config(config)
     return randomised(model, attention if model._supports_sdpa else "eager", dtype, seed)
 

@@ -13,22 +13,24 @@ from peft import PeftModel
 from protocol import assert_free, assert_pinned, gap
 from test_invariants_execution import assert_only_decided_rows_ran, counted_rows
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    CwmConfig,
+    CwmForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     PreTrainedModel,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, replay_routes, set_budget
 from hf_depthroute.base_fingerprint import describe_base
-from hf_depthroute.execution import attention
+from hf_depthroute.execution import projections
 from hf_depthroute.families import FAMILIES, Family, UnsupportedModelError, find_decoder, find_family
 from hf_depthroute.trace import RouteTrace
 
@@ -46,14 +48,13 @@ SIZES: dict[str, Any] = {
 }
 # Families that are not in the table but share its layout.
 NEW_FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "starcoder2": lambda: Starcoder2ForCausalLM(
-        Starcoder2Config(**SIZES, sliding_window=None, residual_dropout=0.0, embedding_dropout=0.0)
-    ),
-    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**SIZES)),
+    "cwm": lambda: CwmForCausalLM(CwmConfig(**SIZES, head_dim=8)),
+    "hunyuan_v1_dense": lambda: HunYuanDenseV1ForCausalLM(HunYuanDenseV1Config(**SIZES, head_dim=8)),
 }
 UNSUPPORTED: dict[str, Callable[[], PreTrainedModel]] = {
-    "gpt_neox": lambda: GPTNeoXForCausalLM(
-        GPTNeoXConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)),
+    "falcon with alibi": lambda: FalconForCausalLM(
+        FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)
     ),
     "t5": lambda: T5ForConditionalGeneration(
         T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
@@ -141,8 +142,8 @@ def test_unsupported_model_is_refused_and_untouched(kind: str) -> None:
 
 def test_refusal_lists_the_supported_families() -> None:
     with pytest.raises(UnsupportedModelError) as caught:
-        get_depth_routed_model(UNSUPPORTED["gpt_neox"](), DepthRouteConfig())
-    for name in ("gpt_neox", *FAMILIES):
+        get_depth_routed_model(UNSUPPORTED["bloom"](), DepthRouteConfig())
+    for name in ("bloom", *FAMILIES):
         assert name in str(caught.value)
 
 
@@ -201,13 +202,13 @@ def test_family_without_known_queries_masks_its_attention_and_says_so(new_base: 
 def test_gpt2_projects_the_chosen_queries_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its projection is fused, so no module's rows can be counted: the parts of it are."""
     model, ids, seen = routed(build_base("gpt2"), target="attention"), tokens(3, 12), {"0:1": 0, "1:3": 0}
-    original = attention._fused_part
+    original = projections._fused_part
 
     def counted(module: Any, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         seen[f"{start}:{stop}"] += x.shape[:-1].numel()
         return original(module, x, start, stop)
 
-    monkeypatch.setattr(attention, "_fused_part", counted)
+    monkeypatch.setattr(projections, "_fused_part", counted)
     _, trace = run(model, input_ids=ids)
     chosen = sum(int(record.mask.sum()) for record in trace.values())
     assert seen == {"0:1": chosen, "1:3": 3 * ids.numel()}

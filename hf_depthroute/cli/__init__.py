@@ -1,4 +1,4 @@
-"""The command line: `hf-depthroute train | eval | bench | generate | study | report | doctor`.
+"""The command line: `hf-depthroute train | eval | bench | generate | study | report | doctor | families`.
 
 Every command ends with exit code 0, or with one line `error: ...` on stderr and a code that says what went wrong:
 2 command line, config or data; 3 the Hub; 4 a corrupt or mismatched adapter; 5 memory or disk; 130 Ctrl-C; 1 the rest.
@@ -18,6 +18,7 @@ from .bench import bench
 from .doctor import doctor
 from .errors import INTERRUPTED, describe, without_tokens
 from .evaluate import evaluate
+from .families import families
 from .generate import generate
 from .report import report
 from .study import study
@@ -54,6 +55,7 @@ app.command("generate")(generate)
 app.command("study")(study)
 app.command("report")(report)
 app.command("doctor")(doctor)
+app.command("families")(families)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -26,15 +26,16 @@ def load_config(model: str) -> Any:
     """The base model's configuration; small, and enough to refuse an unsupported model before its weights load."""
     import transformers
 
-    from ..families import FAMILIES
+    from ..families import UnsupportedModelError, row_of
 
     if (Path(model) / "adapter_config.json").is_file():
         raise CliError(f"model {model}: is an adapter, not a model; pass it as --adapter")
     with explained(f"model {model}", model):
         config = transformers.AutoConfig.from_pretrained(model)
-    if config.model_type not in FAMILIES:
-        supported = ", ".join(sorted(FAMILIES))
-        raise CliError(f"model {model}: family {config.model_type!r} is not supported; supported families: {supported}")
+    try:
+        row_of(config)
+    except UnsupportedModelError as error:
+        raise CliError(f"model {model}: {error}") from None
     return config
 
 

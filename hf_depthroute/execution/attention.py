@@ -27,7 +27,6 @@ def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, A
     config: Any = attention.config
     return (
         style is not None
-        and STYLES[style].usable(attention)
         and config._attn_implementation in _KERNELS
         and not (config._attn_implementation == "eager" and getattr(attention, "reorder_and_upcast_attn", False))
         and not (kwargs.get("output_attentions") or getattr(config, "output_attentions", False) or _collecting())
@@ -41,7 +40,7 @@ def supports_rows(attention: Any, style: str | None, x: torch.Tensor, kwargs: di
         supports_subset(attention, style, kwargs)
         and style is not None
         and STYLES[style].halves
-        and getattr(attention, "attn_logit_softcapping", None) is None
+        and not STYLES[style].softcap
         and all(is_plain_linear(attention._modules.get(name), x) for name in ("q_proj", "o_proj"))
         and (allowed is None or (allowed.ndim == 4 and allowed.shape[1] == 1))
     )
@@ -94,11 +93,11 @@ def attended_rows(
 
     allowed = kwargs.get("attention_mask")
     if allowed is None and x.shape[1] > 1:
-        out = _causal(attention, padded, keys, values, row_N, slot_N, time_N)
+        out = _causal(attention, make, padded, keys, values, row_N, slot_N, time_N)
     else:
         if allowed is not None:
             allowed = _mask_rows(allowed, len(x), mask, padded.shape[2], row_N, slot_N, keys.shape[2])
-        out = _run(attention, padded, keys, values, allowed)
+        out = _run(attention, make, padded, keys, values, allowed)
     return getattr(attention, make.output)(out[row_N, slot_N].flatten(-2)[None])[0]
 
 
@@ -135,15 +134,19 @@ def _keys_values(
 
 
 def _run(
-    attention: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor | None
+    attention: Any,
+    make: Projections,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    allowed: torch.Tensor | None,
 ) -> torch.Tensor:
     """The model's own attention kernel: `[R, H, Q, k]` to `[R, Q, H, k]`."""
     eager = sys.modules[type(attention).__module__].eager_attention_forward
     kernel: Any = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
     if allowed is not None and allowed.dtype == torch.bool and attention.config._attn_implementation == "eager":
         allowed = torch.where(allowed, 0.0, torch.finfo(queries.dtype).min).to(queries.dtype)
-    cap = getattr(attention, "attn_logit_softcapping", None)
-    more = {} if cap is None else {"softcap": cap}
+    more = {"softcap": attention.attn_logit_softcapping} if make.softcap else {}
     out: torch.Tensor = kernel(
         attention, queries, keys, values, allowed, dropout=0.0, scaling=attention.scaling, **more
     )[0]
@@ -152,6 +155,7 @@ def _run(
 
 def _causal(
     attention: Any,
+    make: Projections,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -166,7 +170,7 @@ def _causal(
     for part, time in zip(queries.split(_CAUSAL_SLICE, dim=2), time_RQ.split(_CAUSAL_SLICE, dim=1)):
         length = int(time.max()) + 1
         allowed = torch.arange(length, device=time.device) <= time[:, None, :, None]
-        parts.append(_run(attention, part, keys[:, :, :length], values[:, :, :length], allowed))
+        parts.append(_run(attention, make, part, keys[:, :, :length], values[:, :, :length], allowed))
     return torch.cat(parts, dim=1)
 
 

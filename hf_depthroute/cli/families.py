@@ -1,0 +1,47 @@
+"""`hf-depthroute families`: which model families can be routed, and what is really skipped in each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import options as o
+
+if TYPE_CHECKING:
+    from ..support import Support
+
+
+def families(json_file: o.JsonFile = None, debug: o.Debug = False) -> None:
+    """List the supported model families: how their layers add up, and what a routed token really skips.
+
+    A model belongs to the family that the "model_type" of its configuration names.
+
+    \b
+    Examples:
+      hf-depthroute families
+      hf-depthroute families --json families.json
+    """
+    from dataclasses import asdict
+
+    from . import loading
+
+    loading.quiet(debug)
+    from ..support import LEGEND, support_table
+
+    table = support_table()
+    if json_file is not None:
+        loading.write_json(json_file, {"families": [asdict(row) for row in table], "legend": LEGEND})
+    header = ("family", "layout", "ffn", "attention", "block", "experts", "sequence")
+    lines = [header, *(_cells(row) for row in table)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(header))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+    print()
+    for word, meaning in LEGEND.items():
+        print(f"{word:8}  {meaning}")
+    print("sequence  attention and block with granularity='sequence'; *: masked in layers with a sliding window")
+
+
+def _cells(row: Support) -> tuple[str, ...]:
+    name = f"{row.family} ({row.variant})" if row.variant else row.family
+    sequence = row.sequence if row.sliding in (row.sequence, "-") else f"{row.sequence}*"
+    return name, row.layout, row.ffn, row.attention, row.block, row.experts, sequence

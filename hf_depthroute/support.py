@@ -1,0 +1,75 @@
+"""What routing saves in each model family, read from the family table and from transformers' configurations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .families import FAMILIES, VARIANTS, Family, row_of
+
+SKIPPED, MASKED, FFN_ONLY, NONE = "skipped", "masked", "ffn only", "-"
+LEGEND = {
+    SKIPPED: "not computed for the tokens that the gate calls easy",
+    MASKED: "computed for every token and left out afterwards: the model is the same, nothing is saved",
+    FFN_ONLY: "the FFN is skipped, the attention masked",
+    NONE: "the family has no experts",
+}
+
+
+@dataclass(frozen=True)
+class Support:
+    """One family, or one variant of it; each target is `"skipped"`, `"masked"`, `"ffn only"` or `"-"`.
+
+    Attributes:
+        family: The model type.
+        variant: Name of the variant in `VARIANTS`, `""` for the family's usual layers.
+        layout: How a layer adds its sublayers up, as in `hf_depthroute.families`.
+        ffn: Target `"ffn"` per token; the same per sequence.
+        attention: Target `"attention"` per token; keys and values are written for every token.
+        block: Target `"block"` per token.
+        experts: Target `"experts"`, per pair of a token and an expert.
+        sequence: Targets `"attention"` and `"block"` per sequence, where a layer attends to everything before.
+        sliding: The same in layers with a sliding window; `"-"` for a family whose usual configuration has none.
+    """
+
+    family: str
+    variant: str
+    layout: str
+    ffn: str
+    attention: str
+    block: str
+    experts: str
+    sequence: str
+    sliding: str
+
+
+def support_table() -> list[Support]:
+    """Every supported family with its variants, by name. Reads configurations only: no model is built, none loaded."""
+    from transformers import AutoConfig
+
+    rows = []
+    for name in sorted(FAMILIES):
+        usual: Any = AutoConfig.for_model(name)
+        rows.append(_support(name, "", FAMILIES[name], usual))
+        for variant, fields, _ in VARIANTS.get(name, ()):
+            rows.append(_support(name, variant, row_of({"model_type": name} | fields), usual))
+    return rows
+
+
+def _support(name: str, variant: str, row: Family, config: Any) -> Support:
+    known = row.queries is not None
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    windows = bool(getattr(config, "sliding_window", None))
+    return Support(
+        family=name,
+        variant=variant,
+        layout=row.layout,
+        ffn=SKIPPED,
+        attention=SKIPPED if known else MASKED,
+        block=SKIPPED if known else FFN_ONLY,
+        experts=SKIPPED
+        if (getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None))
+        else NONE,
+        sequence=SKIPPED,
+        sliding=MASKED if windows else NONE,
+    )
