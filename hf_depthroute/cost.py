@@ -15,6 +15,7 @@ from torch import nn
 
 from .calibration import active_routings
 from .config import DepthRouteConfig, check_budget
+from .execution.projections import STYLES
 from .families import find_decoder, find_family
 from .gates import MLPGate
 from .holder import HOLDER, Routing
@@ -79,17 +80,15 @@ def route_cost(
     weights = [_weights_per_token(layer, config) for layer in layers]
     width = config.hidden_size
     head_weights = config.vocab_size * width
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or width // heads
+    per_pair, cached_values = attention_sizes(config)
     attended = length * cached + length * (length + 1) // 2  # query-key pairs of one causal sequence
-    attention = len(layers) * 4.0 * batch_size * attended * heads * head_dim
+    attention = len(layers) * batch_size * attended * per_pair
     dense = 2.0 * tokens * sum(weights) + attention + 2.0 * batch_size * logits_to_keep * head_weights
 
     adapter = {id(p): p for h in holders for p in h.parameters()}
     everything = {id(p): p for p in model.parameters()}
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dtype_bytes = next(p.element_size() for p in everything.values() if id(p) not in adapter)
-    per_layer = 2.0 * batch_size * (cached + length) * kv_heads * head_dim * dtype_bytes
+    per_layer = float(batch_size * (cached + length) * cached_values * dtype_bytes)
     kv_bytes = per_layer * len(layers)
     routed = ideal = dense
     ratios = []
@@ -98,7 +97,7 @@ def route_cost(
         layer = layers[holder.layer_index]
         share = _share(holder, c, budget) if full_ratio is None else full_ratio[holder.layer_index]
         part = _routed_weights(layer, holder, c, config)
-        core = 4.0 * attended / length * heads * head_dim if c.target in ("attention", "block") else 0.0
+        core = per_pair * attended / length if c.target in ("attention", "block") else 0.0
         core = core if _saves_attention(holder, c) else 0.0
         gates = [group[name] for group in (holder.depth_route_gate, holder.depth_route_predictor) if name in group]
         gate = float(sum(cast(MLPGate, module).weights_per_token() for module in gates))
@@ -121,6 +120,23 @@ def route_cost(
         parameters_trainable=sum(p.numel() for p in adapter.values() if p.requires_grad),
         kv_bytes=round(kv_bytes),
     )
+
+
+def attention_sizes(config: Any) -> tuple[float, int]:
+    """Of one attention layer: FLOPs of one query and one key (both products, all heads), and values cached per token.
+
+    Falcon caches the keys of one head or those of every query head, repeated; DeepSeek a latent vector.
+    """
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        key_width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return 2.0 * heads * (key_width + config.v_head_dim), config.kv_lora_rank + config.qk_rope_head_dim
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if config.model_type == "falcon":
+        shared = config.multi_query and not config.new_decoder_architecture
+        kv_heads = 1 if shared else heads
+    return 4.0 * heads * head_dim, 2 * kv_heads * head_dim
 
 
 def _share(holder: Routing, config: DepthRouteConfig, budget: float | None) -> float:
@@ -156,16 +172,16 @@ def _routed_weights(layer: Any, holder: Routing, config: DepthRouteConfig, base:
         return weights
     if _skips_sequences(config):
         return weights + _weights_per_token(attention, base)
-    if family.queries == "fused":  # a third of the fused projection is the query's
-        return weights + attention.c_attn.weight.numel() / 3 + attention.c_proj.weight.numel()
-    return weights + attention.q_proj.weight.numel() + attention.o_proj.weight.numel()
+    assert family.queries is not None
+    parts = STYLES[family.queries].weights(attention)
+    return weights + sum(part * getattr(attention, name).weight.numel() for name, part in parts.items())
 
 
 def _weights_per_token(module: nn.Module, config: Any) -> float:
     """Weights of matrices that one token meets; of fused experts `[E, out, in]`, the share that it is sent to."""
     total = 0.0
     for name, parameter in module.named_parameters():
-        if name.startswith(f"{HOLDER}."):
+        if name.startswith(f"{HOLDER}.") or "norm" in name:  # Cohere's norms of heads are matrices too
             continue
         if parameter.ndim == 2:
             total += parameter.numel()

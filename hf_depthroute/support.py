@@ -67,9 +67,7 @@ def _support(name: str, variant: str, row: Family, config: Any) -> Support:
         ffn=SKIPPED,
         attention=SKIPPED if known else MASKED,
         block=SKIPPED if known else FFN_ONLY,
-        experts=SKIPPED
-        if (getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None))
-        else NONE,
+        experts=SKIPPED if experts else NONE,
         sequence=SKIPPED,
         sliding=MASKED if windows else NONE,
     )

@@ -153,7 +153,12 @@ EXTENDED: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_new": ("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon_sequential": ("falcon", _FALCON | {"parallel_attn": False, "multi_query": False}),
     "gemma": ("gemma", {"head_dim": 8}),
-    "gemma2": ("gemma2", _WINDOWS | {"head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": _LAYER_TYPES}),
+    "gemma2": (
+        "gemma2",
+        _WINDOWS
+        | {"head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": _LAYER_TYPES, "final_logit_softcapping": 5.0}
+        | {"attn_logit_softcapping": 1.0},
+    ),
     "gemma3": (
         "gemma3_text",
         _WINDOWS
@@ -187,7 +192,10 @@ def build_base(
         cls, config = CONFIGS[family]
         return randomised(cls(config()), attention, dtype, seed)
     model_type, fields = EXTENDED[family]
-    config = AutoConfig.for_model(model_type, **_SIZES | {"num_hidden_layers": 3} | fields)
+    sizes = _SIZES | {"num_hidden_layers": 3} | fields
+    if model_type in ("falcon", "gpt_neox"):  # they do not know it
+        sizes.pop("num_key_value_heads")
+    config = AutoConfig.for_model(model_type, **sizes)
     model = AutoModelForCausalLM.from_config(config)
     return randomised(model, attention if model._supports_sdpa else "eager", dtype, seed)
 

@@ -19,6 +19,9 @@ from transformers import (
     CwmForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     HunYuanDenseV1Config,
@@ -31,7 +34,7 @@ from transformers import (
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, replay_routes, set_budget
 from hf_depthroute.base_fingerprint import describe_base
 from hf_depthroute.execution import projections
-from hf_depthroute.families import FAMILIES, Family, UnsupportedModelError, find_decoder, find_family
+from hf_depthroute.families import FAMILIES, Family, UnsupportedModelError, find_decoder, find_family, row_of
 from hf_depthroute.trace import RouteTrace
 
 SIZES: dict[str, Any] = {
@@ -213,3 +216,18 @@ def test_gpt2_projects_the_chosen_queries_only(monkeypatch: pytest.MonkeyPatch) 
     chosen = sum(int(record.mask.sum()) for record in trace.values())
     assert seen == {"0:1": chosen, "1:3": 3 * ids.numel()}
     assert 0 < chosen < 3 * ids.numel()
+
+
+def test_a_multimodal_model_is_refused_with_advice() -> None:
+    """Gemma 3 with an image encoder: its text model alone is supported, and the message says so."""
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision))
+    with pytest.raises(UnsupportedModelError, match="its text model 'gemma3_text' is: load that alone"):
+        get_depth_routed_model(model, DepthRouteConfig())
+
+
+def test_bidirectional_attention_is_refused() -> None:
+    config = Gemma3TextConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, use_bidirectional_attention=True)
+    with pytest.raises(UnsupportedModelError, match="routing is causal"):
+        row_of(config)

@@ -17,6 +17,8 @@ from typing import Any, cast
 from torch import nn
 
 from ..calibration import active_routings
+from ..cost import attention_sizes
+from ..execution.projections import STYLES
 from ..families import find_decoder, find_family
 from ..gates import MLPGate
 from ..holder import HOLDER, Routing
@@ -124,26 +126,28 @@ def _count_layer(
     whole = holder is not None and (holder.active_config().granularity == "sequence" or _is_static(holder))
     skips_attention = target in ("attention", "block") and (whole or family.queries is not None)
 
-    for name, weight in getattr(layer, family.attention).named_parameters():
+    attention = getattr(layer, family.attention)
+    parts = {} if whole or not skips_attention else STYLES[family.queries].weights(attention)
+    for name, weight in attention.named_parameters():
         if weight.ndim != 2:
             continue
-        part = _query_part(name, whole) if skips_attention else 0.0  # of the weight that a skipped token leaves out
+        part = (
+            1.0 if whole and skips_attention else parts.get(name.split(".")[0], 0.0)
+        )  # of the weight that a skipped token leaves out
         count = weight.numel()
         ran = 1 - part * (1 - rows)
         moved = count * (1 - part * (1 - passes)) + tokens * ran * sum(weight.shape)
         work.add("attention projections", again * 2.0 * tokens * ran * count, again * size * moved)
 
     share = rows if skips_attention else 1.0
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    per_pair, cached_values = attention_sizes(config)
     pairs = batch * (length * cached + length * (length + 1) // 2)
     read = share if length == 1 or whole else (passes if skips_attention else 1.0)
     written = share if whole else 1.0
-    moved = 2.0 * batch * kv_heads * head_dim * ((cached + length) * read + length * written)
-    moved += 2.0 * tokens * share * heads * head_dim
+    moved = batch * cached_values * ((cached + length) * read + length * written)
+    moved += tokens * share * per_pair / 2  # queries in, outputs out
     twice = 2 * again - 1
-    work.add("attention core", twice * share * 4.0 * pairs * heads * head_dim, twice * size * moved)
+    work.add("attention core", twice * share * pairs * per_pair, twice * size * moved)
 
     share, some = (rows, passes) if target in ("ffn", "block") else (1.0, 1.0)
     for weight in getattr(layer, family.ffn).parameters():
@@ -173,13 +177,6 @@ def _count_router(work: Work, holder: Routing, tokens: int, length: int, cheap: 
             seen = tokens / length if config.granularity == "sequence" else tokens
         width = next(p.element_size() for p in module.parameters()) if held else 4
         work.add("router", again * 2.0 * seen * met, again * (held + 2 * width * seen * holder.width))
-
-
-def _query_part(name: str, whole: bool) -> float:
-    """The part of an attention matrix that a token which skips the attention does not meet."""
-    if whole or name.startswith(("q_proj.", "o_proj.", "c_proj.")):
-        return 1.0
-    return 1 / 3 if name.startswith("c_attn.") else 0.0
 
 
 def _is_static(holder: Routing) -> bool:
