@@ -161,6 +161,14 @@ def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "use_cache": False, **{name: None for name in _CACHES if name in kwargs}}
 
 
+def is_paged(kwargs: dict[str, Any]) -> bool:
+    """Whether a call comes from continuous batching: one row of many sequences, and a paged cache of its own kind.
+
+    The attention function writes that cache, so it has to run for every token.
+    """
+    return kwargs.get("cache") is not None
+
+
 def cache_of(kwargs: dict[str, Any]) -> Any:
     """The KV cache among a layer's keyword arguments, or None."""
     return next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import warnings
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -119,6 +121,8 @@ class DepthRouteModel(BaseTuner):
         config.gate_hidden = config.gate_hidden or default_hidden(width)
         config.base_architecture = describe_base(model)
 
+        if "transformers.trainer" in sys.modules:  # else nobody has a Trainer, and importing it takes long
+            import_module(".callbacks", __package__)
         enter(model)
         guard(model)
         owner: Routing | None = None

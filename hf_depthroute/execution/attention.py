@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..cache import cache_of
+from ..cache import cache_of, is_paged
 from .kernels import attend_rows, linear_rows
 from .kernels.support import is_plain_linear
 from .projections import STYLES, Projections
@@ -27,6 +27,7 @@ def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, A
     config: Any = attention.config
     return (
         style is not None
+        and not is_paged(kwargs)
         and config._attn_implementation in _KERNELS
         and not (config._attn_implementation == "eager" and getattr(attention, "reorder_and_upcast_attn", False))
         and not (kwargs.get("output_attentions") or getattr(config, "output_attentions", False) or _collecting())

@@ -1,0 +1,210 @@
+"""Routing losses for a Trainer that is not ours: a callback, and what puts one there when nobody did.
+
+`trl.SFTTrainer(peft_config=DepthRouteConfig(...))` injects the adapter itself, and takes its loss from elsewhere than
+the model's output. So the losses are added where every Trainer has its own: around `compute_loss`, while training runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .arguments import RoutingArguments
+from .calibration import active_routings
+from .objective import RoutingObjective
+
+logger = logging.getLogger(__name__)
+_WRAPPED = "_depth_route_wrapped"
+
+
+class RoutingCallback(TrainerCallback):
+    """Schedules and logging; shared by `DepthRouteTrainer` and `DepthRouteCallback`."""
+
+    objective: RoutingObjective | None = None
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.objective is not None:
+            self.objective.schedule(state.global_step)
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.objective is not None:
+            self.objective.check_finite(state.global_step + 1, gradients=not args.fp16)
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.objective is not None:
+            self.objective.after_step()
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if self.objective is not None and logs is not None and "loss" in logs:
+            metrics = self.objective.pop_metrics()
+            logs.update(metrics)
+            state.log_history[-1].update(metrics)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.objective is not None:
+            self.objective.end_schedule()
+
+
+class DepthRouteCallback(RoutingCallback):
+    """Routing losses, schedules and diagnostics for `transformers.Trainer`, `trl.SFTTrainer` and their subclasses.
+
+        SFTTrainer(model, peft_config=DepthRouteConfig(), callbacks=[DepthRouteCallback(arguments=RoutingArguments())])
+
+    While training runs, the trainer's loss includes the routing losses, and every log entry gets the loss terms and the
+    per-layer diagnostics. A trainer that is given none gets one with default weights when it trains a routed model.
+
+    Args:
+        trainer: The trainer it is added to; found out by itself when that trains.
+        arguments: Weights and schedules; by default those among the trainer's arguments, else the defaults.
+    """
+
+    def __init__(self, trainer: Trainer | None = None, arguments: RoutingArguments | None = None) -> None:
+        self.trainer = trainer
+        self.arguments = arguments
+        if arguments is not None:
+            arguments.check()
+        self._open = ExitStack()
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self._open.close()  # left open by a training run that ended in an exception
+        if self.trainer is None:
+            raise RuntimeError("DepthRouteCallback does not know its trainer; pass it: DepthRouteCallback(trainer)")
+        arguments = self.arguments or (args if isinstance(args, RoutingArguments) else RoutingArguments())
+        self.objective = RoutingObjective(arguments, kwargs["model"])
+        trainer, plain = self.trainer, self.trainer.compute_loss
+        trainer.__dict__["compute_loss"] = functools.partial(_compute_loss, self.objective, trainer, plain)
+        self._open.callback(trainer.__dict__.pop, "compute_loss")
+        move_first(trainer, self)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_end(args, state, control, **kwargs)
+        self._open.close()
+
+
+def _compute_loss(
+    objective: RoutingObjective,
+    trainer: Trainer,
+    plain: Any,
+    model: Any,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: torch.Tensor | int | None = None,
+) -> Any:
+    """As `DepthRouteTrainer.compute_loss`, for a trainer whose own is `plain`."""
+    if not model.training:
+        return plain(model, inputs, return_outputs, num_items_in_batch)
+    return routed_loss(objective, trainer, plain, model, inputs, return_outputs, num_items_in_batch)
+
+
+def routed_loss(
+    objective: RoutingObjective,
+    trainer: Any,
+    plain: Any,
+    model: Any,
+    inputs: dict[str, Any],
+    return_outputs: bool,
+    num_items_in_batch: torch.Tensor | int | None,
+    fused: AbstractContextManager[None] | None = None,
+) -> Any:
+    """A training step's loss, `plain` plus the routing losses; with the outputs if they are wanted.
+
+    Args:
+        objective: Of the trainer's model.
+        trainer: The trainer.
+        plain: Its own `compute_loss`.
+        model: What is called, in training mode.
+        inputs: The batch.
+        return_outputs: Whether the caller wants the model's outputs.
+        num_items_in_batch: Tokens of the whole optimizer step, where the Trainer counted them.
+        fused: A `FusedLoss` to compute the language-model loss in.
+
+    Raises:
+        ValueError: The trainer ran the model again after the forward pass of its loss, without a graph.
+    """
+    labels = inputs.get("labels")  # the Trainer may pop them
+    # A `compute_loss` other than the Trainer's may run the model again to have outputs; ask only where they are needed.
+    asks = return_outputs or is_standard(plain) or objective.arguments.distill_weight > 0
+    with objective.watching() as watched:
+        with fused or nullcontext():
+            found = plain(model, inputs, asks, num_items_in_batch)
+        lm, outputs = found if asks else (found, None)
+        if lm.requires_grad and not any(record.probs.requires_grad for record in watched.trace.values()):
+            gates = [holder.depth_route_gate for holder in active_routings(objective.model)]
+            if any(parameter.requires_grad for gate in gates for parameter in gate.parameters()):
+                raise ValueError(
+                    f"{type(trainer).__name__}.compute_loss runs the model once more without gradients (for outputs, "
+                    "metrics or label smoothing), and the routing losses see that run; turn what needs it off"
+                )
+        share = _share(trainer, num_items_in_batch)
+        logits = None if fused is not None else getattr(outputs, "logits", None)
+        loss = objective(lm, watched, share, labels, logits)
+    return (loss, outputs) if return_outputs else loss
+
+
+def is_standard(compute_loss: Any) -> bool:
+    """Whether a bound `compute_loss` is `transformers.Trainer`'s own."""
+    return getattr(compute_loss, "__func__", None) is Trainer.compute_loss
+
+
+def _share(trainer: Any, num_items_in_batch: torch.Tensor | int | None) -> float:
+    """This batch's part of the optimizer step, for terms that are means over one batch."""
+    # Where the Trainer knows the tokens of the whole step, the loss is divided by them and not by the number of
+    # accumulated batches; the routing terms, means over one batch, have to be.
+    divided = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if divided is None:
+        counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+        divided = counted or trainer.compute_loss_func is not None
+    return 1.0 / trainer.current_gradient_accumulation_steps if divided else 1.0
+
+
+def move_first(trainer: Any, callback: TrainerCallback) -> None:
+    """Let `callback` add to the logs before the reporting integrations read them."""
+    callbacks = trainer.callback_handler.callbacks
+    callbacks.remove(callback)
+    callbacks.insert(0, callback)
+
+
+def install() -> None:
+    """Let every Trainer that trains routers train them with the routing losses; a second call does nothing.
+
+    Only `Trainer.train` is wrapped: it is where the trainer, its model and its callbacks meet.
+    """
+    if hasattr(Trainer.train, _WRAPPED):
+        return
+    train: Any = Trainer.train
+
+    @functools.wraps(train)
+    def trains(self: Any, *args: Any, **kwargs: Any) -> Any:
+        provide(self)
+        return train(self, *args, **kwargs)
+
+    setattr(trains, _WRAPPED, True)
+    Trainer.train = trains  # type: ignore[method-assign]
+
+
+def provide(trainer: Any) -> None:
+    """Tell a `DepthRouteCallback` its trainer; add one where a model with trainable routers has none."""
+    callbacks = trainer.callback_handler.callbacks
+    ours = [callback for callback in callbacks if isinstance(callback, RoutingCallback)]
+    for callback in ours:
+        if isinstance(callback, DepthRouteCallback) and callback.trainer is None:
+            callback.trainer = trainer
+    if not ours and _trains_routers(trainer.model):
+        logger.info("%s trains a routed model: added DepthRouteCallback, default weights", type(trainer).__name__)
+        trainer.add_callback(DepthRouteCallback(trainer))
+
+
+def _trains_routers(model: Any) -> bool:
+    try:
+        holders = active_routings(model)
+    except ValueError:
+        return False  # no routed layer, or none that is active
+    return any(parameter.requires_grad for holder in holders for parameter in holder.depth_route_gate.parameters())
+
+
+install()
