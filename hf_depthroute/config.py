@@ -171,6 +171,7 @@ class DepthRouteConfig(PeftConfig):
 
     def _fill_in(self) -> None:
         """The defaults that depend on other fields; the saved configuration holds what they came to."""
+        self.task_type = self.task_type or "CAUSAL_LM"  # PEFT wraps a model by it
         fixed = self.gate in ("linear", "halting")
         if self.gate == "halting":
             self.gate_input = "residual"

@@ -49,8 +49,7 @@ def get_depth_routed_model(
 ) -> PeftModel:
     """Inject routers and cheap branches into `model`; only they train.
 
-    The same as `peft.get_peft_model(model, config, adapter_name)`, except that `config` is copied and the task type
-    defaults to causal language modelling.
+    The same as `peft.get_peft_model(model, config, adapter_name)`, except that `config` is copied.
 
     Args:
         model: A transformers model of a supported family. It is changed in place.
@@ -63,8 +62,6 @@ def get_depth_routed_model(
         ConfigError: A layer index is out of range for this model; the model is untouched.
     """
     config = DepthRouteConfig() if config is None else copy.deepcopy(config)
-    if config.task_type is None:
-        config.task_type = "CAUSAL_LM"
     return get_peft_model(model, config, adapter_name=adapter_name, **kwargs)
 
 

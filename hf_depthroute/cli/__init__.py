@@ -1,4 +1,4 @@
-"""The command line: `hf-depthroute train | eval | bench | generate | study | report | doctor | families`.
+"""The command line: `hf-depthroute train | eval | bench | generate | serve | study | report | doctor | families`.
 
 Every command ends with exit code 0, or with one line `error: ...` on stderr and a code that says what went wrong:
 2 command line, config or data; 3 the Hub; 4 a corrupt or mismatched adapter; 5 memory or disk; 130 Ctrl-C; 1 the rest.
@@ -21,6 +21,7 @@ from .evaluate import evaluate
 from .families import families
 from .generate import generate
 from .report import report
+from .serve import serve
 from .study import study
 from .train import train
 
@@ -52,6 +53,7 @@ app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("bench")(bench)
 app.command("generate")(generate)
+app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command("study")(study)
 app.command("report")(report)
 app.command("doctor")(doctor)

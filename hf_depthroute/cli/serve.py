@@ -1,0 +1,81 @@
+"""`hf-depthroute serve`: a routed model behind `transformers serve`.
+
+`transformers serve` does not know this package, and loads no adapter by its name. It does load a folder that holds a
+complete model and an adapter, so it is given one: links to the base's files and to the adapter's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options as o
+from .errors import CliError
+
+_BASE_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def serve(
+    context: typer.Context,
+    adapter: Annotated[str, typer.Argument(help="Hub id or folder of the adapter.")],
+    model: o.BaseModel = None,
+    debug: o.Debug = False,
+) -> None:
+    """Serve a routed model with `transformers serve`: the API of OpenAI, chat and completions.
+
+    Every other option goes to `transformers serve` (see its --help), such as --port, --device, --dtype and
+    --continuous-batching. Requests name the model by the adapter's Hub id or folder name, or not at all. Needs
+    pip install "transformers[serving]".
+
+    \b
+    Example:
+      hf-depthroute serve routed --port 8000
+      curl localhost:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "def main():"}'
+    """
+    from transformers.utils.import_utils import is_serve_available
+
+    from . import loading
+
+    if not is_serve_available():
+        raise CliError('serve needs more packages; install them with: pip install "transformers[serving]"')
+    base = loading.base_of(adapter, loading.load_adapter_config(adapter), model)
+    name = Path(adapter).resolve().name if Path(adapter).is_dir() else adapter
+    from transformers.cli.transformers import app
+
+    with tempfile.TemporaryDirectory(prefix="depthroute") as root:
+        link_model(_folder(base, _BASE_FILES), _folder(adapter, None), Path(root, name))
+        os.chdir(root)  # the server calls the model by the path that it was given
+        print(f"serving {adapter} on {base} as model {name!r}", file=sys.stderr)
+        app(["serve", name, *context.args], standalone_mode=False)
+
+
+def link_model(base: Path, adapter: Path, folder: Path) -> None:
+    """Make `folder`: links to the base's files and to the adapter's, which count where both have one.
+
+    The model's own configuration and weights are the base's, whatever lies beside the adapter.
+    """
+    folder.mkdir(parents=True)
+    files = {file.name: file for file in base.iterdir() if file.is_file()}
+    files |= {
+        file.name: file
+        for file in adapter.iterdir()
+        if file.is_file() and file.name != "config.json" and not file.name.startswith(("model", "README"))
+    }
+    for name, file in files.items():
+        (folder / name).symlink_to(file.resolve())
+
+
+def _folder(source: str, patterns: list[str] | None) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    import huggingface_hub
+
+    from . import loading
+
+    with loading.explained(f"model {source}", source):
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns))
