@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate_worker import run_recipes
 from models import build_routed, decoder_layers
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -215,6 +216,7 @@ def main(folder: Path) -> None:
     found = {"accelerate_loop": accelerate_loop()}  # comes first: it starts the process group
     rank, world = dist.get_rank(), dist.get_world_size()
     found |= {scenario.__name__: scenario(rank, world) for scenario in (*STEPS, *SHARDED, *RUNS)}
+    run_recipes(folder, folder)
     for name, result in found.items():
         torch.save(result, folder / f"{name}-{rank}.pt")
     dist.destroy_process_group()

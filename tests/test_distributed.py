@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate_worker import RECIPE, run_recipe
 from distributed_worker import RUNS, SHARDED, STEPS, Result
 from models import build_routed
+from safetensors.torch import load_file
+from text_models import save_base, write_text
 from training import adapter_state, assert_same_tensors
 
 TESTS = Path(__file__).parent
@@ -31,9 +35,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    # --multi_gpu stands for the launcher of several processes; with --cpu, accelerate starts one process only.
-    options = "--multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0 --mixed_precision no"
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), "--dynamo_backend", "no"]
+    save_base(folder / "base")
+    write_text(folder / "text.txt", lines=200)
+    # Its MULTI_GPU stands for the launcher of several processes; with --cpu, accelerate starts one process only.
+    options = ["--config_file", str(RECIPE / "ddp.yaml"), "--main_process_port", "0"]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", *options]
     command = [*launcher, str(TESTS / "distributed_worker.py"), str(folder)]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -125,3 +131,34 @@ def test_an_accelerate_loop_ends_with_the_same_adapter_on_both_ranks(results: Pa
     trained = [name for name in initial if ".depth_route_gate." in name or ".depth_route_branch." in name]
     assert moved == trained
     assert first["losses"] != second["losses"] and len(first["losses"]) == 4
+
+
+@pytest.fixture(scope="module")
+def one_process(results: Path) -> Path:
+    """The recipe's run in one process, from its checkpoint in the middle on a second time."""
+    run_recipe(results, results / "one")
+    run_recipe(results, results / "again", "--resume", str(results / "one" / "checkpoints" / "step-2"))
+    return results
+
+
+@pytest.mark.parametrize("run", ["ddp", "fsdp2", "again", "resumed"])
+def test_the_accelerate_recipe_trains_the_adapter_of_one_process(one_process: Path, run: str) -> None:
+    """On two processes, whole or split, and from a checkpoint."""
+    expected, found = one_process / "one", one_process / run
+    losses = json.loads((expected / "losses.json").read_text())
+    assert len(losses) == 4 and len(set(losses)) == 4
+    assert json.loads((found / "losses.json").read_text()) == pytest.approx(losses, abs=1e-5)
+    adapters = [load_file(folder / "adapter_model.safetensors") for folder in (expected, found)]
+    trained = [{n: v for n, v in adapter.items() if "quantiles" not in n} for adapter in adapters]
+    assert_same_tensors(*trained, tolerance=1e-4)
+
+
+def test_every_configuration_of_the_recipe_is_one_that_accelerate_reads() -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    kinds = {path.stem: load_config_from_file(str(path)).distributed_type for path in RECIPE.glob("*.yaml")}
+    assert {name: str(kind) for name, kind in kinds.items()} == {
+        "ddp": "DistributedType.MULTI_GPU",
+        "fsdp2": "DistributedType.FSDP",
+        "zero3": "DistributedType.DEEPSPEED",
+    }
