@@ -115,6 +115,8 @@ def fused_loss_obstacle(model: nn.Module) -> str | None:
         return "the LM head is not a plain linear layer"
     if head.out_features != getattr(config, "vocab_size", None):
         return "the LM head and the vocabulary differ in size"
+    if type(head.weight) is not nn.Parameter:
+        return "the weight of the LM head is quantised or split"
     if head.weight.is_meta or hasattr(head.weight, "ds_id") or hasattr(head.weight, "placements"):
         return "the weight of the LM head is not whole"
     if any(_is_hooked(module) for module in {id(m): m for m in (model, base, head)}.values()):

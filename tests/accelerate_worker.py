@@ -21,23 +21,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "accelerate"
-OPTIONS = [
-    "--cpu",
-    "--length",
-    "16",
-    "--batch-size",
-    "4",
-    "--accumulate",
-    "2",
-    "--steps",
-    "4",
-    "--save-every",
-    "2",
-    "--log-every",
-    "4",
-    "--gate",
-    "jepa",
-]
+OPTIONS = "--cpu --length 16 --batch-size 4 --accumulate 2 --steps 4 --save-every 2 --log-every 4"
 
 
 def run_recipe(data: Path, out: Path, *more: str) -> None:
@@ -48,7 +32,7 @@ def run_recipe(data: Path, out: Path, *more: str) -> None:
 
         options = ["--model", str(data / "base"), "--dataset", str(data / "text.txt"), "--out", str(out)]
         forget()
-        train.train(train.parse([*OPTIONS, *options, *more]))
+        train.train(train.parse([*OPTIONS.split(), *options, *more]))
     finally:
         sys.path.remove(str(RECIPE))
         forget()

@@ -45,12 +45,13 @@ def sft_arguments(folder: Path, **fields: Any) -> Any:
     return trl.SFTConfig(**defaults | {"bf16": False, "gradient_checkpointing": False} | fields)
 
 
-def sft(folder: Path, data: Any, cls: Any = None, callbacks: Any = (), config: Any = None, **fields: Any) -> Any:
+def sft(
+    folder: Path, data: Any, cls: Any = None, callbacks: Any = (), config: Any = None, model: Any = None, **fields: Any
+) -> Any:
     tokenizer = word_tokenizer()
     tokenizer.chat_template = CHAT
-    model = build_base("llama")
     return (cls or trl.SFTTrainer)(
-        model,
+        model or build_base("llama"),
         args=sft_arguments(folder, **fields),
         train_dataset=data,
         processing_class=tokenizer,
