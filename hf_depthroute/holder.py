@@ -253,9 +253,7 @@ class Routing(nn.Module, BaseTunerLayer):
         """See `merge`."""
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        weight = next((p for module in (self._norms[0]["ffn"][0], *self._ffn) for p in module.parameters()), None)
-        target = torch.device("cpu") if weight is None else weight.device
-        target = target if device is None else device
+        target = _device_of(self._norms[0]["ffn"][0], *self._ffn) if device is None else device
         for group in self.adapter_layer_names + self.other_param_names:
             modules = getattr(self, group)
             if adapter_name not in modules or target.type == "meta":
@@ -270,6 +268,15 @@ class Routing(nn.Module, BaseTunerLayer):
         salt = {"gate": 1, "branch": 2, "target": 3, "predictor": 4}[part]
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + self.layer_index * 7 + salt) % 2**63)
         module.reset_parameters(generator)
+
+
+def _device_of(*modules: nn.Module) -> torch.device:
+    """Where the first weight of `modules` runs: of an offloaded one, the device to which it is fetched."""
+    for part in (part for module in modules for part in module.modules()):
+        for weight in part.parameters(recurse=False):
+            execution = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+            return weight.device if weight.device.type != "meta" or execution is None else torch.device(execution)
+    return torch.device("cpu")
 
 
 def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Step]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -135,7 +136,18 @@ def _read_strictly(
         except AdapterMismatchError:
             discard(model, name)
             raise
+        load_config = replace(load_config, device_map=_kept_in_place(model, load_config.device_map))
     return getattr(type(model), _READER)(model, state_dict, checkpoint_files, load_config, **kwargs)
+
+
+def _kept_in_place(model: nn.Module, device_map: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A device map for reading an adapter: its parts stay where they are, whatever is offloaded around them.
+
+    Otherwise the parts of a layer on disk would be left at their first values: nothing would fetch them from there.
+    """
+    parts = {name: holder for name, holder in model.named_modules() if isinstance(holder, Routing)}
+    places = {name: next(holder.parameters()).device for name, holder in parts.items() if [*holder.parameters()]}
+    return {**(device_map or {}), **places}
 
 
 def _adapter_to_load(weight_mapping: Any) -> str | None:

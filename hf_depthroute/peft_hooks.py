@@ -23,6 +23,7 @@ from .adapter_file import WEIGHTS_NAME, AdapterMismatchError, check_folder, read
 from .config import ConfigError, DepthRouteConfig
 from .holder import Routing
 from .loading import discard
+from .placement import kept_where_it_is
 from .saving import atomically, settle
 from .summary import routed_lines
 
@@ -62,7 +63,7 @@ def _undoing_new(make: Any) -> Any:
     def from_pretrained(
         cls: Any, model: Any, model_id: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
     ) -> Any:
-        with _undone(model, model_id, adapter_name):
+        with kept_where_it_is(model, model_id, kwargs), _undone(model, model_id, adapter_name):
             return make(cls, model, model_id, adapter_name, *args, **kwargs)
 
     return from_pretrained

@@ -100,6 +100,11 @@ class DepthRouteModel(BaseTuner):
             family = find_family(model)
             decoder = find_decoder(model, family)
             layers = getattr(decoder, family.layers)
+            if any(hasattr(parameter, "ds_id") for parameter in layers[0].parameters()):
+                raise ConfigError(
+                    "DeepSpeed ZeRO-3 has split the base's weights already, so the adapter cannot be sized by them; "
+                    "load the base whole (zero3_init_flag: false), inject, and let ZeRO-3 split both"
+                )
             routed = self._check(model, adapter_name, config, depth=len(layers))
             _check_parts(model, family, layers, routed, config)
         except ValueError:

@@ -20,6 +20,7 @@ from models import (
     logits,
     make_consequential,
     routed,
+    tokens,
 )
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -192,3 +193,36 @@ def test_device_map_while_loading(family: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map={"": "cpu"})
     assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "adapter")), logits(model))
+
+
+@pytest.mark.parametrize("place", ["auto", "disk"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "olmoe"])
+def test_an_adapter_goes_onto_a_base_that_does_not_fit(family: str, place: str, tmp_path: Path) -> None:
+    """`device_map` with too little memory, so layers are on disk; by PEFT's path and by transformers'."""
+    build_base(family).save_pretrained(tmp_path / "base")
+    model = routed(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    model.save_pretrained(tmp_path / "adapter")
+    expected, ids = logits(model), tokens(2, 5)
+    text = model.generate(ids, max_new_tokens=4, do_sample=False)
+    size = sum(parameter.numel() * 4 for parameter in model.get_base_model().parameters())
+    how: dict[str, Any] = {"device_map": {"": "disk"}}
+    if place == "auto":
+        how = {"device_map": "auto", "max_memory": {"cpu": int(0.6 * size)}}
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", offload_folder=tmp_path / "one", **how)
+    spread = base.hf_device_map
+    assert "disk" in spread.values()
+    base_logits = logits(base)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert torch.equal(logits(loaded), expected)
+    assert torch.equal(loaded.generate(ids, max_new_tokens=4, do_sample=False), text)
+    assert base.hf_device_map is spread
+    assert torch.equal(logits(loaded.unload()), base_logits)
+    auto = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", offload_folder=tmp_path / "two", **how)
+    assert torch.equal(logits(auto), expected)
+
+
+def test_a_base_that_deepspeed_has_split_is_refused() -> None:
+    base = build_base("llama")
+    decoder_layers(base)[0].post_attention_layernorm.weight.ds_id = 0  # what `deepspeed.zero.Init` leaves
+    with pytest.raises(ConfigError, match="zero3_init_flag: false"):
+        get_depth_routed_model(base, DepthRouteConfig())

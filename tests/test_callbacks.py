@@ -1,0 +1,61 @@
+"""A Trainer that nobody told about routing trains routers with the routing losses all the same."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from models import build_routed
+from training import adapter_state, assert_same_tensors, make_trainer, rows, stacked, step_logs
+from transformers import Trainer
+
+from hf_depthroute import DepthRouteCallback, DepthRouteTrainer
+from hf_depthroute.callbacks import RoutingCallback, install
+from hf_depthroute.trainer import RoutingArguments
+
+
+def test_a_trainer_that_was_told_nothing_equals_ours(tmp_path: Path) -> None:
+    """Weights and schedules among its arguments count."""
+    examples, logs, states = rows(8, padding=(0, 3)), [], []
+    for cls in (DepthRouteTrainer, Trainer):
+        model = build_routed("llama")
+        trainer, _ = make_trainer(model, examples, tmp_path, cls, budget_weight=2.0, gradient_accumulation_steps=2)
+        trainer.train()
+        trainer.train()  # a second time: still one callback
+        assert sum(isinstance(callback, RoutingCallback) for callback in trainer.callback_handler.callbacks) == 1
+        logs.append(step_logs(trainer))
+        states.append(adapter_state(model))
+    for one, two in zip(*logs, strict=True):
+        for name in ("loss", "loss_lm", "loss_budget", "full_ratio/layer_1"):
+            assert one[name] == pytest.approx(two[name], abs=1e-5), name
+    assert_same_tensors(*states, tolerance=1e-5)
+
+
+def test_wrapping_the_trainer_twice_wraps_it_once() -> None:
+    before = Trainer.train
+    install()
+    assert Trainer.train is before
+
+
+def test_a_callback_that_nobody_told_its_trainer_learns_it(tmp_path: Path) -> None:
+    model, callback = build_routed("llama"), DepthRouteCallback(arguments=RoutingArguments(budget_weight=0.0))
+    trainer, _ = make_trainer(model, rows(2), tmp_path, Trainer)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.trainer is trainer
+    assert "loss_budget" not in step_logs(trainer)[0] and "loss_alive" in step_logs(trainer)[0]
+
+
+def test_a_loop_without_the_routing_losses_is_warned() -> None:
+    model, batch = build_routed("llama").train(), stacked(rows(2))
+    with pytest.warns(UserWarning, match="trains routers without the routing losses"):
+        model(**batch)
+    for holder in (module for module in model.modules() if hasattr(module, "depth_route_gate")):
+        holder.depth_route_gate.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch)
+        with torch.no_grad():
+            model.eval()(**batch)
