@@ -51,6 +51,12 @@ class RoutePlan:
     everything: bool = False
     executor: str = "auto"
 
+    @property
+    def compared(self) -> torch.Tensor | float | None:
+        """The threshold that scores are compared with; None where something else decides."""
+        elsewhere = self.rule in ("topk", "gumbel", "predictor", "static", "full") or self.replayed is not None
+        return None if elsewhere else self.threshold
+
 
 def make_plan(holder: Routing, name: str, config: DepthRouteConfig, training: bool, executor: str) -> RoutePlan:
     """The plan of the next forward pass of adapter `name`, from the holder's run-time state."""

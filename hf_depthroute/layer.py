@@ -234,6 +234,6 @@ def _record(
 ) -> None:
     mask, scores, probs, *extras = values
     named = dict(zip(plan.extras, extras))
-    record = RouteRecord(mask, scores, probs, token_mask, plan.budget, named, plan.temperature)
+    record = RouteRecord(mask, scores, probs, token_mask, plan.budget, named, plan.temperature, plan.compared)
     for trace in plan.recorders:
         trace[holder.layer_index] = record

@@ -15,6 +15,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from .holder import Routing
+    from .report.run.tokens import TokenView
 
 
 @dataclass
@@ -33,6 +34,8 @@ class RouteRecord:
         budget: The budget in force.
         extras: What the gate adds, each `[B, T, ...]`; also reachable as attributes (`record.q_full`).
         temperature: `tau`; the default is that of `DepthRouteConfig`.
+        threshold: What the scores were compared with, a float or `[]`; None where something else decided, such as
+            top-k, a causal predictor or a replay.
     """
 
     mask: torch.Tensor
@@ -42,6 +45,7 @@ class RouteRecord:
     budget: float
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
     temperature: float = 2.0
+    threshold: torch.Tensor | float | None = None
 
     def __getattr__(self, name: str) -> torch.Tensor:
         extras = self.__dict__.get("extras", {})
@@ -93,6 +97,34 @@ class RouteTrace(Mapping[int, RouteRecord]):
     def positions(self, start: int, stop: int) -> RouteTrace:
         """The part of the trace at positions `start:stop`, to replay a longer run piece by piece."""
         return RouteTrace({i: _slice(record, start, stop) for i, record in self.items()})
+
+    def show(
+        self,
+        tokenizer: Any = None,
+        input_ids: torch.Tensor | None = None,
+        *,
+        logits: torch.Tensor | None = None,
+        prompt_length: int | None = None,
+    ) -> TokenView:
+        """The decisions as coloured text, with every layer's score and threshold; a notebook displays the result.
+
+            trace.show(tokenizer, batch["input_ids"])
+
+        Args:
+            tokenizer: Makes text of `input_ids`; without it the ids are shown.
+            input_ids: `[B, T]`, what the model was called with; without it the positions are shown.
+            logits: `[B, T, V]`, the model's output; adds the loss of every token.
+            prompt_length: Tokens in front of the generated ones, if text was generated.
+
+        Returns:
+            A `TokenView`: `_repr_html_` for notebooks, `save("page.html")` for everything else.
+
+        Raises:
+            ValueError: The trace is empty, or `input_ids` or `logits` do not have its shape.
+        """
+        from .report.run.tokens import view_of
+
+        return view_of(self, tokenizer, input_ids, logits=logits, prompt_length=prompt_length)
 
     @staticmethod
     def cat(traces: list[RouteTrace]) -> RouteTrace:

@@ -1,4 +1,4 @@
-"""`hf-depthroute report`: tables, figures and verdicts of a study."""
+"""`hf-depthroute report`: one HTML page about a routed model, or about a study."""
 
 from __future__ import annotations
 
@@ -10,23 +10,85 @@ import typer
 
 from . import options as o
 from .errors import CliError
+from .report_run import RunOptions, report_run
 
 
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Result folder of a study, or of a report.")],
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to write. Default: DIR/report.")] = None,
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Folder of an adapter, or result folder of a study.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="Hub id or folder of the adapter.")] = None,
+    model: o.BaseModel = None,
+    config: o.ConfigFile = None,
+    dataset: Annotated[str | None, typer.Option(help="Text to measure and to show: as for train.")] = None,
+    dataset_name: o.DatasetName = None,
+    split: Annotated[str, typer.Option(help="Split of the text.")] = "train",
+    column: o.Column = "text",
+    streaming: o.Streaming = False,
+    budgets: Annotated[
+        str | None,
+        typer.Option(help="Fractions of tokens that run full, comma-separated. Default: 0.25,0.5,0.75."),
+    ] = None,
+    blocks: Annotated[int, typer.Option(min=1, help="At most this many blocks.")] = 64,
+    batch_size: o.BatchSize = 8,
+    length: o.Length = 256,
+    samples: Annotated[int, typer.Option(min=1, help="Blocks of the text in the token view.")] = 3,
+    prompt: Annotated[str | None, typer.Option(help="Show how this text is continued, too.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="With --prompt: tokens to add.")] = 64,
+    eval_file: Annotated[
+        Path | None, typer.Option("--eval", metavar="FILE", help="Losses from eval --json, instead of taking them.")
+    ] = None,
+    bench_file: Annotated[
+        Path | None, typer.Option("--bench", metavar="FILE", help="Times from bench --json, instead of taking them.")
+    ] = None,
+    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True,
+    title: Annotated[str | None, typer.Option(help="Of the page. Default: the adapter's name.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where to write; of an adapter's page also a .html. Default: DIR/report."),
+    ] = None,
+    allow_base_mismatch: o.AllowBaseMismatch = False,
     debug: o.Debug = False,
 ) -> None:
-    """Write report.html, report.md, the figures and results.json of a study.
+    """Write one HTML page that loads nothing: about a routed model, or about a study.
 
-    Verdicts on the papers' claims come from paired seeds; a study without the papers' configs gets tables and figures.
-    A folder with only results.json, as a report leaves it, is enough to write the report again.
+    Of an adapter: loss, speed and arithmetic by budget, what every layer ran, scores with thresholds, and a text
+    coloured token by token. Of a study: verdicts on the papers' claims from paired seeds, tables and figures, and
+    report.md and results.json besides; a folder with only results.json is enough to write that report again.
 
     \b
     Example:
-      hf-depthroute report results
-      hf-depthroute report results --out page
+      hf-depthroute report --adapter routed --dataset my_text.jsonl --budgets 0.25,0.5,0.75
+      hf-depthroute report routed --dataset my_text.jsonl --prompt "Once upon a time" --out page.html
+      hf-depthroute report results                                     # of hf-depthroute study
     """
+    if directory is not None and (directory / "adapter_config.json").is_file():
+        if adapter is not None:
+            raise CliError(f"report: {directory} and --adapter {adapter} are two adapters; give one")
+        adapter = str(directory)
+    elif directory is not None:
+        given = {"--adapter": adapter, "--dataset": dataset, "--prompt": prompt, "--eval": eval_file}
+        given |= {"--bench": bench_file, "--budgets": budgets, "--model": model}
+        misplaced = [name for name, value in given.items() if value is not None]
+        if misplaced:
+            raise CliError(f"report: {misplaced[0]} is for an adapter, and {directory} is no adapter's folder")
+        _report_study(directory, out, debug)
+        return
+    if adapter is None:
+        raise CliError("report: give --adapter and --dataset, or the folder of a study")
+    if dataset is None:
+        raise CliError(f"report: give --dataset, the text to measure adapter {adapter} on")
+    run = RunOptions(
+        adapter=adapter, model=model, dataset=dataset, dataset_name=dataset_name, split=split, column=column,
+        streaming=streaming, budgets=budgets, blocks=blocks, batch_size=batch_size, length=length, samples=samples,
+        prompt=prompt, max_new_tokens=max_new_tokens, eval_file=eval_file, bench_file=bench_file, speed=speed,
+        title=title, dtype=dtype, out=out, allow_base_mismatch=allow_base_mismatch,
+    )  # fmt: skip
+    print(report_run(run, debug))
+
+
+def _report_study(directory: Path, out: Path | None, debug: bool) -> None:
     if importlib.util.find_spec("adjustText") is None:
         raise CliError("adjustText is not installed: pip install 'hf-depthroute[study]'")
     from . import loading

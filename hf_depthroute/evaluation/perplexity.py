@@ -89,7 +89,7 @@ def evaluate_budgets(
     kept = list(batches)
     calibration = None if calibration_batches is None else list(calibration_batches)
     with (
-        _restored(model),
+        restored(model),
         tqdm(total=len(kept) * (1 + 2 * len(budgets)), desc="eval", unit="batch", disable=None) as bar,
     ):
         with model.disable_adapter():
@@ -161,7 +161,7 @@ def _routed_loss(model: nn.Module, blocks: list[Batch], after_batch: Callable[[]
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module) -> Iterator[None]:
     """Put the active adapter's budget, quantile tables and controllers back."""
     holders = active_routings(model)
     configs = [holder.active_config() for holder in holders]

@@ -1,0 +1,247 @@
+"""What a page shows of a routed model, measured on text: scores and decisions per layer, counted cost, token views.
+
+Shapes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...calibration import active_routings, set_budget
+from ...cost import route_cost
+from ...evaluation.perplexity import restored
+from ...trace import RouteRecord, RouteTrace, record_routes
+from .tokens import run_data, token_losses, view_data
+
+BINS = 40
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """Decisions of one layer at one budget.
+
+    Attributes:
+        threshold: What scores were compared with; None where something else decided.
+        full_ratio: Share of real tokens that ran full.
+        edges: `BINS + 1` borders of the histogram's bins, the same at every budget; NaN scores are in none.
+        full: Decisions per bin that ran full.
+        skipped: Decisions per bin that did not.
+    """
+
+    threshold: float | None
+    full_ratio: float
+    edges: list[float]
+    full: list[int]
+    skipped: list[int]
+
+
+@dataclass(frozen=True)
+class BudgetCost:
+    """Counted cost of one forward pass at the shares that ran full, in FLOPs.
+
+    `rest + full + overhead + skipped` is `dense + overhead`.
+
+    Attributes:
+        dense: The base model.
+        rest: What is never skipped: layers and parts that are not routed, and the head.
+        full: The routed parts of the tokens that ran full.
+        overhead: Routers and cheap branches.
+        skipped: What the dense model would have computed besides.
+    """
+
+    dense: float
+    rest: float
+    full: float
+    overhead: float
+    skipped: float
+
+
+@dataclass
+class RunReport:
+    """What a page about a routed model shows. All lists about budgets are in the order of `budgets`.
+
+    Attributes:
+        title: Of the page.
+        facts: Names and texts: what was measured on what.
+        rows: Of `hf-depthroute eval --json`.
+        budgets: Budgets, ascending; the single one of an adapter that follows no budget.
+        follows_budget: Whether the adapter does.
+        scores: `{layer: LayerScores}` per budget.
+        costs: Per budget.
+        cost_shape: Sequences and tokens per sequence that `costs` are of.
+        tokens: From `view_data`; each text has a run per budget.
+        bench: Of `hf-depthroute bench --json`; None where speed was not measured.
+        notes: What the reader must know besides.
+    """
+
+    title: str
+    facts: list[tuple[str, str]]
+    rows: Sequence[Mapping[str, Any]]
+    budgets: list[float]
+    follows_budget: bool
+    scores: list[dict[int, LayerScores]]
+    costs: list[BudgetCost]
+    cost_shape: tuple[int, int]
+    tokens: dict[str, Any]
+    bench: Mapping[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text for the token view.
+
+    Attributes:
+        label: What the reader can choose it by.
+        input_ids: `[T]`.
+        new_tokens: Tokens to generate after it, at every budget by itself.
+    """
+
+    label: str
+    input_ids: torch.Tensor
+    new_tokens: int = 0
+
+
+@contextlib.contextmanager
+def at_budgets(model: Any, budgets: Sequence[float]) -> Iterator[Iterator[float]]:
+    """An iterator that sets each budget in turn; the adapter's own is back after the block.
+
+    An adapter that follows no budget runs as it is.
+    """
+    follows = active_routings(model)[0].active_config().takes_budget()
+
+    def each() -> Iterator[float]:
+        for budget in budgets:
+            if follows:
+                set_budget(model, budget)
+            yield budget
+
+    with restored(model):
+        yield each()
+
+
+@torch.no_grad()
+def collect_scores(
+    model: Any, batches: Sequence[Mapping[str, torch.Tensor]], budgets: Sequence[float]
+) -> list[dict[int, LayerScores]]:
+    """Scores and decisions of every routed layer over `batches`, per budget, by the causal rule.
+
+    Args:
+        model: A `PeftModel` in eval mode with one active depth-routed adapter; left as it was.
+        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`.
+        budgets: To look at, ascending.
+    """
+    found: list[dict[int, tuple[RouteRecord, torch.Tensor, torch.Tensor]]] = []
+    with at_budgets(model, budgets) as each:
+        for _ in each:
+            parts: dict[int, list[tuple[RouteRecord, torch.Tensor, torch.Tensor]]] = {}
+            for batch in batches:
+                with record_routes(model) as trace:
+                    model(**_inputs(model, batch), use_cache=False)
+                for index, r in trace.items():
+                    parts.setdefault(index, []).append((r, r.scores[r.real].float().cpu(), r.mask[r.real].cpu()))
+            found.append(
+                {i: (p[0][0], torch.cat([s for _, s, _ in p]), torch.cat([m for *_, m in p])) for i, p in parts.items()}
+            )
+    edges = {index: _edges(torch.cat([layers[index][1] for layers in found])) for index in found[0]}
+    return [{i: _layer_scores(*layers[i], edges[i]) for i in layers} for layers in found]
+
+
+def count_costs(
+    model: Any, scores: Sequence[Mapping[int, LayerScores]], batch_size: int, length: int
+) -> list[BudgetCost]:
+    """The cost of one prompt pass at the measured shares, all logits computed, from `route_cost`."""
+    costs = []
+    for layers in scores:
+        size: dict[str, int] = {"batch_size": batch_size, "length": length, "logits_to_keep": length}
+        at = route_cost(model, full_ratio={i: layer.full_ratio for i, layer in layers.items()}, **size)
+        none = route_cost(model, full_ratio=dict.fromkeys(layers, 0.0), **size)
+        costs.append(
+            BudgetCost(
+                dense=at.flops_dense,
+                rest=none.flops_ideal,
+                full=at.flops_ideal - none.flops_ideal,
+                overhead=at.flops_routed - at.flops_ideal,
+                skipped=at.flops_dense - at.flops_ideal,
+            )
+        )
+    return costs
+
+
+@torch.no_grad()
+def collect_tokens(model: Any, tokenizer: Any, samples: Sequence[Sample], budgets: Sequence[float]) -> dict[str, Any]:
+    """The token view's data: every sample at every budget, with the losses of the routed and of the dense model.
+
+    A sample with new tokens is continued greedily. Then its decisions are recorded over the prompt and, with the
+    prompt's cache, over the rest, which is what decoding decided.
+    """
+    texts: list[dict[str, Any]] = [{"label": sample.label, "runs": []} for sample in samples]
+    last: RouteTrace | None = None
+    with at_budgets(model, budgets) as each:
+        for budget in each:
+            for sample, text in zip(samples, texts):
+                prompt = sample.input_ids[None].to(model.device)
+                ids = _continued(model, tokenizer, prompt, sample.new_tokens)
+                last, logits = _recorded(model, ids, prompt.shape[1])
+                with model.disable_adapter():
+                    dense = model(ids, use_cache=False).logits
+                run = run_data(
+                    last, 0, tokenizer, ids[0].tolist(),
+                    loss=token_losses(logits, ids)[0],
+                    dense_loss=token_losses(dense, ids)[0],
+                    prompt_length=prompt.shape[1] if sample.new_tokens else None,
+                )  # fmt: skip
+                text["runs"].append(run | {"budget": float(budget)})
+    if last is None:
+        raise ValueError("collect_tokens: there is no sample, or no budget")
+    return view_data(last, texts)
+
+
+def _continued(model: Any, tokenizer: Any, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    if not new_tokens:
+        return prompt
+    pad = tokenizer.pad_token_id
+    ids: torch.Tensor = model.generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, do_sample=False,
+        temperature=None, top_p=None, top_k=None, pad_token_id=tokenizer.eos_token_id if pad is None else pad,
+    )  # fmt: skip
+    return ids
+
+
+def _recorded(model: Any, ids: torch.Tensor, prompt: int) -> tuple[RouteTrace, torch.Tensor]:
+    """The decisions about `ids` `[1, T]` and the logits, with the prompt decided before what follows it."""
+    traces, logits, cache = [], [], None
+    for part in (ids[:, :prompt], ids[:, prompt:]):
+        if part.shape[1]:
+            with record_routes(model) as trace:
+                out = model(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            traces.append(trace)
+            logits.append(out.logits)
+    return RouteTrace.cat(traces), torch.cat(logits, dim=1)
+
+
+def _inputs(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask") if name in batch}
+
+
+def _edges(scores: torch.Tensor) -> torch.Tensor:
+    """Borders of the bins: without the outermost 0.1 % on either side, which the outer bins take in."""
+    known = scores[scores.isfinite()]
+    if not len(known):
+        return torch.linspace(0, 1, BINS + 1)
+    low, high = (float(known.kthvalue(max(1, min(len(known), round(q * len(known))))).values) for q in (0.001, 0.999))
+    return torch.linspace(low, max(high, low + 1e-3), BINS + 1)
+
+
+def _layer_scores(record: RouteRecord, scores: torch.Tensor, mask: torch.Tensor, edges: torch.Tensor) -> LayerScores:
+    known = ~scores.isnan()
+    place = (torch.bucketize(scores, edges, right=True) - 1).clamp(0, BINS - 1)
+    counts = [torch.bincount(place[known & chosen], minlength=BINS).tolist() for chosen in (mask, ~mask)]
+    threshold = None if record.threshold is None else float(record.threshold)
+    return LayerScores(threshold, float(mask.float().mean()), edges.tolist(), *counts)

@@ -1,0 +1,64 @@
+"""Token ids as the pieces of text that a reader sees: one piece a token, or several tokens that make one character."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_REPLACEMENT = "\ufffd"  # what a tokenizer decodes half a character to
+_LONGEST = 8  # tokens that can make one character; what is still unreadable then is no text
+
+
+def text_pieces(tokenizer: Any, ids: Sequence[int], boundary: int | None = None) -> tuple[list[str], list[int]]:
+    """The text of `ids`, cut where tokens meet.
+
+    A token that is no text alone, such as one byte of a character, is joined with its neighbours. Pieces joined give
+    the decoded text.
+
+    Args:
+        tokenizer: Of the model.
+        ids: `[T]`.
+        boundary: A position that no piece reaches across, such as the end of a prompt.
+
+    Returns:
+        The pieces, and how many tokens each holds; the sum is `T`.
+    """
+    pieces: list[str] = []
+    counts: list[int] = []
+    start = 0  # of the tokens that are not yet a piece
+    while start < len(ids):
+        # Decoded with the piece in front, since some tokenizers drop the space of a first token; never with a part of
+        # it, which half a character would make unreadable.
+        context = ids[start - counts[-1] : start] if counts else []
+        before = _decode(tokenizer, context)
+        last = min(len(ids), start + _LONGEST)
+        if boundary is not None and start < boundary:
+            last = min(last, boundary)
+        for stop in range(start + 1, last + 1):
+            text = _after(before, _decode(tokenizer, [*context, *ids[start:stop]]))
+            if text is not None and not text.endswith(_REPLACEMENT):
+                break
+        else:  # never readable: one unreadable token
+            stop = start + 1
+            text = _decode(tokenizer, ids[start:stop])
+        pieces.append(text or "")
+        counts.append(stop - start)
+        start = stop
+    return pieces, counts
+
+
+def _after(before: str, whole: str) -> str | None:
+    """What `whole` says after `before`; None where its beginning is not yet settled."""
+    if not whole.startswith(before):
+        # The context may end in half a character that the new tokens complete.
+        before = before.rstrip(_REPLACEMENT)
+        if not whole.startswith(before):
+            return None
+    return whole[len(before) :]
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    if not ids:
+        return ""
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
