@@ -11,7 +11,7 @@ from hf_depthroute.report.run.tokens import run_data, token_losses, view_data
 from hf_depthroute.trace import RouteRecord, RouteTrace
 
 ATTACK = "</script><img src=x onerror=window.hacked=1>"
-HOSTILE = f"{ATTACK} & <b>\n\nשלום\U0001f999\x07\u202eevil\t'\"`{{{{7*7}}}}"
+HOSTILE = f"{ATTACK} & <b>\n\n\u05e9\u05dc\u05d5\u05dd\U0001f999\x07\u202eevil\t'\"`{{{{7*7}}}}"
 LAYERS = (2, 5, 6)
 BUDGETS = (0.25, 0.5, 0.9)
 
@@ -92,7 +92,7 @@ def planted_report(
         budgets=list(budgets),
         follows_budget=True,
         scores=[{layer: layer_scores(record) for layer, record in trace.items()} for trace in traces],
-        costs=[BudgetCost(100.0, 40.0, 60 * budget, 5.0, 60 * (1 - budget)) for budget in budgets],
+        costs=[BudgetCost(100.0, 40.0, 60 * budget, 5.0, 55 - 60 * budget) for budget in budgets],
         cost_shape=(4, 64),
         tokens=view_data(traces[0], [{"label": f"Label {ATTACK}", "runs": runs}]),
         bench={"prefill": part, "decode": part},

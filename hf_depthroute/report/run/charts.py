@@ -14,7 +14,7 @@ COST_PARTS = {
     "rest": "never skipped: layers and parts that are not routed, and the head",
     "full": "routed and run full",
     "overhead": "routers and cheap branches",
-    "skipped": "skipped",
+    "saved": "saved",
 }
 
 
@@ -81,26 +81,26 @@ def _legend(chart: Chart, names: Sequence[tuple[str, Series | None]]) -> int:
 
 def cost_chart(key: str, title: str, description: str, labels: Sequence[str], costs: Sequence[BudgetCost]) -> Chart:
     """Stacked bars of each budget's arithmetic over the dense model's."""
-    row, left, right = 34.0, 96.0, 14.0
+    row, left, right = 34.0, 96.0, 24.0
     height = 28 + row * (len(costs) + 1) + 44
     chart = Chart(key, _WIDTH, height, title, description)
-    most = max((cost.dense + cost.overhead) / cost.dense for cost in costs)
-    x = Scale(0, max(1.0, most), left, _WIDTH - right)
+    most = max(1 - min(cost.saved, 0.0) / cost.dense for cost in costs)
+    x = Scale(0, most, left, _WIDTH - right)
+    bottom = 8 + row * (len(costs) + 1)
+    for percent in (0, 25, 50, 75, 100):
+        chart.line(x(percent / 100), 4, x(percent / 100), bottom, "grid")
+        chart.text(x(percent / 100), bottom + 14, f"{percent}%", "middle")
     chart.text(left - 8, 25, "dense", "end")
-    chart.rect(left, 8, x(1) - left, row - 10, "part rest", "dense: 100 %")
+    chart.rect(left, 8, x(1) - left, row - 10, "part rest", "dense: 100%")
     for number, (label, cost) in enumerate(zip(labels, costs), 1):
         y = 8 + row * number
         chart.text(left - 8, y + 17, label, "end")
         start = 0.0
         for name, said in COST_PARTS.items():
-            share = getattr(cost, name) / cost.dense
-            tip = f"{label}, {said}: {100 * share:.1f} %"
+            share = max(getattr(cost, name), 0.0) / cost.dense
+            tip = f"{label}, {said}: {100 * share:.1f}%"
             chart.rect(x(start), y, x(start + share) - x(start), row - 10, f"part {name}", tip)
             start += share
-    bottom = 8 + row * (len(costs) + 1)
-    for percent in (0, 25, 50, 75, 100):
-        chart.line(x(percent / 100), 4, x(percent / 100), bottom, "grid")
-        chart.text(x(percent / 100), bottom + 14, f"{percent} %", "middle")
     chart.text((x.start + x.stop) / 2, bottom + 32, "FLOPs, share of the dense model's", "middle")
     return chart
 

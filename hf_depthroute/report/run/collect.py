@@ -44,21 +44,21 @@ class LayerScores:
 class BudgetCost:
     """Counted cost of one forward pass at the shares that ran full, in FLOPs.
 
-    `rest + full + overhead + skipped` is `dense + overhead`.
+    `rest + full + overhead + saved` is `dense`.
 
     Attributes:
         dense: The base model.
         rest: What is never skipped: layers and parts that are not routed, and the head.
         full: The routed parts of the tokens that ran full.
         overhead: Routers and cheap branches.
-        skipped: What the dense model would have computed besides.
+        saved: What the dense model computes more; negative where routers and branches cost more than they save.
     """
 
     dense: float
     rest: float
     full: float
     overhead: float
-    skipped: float
+    saved: float
 
 
 @dataclass
@@ -167,7 +167,7 @@ def count_costs(
                 rest=none.flops_ideal,
                 full=at.flops_ideal - none.flops_ideal,
                 overhead=at.flops_routed - at.flops_ideal,
-                skipped=at.flops_dense - at.flops_ideal,
+                saved=at.flops_dense - at.flops_routed,
             )
         )
     return costs

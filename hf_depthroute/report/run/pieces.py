@@ -28,8 +28,8 @@ def text_pieces(tokenizer: Any, ids: Sequence[int], boundary: int | None = None)
     start = 0  # of the tokens that are not yet a piece
     while start < len(ids):
         # Decoded with the piece in front, since some tokenizers drop the space of a first token; never with a part of
-        # it, which half a character would make unreadable.
-        context = ids[start - counts[-1] : start] if counts else []
+        # a character, which would make the rest unreadable.
+        context = ids[start - counts[-1] : start] if counts and not pieces[-1].endswith(_REPLACEMENT) else []
         before = _decode(tokenizer, context)
         last = min(len(ids), start + _LONGEST)
         if boundary is not None and start < boundary:
@@ -48,13 +48,8 @@ def text_pieces(tokenizer: Any, ids: Sequence[int], boundary: int | None = None)
 
 
 def _after(before: str, whole: str) -> str | None:
-    """What `whole` says after `before`; None where its beginning is not yet settled."""
-    if not whole.startswith(before):
-        # The context may end in half a character that the new tokens complete.
-        before = before.rstrip(_REPLACEMENT)
-        if not whole.startswith(before):
-            return None
-    return whole[len(before) :]
+    """What `whole` says after `before`; None where half a character makes even its beginning unreadable."""
+    return whole[len(before) :] if whole.startswith(before) else None
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:

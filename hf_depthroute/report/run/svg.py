@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
-LETTER = 6.6  # mean width of a letter at the charts' font size
+LETTER = 7.1  # mean width of a letter at the charts' font size
 
 
 @dataclass(frozen=True)
