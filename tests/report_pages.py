@@ -95,7 +95,7 @@ def planted_report(
         costs=[BudgetCost(100.0, 40.0, 60 * budget, 5.0, 55 - 60 * budget) for budget in budgets],
         cost_shape=(4, 64),
         tokens=view_data(traces[0], [{"label": f"Label {ATTACK}", "runs": runs}]),
-        bench={"prefill": part, "decode": part},
+        bench={"setting": {"batch": 4, "decode_batch": 1, "length": 64}, "prefill": part, "decode": part},
         notes=[f"A note {ATTACK}"],
     )
     return report, traces, tokenizer

@@ -317,7 +317,9 @@ def test_the_command_measures_and_writes_one_page(folders, tmp_path, capsys):
     adapter, text = folders
     out = tmp_path / "a" / "page.html"
     measured = ("--dataset", text, "--length", 16, "--blocks", 4, "--samples", 2, "--budgets", "0.5,0.25")
-    code, said, err = run(capsys, adapter, *measured, "--prompt", "the cat", "--max-new-tokens", 3, "--out", out)
+    code, said, err = run(
+        capsys, adapter, *measured, "--prompt", "the cat", "--max-new-tokens", 3, "--repeats", 1, "--out", out
+    )
     assert (code, said) == (0, f"{out}\n"), err
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
     page = out.read_text()
@@ -359,6 +361,7 @@ MISTAKES = [
     (("ADAPTER", "--dataset", "TEXT", "--eval", "absent.json"), "absent.json"),
     (("ADAPTER", "--dataset", "TEXT", "--eval", "broken.json"), "not a result of hf-depthroute eval"),
     (("ADAPTER", "--dataset", "TEXT", "--bench", "broken.json"), "broken.json"),
+    (("ADAPTER", "--dataset", "TEXT", "--bench", "short.json"), "not a result of hf-depthroute bench"),
     (("ADAPTER", "--dataset", "TEXT", "--budgets", "2"), "--budgets 2"),
     (("ADAPTER", "--dataset", "TEXT", "--out", "broken.json"), "is a file"),
     (("ADAPTER", "--dataset", "TEXT", "--length", "4096"), "--length 4096"),
@@ -370,6 +373,7 @@ MISTAKES = [
 def test_a_mistake_is_one_line(arguments, said, folders, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("broken.json").write_text("[1]")
+    Path("short.json").write_text('{"prefill": {"budgets": {"0.5": {}}}}')
     places = {"ADAPTER": folders[0], "TEXT": folders[1]}
     code, _, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
     (line,) = err.splitlines()

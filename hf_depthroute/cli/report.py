@@ -15,7 +15,7 @@ from .report_run import RunOptions, report_run
 
 def report(
     directory: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="Folder of an adapter, or result folder of a study.")
+        Path | None, typer.Argument(metavar="DIR", help="Folder of an adapter, or result folder of a study.")
     ] = None,
     adapter: Annotated[str | None, typer.Option(help="Hub id or folder of the adapter.")] = None,
     model: o.BaseModel = None,
@@ -42,6 +42,7 @@ def report(
         Path | None, typer.Option("--bench", metavar="FILE", help="Times from bench --json, instead of taking them.")
     ] = None,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of the speed; medians are reported.")] = 15,
     title: Annotated[str | None, typer.Option(help="Of the page. Default: the adapter's name.")] = None,
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
     out: Annotated[
@@ -83,7 +84,7 @@ def report(
         adapter=adapter, model=model, dataset=dataset, dataset_name=dataset_name, split=split, column=column,
         streaming=streaming, budgets=budgets, blocks=blocks, batch_size=batch_size, length=length, samples=samples,
         prompt=prompt, max_new_tokens=max_new_tokens, eval_file=eval_file, bench_file=bench_file, speed=speed,
-        title=title, dtype=dtype, out=out, allow_base_mismatch=allow_base_mismatch,
+        repeats=repeats, title=title, dtype=dtype, out=out, allow_base_mismatch=allow_base_mismatch,
     )  # fmt: skip
     print(report_run(run, debug))
 

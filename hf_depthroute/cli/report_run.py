@@ -15,6 +15,7 @@ from . import options as o
 from .errors import CliError
 
 DEFAULT_BUDGETS = "0.25,0.5,0.75"
+_TIMES = ("routed_ms", "ratio", "speedup", "eta", "full_ratio", "flops_routed_over_dense", "tokens_per_s")
 _TIMED_BLOCKS = 4  # sequences of the prefill that is timed, as in bench
 
 
@@ -39,6 +40,7 @@ class RunOptions:
     eval_file: Path | None
     bench_file: Path | None
     speed: bool
+    repeats: int
     title: str | None
     dtype: str
     out: Path | None
@@ -85,7 +87,7 @@ def report_run(given: RunOptions, debug: bool) -> Path:
     notes = []
     if timed is None and given.speed:
         _progress("speed")
-        timed, note = _measure_speed(routed, untouched, budgets, batches)
+        timed, note = _measure_speed(routed, untouched, budgets, batches, given.repeats)
         notes += [note] if note else []
     _progress("scores and decisions")
     scores = collect_scores(routed, batches, budgets)
@@ -151,7 +153,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     return list(rows)
 
 
-def _read_bench(path: Path) -> Mapping[str, Any]:
+def _read_bench(path: Path) -> dict[str, Any]:
     from ..bench.results import read_result
 
     try:
@@ -160,12 +162,24 @@ def _read_bench(path: Path) -> Mapping[str, Any]:
         raise CliError(f"--bench {error}") from error
     if "prefill" not in result and "decode" not in result:
         raise CliError(f"--bench {path}: has no single prefill or decode; measure one size with hf-depthroute bench")
+    try:
+        setting = result["setting"]
+        for part, batch in (("prefill", "batch"), ("decode", "decode_batch")):
+            if part in result:
+                result[part] = {"batch": setting[batch], "length": setting["length"], **result[part]}
+                result[part]["dense_ms"] = float(result[part]["dense_ms"])
+                for row in result[part]["budgets"].values():
+                    row |= {name: float(row[name]) for name in _TIMES if (name, row[name]) != ("eta", None)}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CliError(f"--bench {path}: not a result of hf-depthroute bench --json ({error!r} is wrong)") from error
     return result
 
 
 def _check_rows(given: RunOptions, rows: list[dict[str, Any]], budgets: list[float], follows: bool) -> None:
     """One dense row, and one of the inference rule per budget, all with a loss that is a number."""
     rule = "threshold" if follows else "fixed"
+    if not budgets:
+        raise CliError(f"--eval {given.eval_file}: has no row of the threshold rule")
     source = f"--eval {given.eval_file}" if given.eval_file else f"adapter {given.adapter}"
     for budget in budgets:
         if not any(row["rule"] == rule and row["budget"] == budget for row in rows):
@@ -205,7 +219,7 @@ def _samples(given: RunOptions, tokenizer: Any, batches: list[dict[str, Any]], b
 
 
 def _measure_speed(
-    routed: Any, untouched: Any, budgets: list[float], batches: list[dict[str, Any]]
+    routed: Any, untouched: Any, budgets: list[float], batches: list[dict[str, Any]], repeats: int
 ) -> tuple[dict[str, Any] | None, str | None]:
     """Of the first blocks of the text; the reason where it cannot be measured."""
     from ..bench.single import bench
@@ -214,7 +228,8 @@ def _measure_speed(
     room = getattr(routed.config, "max_position_embeddings", None) or math.inf
     steps = int(min(16, room - prompts.shape[1]))
     try:
-        return bench(routed, base=untouched, budgets=budgets, input_ids=prompts, decode_steps=steps), None
+        how = {"input_ids": prompts, "decode_steps": steps, "repeats": repeats}
+        return bench(routed, base=untouched, budgets=budgets, **how), None
     except ValueError as error:
         return None, f"Speed was not measured: {error}."
 

@@ -3,7 +3,8 @@
     python recipes/demo/demo.py --out demo_output
 
 Every step is one command of `hf-depthroute`, in a process of its own, so what is evaluated and generated with is
-always the adapter as loaded from disk. The folder gets the adapter, `results.json` and `report.md` with plots.
+always the adapter as loaded from disk. The folder gets the adapter, `results.json`, `report.html` with a
+token view, and `report.md` with plots.
 """
 
 from __future__ import annotations
@@ -88,8 +89,13 @@ def main() -> None:
         "samples": samples,
     }
     (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    report = write_report(args.out, results)
-    print(f"\nDone in {time.time() - start:.0f} s. Read {report}")
+    write_report(args.out, results)
+    command(
+        "report", "--model", BASE, "--adapter", adapter, "--dataset", "python-stdlib", "--split", "validation",
+        "--length", 256, "--blocks", 32, "--prompt", PROMPT, "--title", results["title"],
+        "--eval", args.out / "eval.json", "--bench", args.out / "bench.json", "--out", args.out,
+    )  # fmt: skip
+    print(f"\nDone in {time.time() - start:.0f} s. Open {args.out / 'report.html'}")
 
 
 if __name__ == "__main__":

@@ -197,6 +197,11 @@
     if (place.top < view.top) box.scrollTop -= view.top - place.top + 24;
     else if (place.bottom > view.bottom) box.scrollTop += place.bottom - view.bottom + 24;
     show(state.now);
+    // On a narrow page the panel lies over the end of the text, and the budgets over its beginning.
+    const [panel, bar] = [document.querySelector(".detail"), document.querySelector(".bar")].map((e) => e?.getBoundingClientRect());
+    const spot = span.getBoundingClientRect();
+    if (spot.right > panel.left && spot.bottom > panel.top) window.scrollBy(0, spot.bottom - panel.top + 16);
+    else if (bar && spot.top < bar.bottom) window.scrollBy(0, spot.top - bar.bottom - 16);
   };
 
   // The nearest token of the next line in a direction; lines are where the browser broke them.

@@ -196,9 +196,10 @@ def method(report: RunReport) -> list[str]:
     ]
     if report.bench is not None:
         lines.append(
-            "Speed is the median of interleaved runs in one process over the dense base. Each budget was calibrated on "
-            "the timed tokens, so that the share asked for really ran. Eta is (T_dense - T_routed) / (T_dense - "
-            "T_ideal): at 1, every saved FLOP shows on the clock; below 0, routing made it slower."
+            "Times are medians of interleaved runs in one process, ratios medians of each round's own ratio. Each "
+            "budget was calibrated on the timed tokens, so that the share asked for really ran. Eta is "
+            "(T_dense - T_routed) / (T_dense - T_ideal): at 1, every saved FLOP shows on the clock; below 0, routing "
+            "made it slower."
         )
     return lines
 
