@@ -106,19 +106,11 @@
     tokens = unpack(data.texts[state.text].runs[state.budget]);
     spans = [];
     const part = document.createDocumentFragment();
-    const paragraph = () => {
-      const element = make("p");
-      element.dir = "auto";
-      element.setAttribute("role", "presentation");
-      part.append(element);
-      return element;
-    };
-    let line = paragraph();
     tokens.forEach((token, index) => {
       if (token.generated && index && !tokens[index - 1].generated) {
         const from = make("span", "from", "generated");
         from.setAttribute("aria-hidden", "true");
-        line.append(from);
+        part.append(from);
       }
       const span = make("span", token.generated ? "t made" : "t");
       span.id = `token-${index}`;
@@ -127,13 +119,12 @@
       span.setAttribute("aria-selected", "false");
       const shown = visible(token.text).replace(/\t/g, "⇥");
       for (const piece of shown.split(/(\n)/)) {
-        if (piece === "\n") span.append(make("span", "sign", "↵"));
+        if (piece === "\n") span.append(make("span", "sign", "↵"), "\n");
         else if (piece) span.append(piece);
       }
       if (!shown) span.append(make("span", "sign", "∅"));
       spans.push(span);
-      line.append(span);
-      if (shown.includes("\n")) line = paragraph();
+      part.append(span);
     });
     box.replaceChildren(part);
     state.now = Math.min(state.now, tokens.length - 1);
@@ -206,17 +197,18 @@
 
   // The nearest token of the next line in a direction; lines are where the browser broke them.
   const otherLine = (step) => {
-    const here = spans[state.now].getBoundingClientRect();
+    const place = (index) => spans[index].getClientRects()[0]; // where it begins, if it goes over several lines
+    const here = place(state.now);
     const apart = here.height * 0.6;
     let best = state.now;
     let line = null;
     for (let i = state.now + step; spans[i]; i += step) {
-      const there = spans[i].getBoundingClientRect();
+      const there = place(i);
       if (line === null && step * (there.top - here.top) > apart) line = there.top;
       if (line === null) continue;
       if (Math.abs(there.top - line) > apart) break;
       const distance = (rect) => Math.abs(rect.left + rect.width / 2 - here.left - here.width / 2);
-      if (best === state.now || distance(there) < distance(spans[best].getBoundingClientRect())) best = i;
+      if (best === state.now || distance(there) < distance(place(best))) best = i;
     }
     return best;
   };
