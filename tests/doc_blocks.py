@@ -22,7 +22,9 @@ from hf_depthroute.cli import app, main
 LANGUAGES = ("python", "sh", "yaml", "diff", "text")
 _FENCE = re.compile(r"^\s*(`{3,}|~{3,})", re.MULTILINE)
 _BLOCK = re.compile(r"^(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
-_LENGTHY = re.compile(r"(\bmax_steps=|\bmax_new_tokens=|--steps |--repeats |--max-new-tokens )\d+")
+_LENGTHY = re.compile(
+    r"(\bmax_steps=|\bmax_new_tokens=|--steps |--repeats |--max-new-tokens |--blocks )\d+|(select\(range\()\d+"
+)
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ def parse(words: list[str], place: str) -> None:
 
 
 def shortened(code: str) -> str:
-    """The same code, with training cut to 2 steps, text to 2 tokens, a benchmark to 2 rounds."""
-    return _LENGTHY.sub(r"\g<1>2", code)
+    """The same code, with training cut to 2 steps, text to 2 tokens, a benchmark to 2 rounds, data to 8 rows."""
+    return _LENGTHY.sub(lambda m: f"{m[1]}2" if m[1] else f"{m[2]}8", code)
 
 
 def run(block: Block, namespace: dict[str, Any]) -> None:

@@ -77,7 +77,7 @@ def reader(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """A reader's working directory, with a text; what the page registers is forgotten afterwards."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
     monkeypatch.chdir(tmp_path)
-    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line][:150]
+    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line][:110]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
     tables: list[dict[str, Any]] = [FAMILIES, GATES, LOSSES]  # type: ignore[list-item]
     before, level = [dict(table) for table in tables], transformers.logging.get_verbosity()

@@ -48,6 +48,7 @@ def study(path: Path) -> str:
         return text
     (figures,) = RESULTS.findall((ROOT / "README.md").read_text())
     folders = {folder.name for folder in path.parent.iterdir() if (folder / "README.md").is_file()}
+    text = text.replace("# Recipes", "# Studies", 1)
     table = re.sub(r"^\| `(\w+)`", lambda row: linked(row, folders), text, flags=re.MULTILINE)
     return f"{table}\n## Figures\n\n{figures.replace('](recipes/', '](')}"
 
