@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs notebook clean
 
 demo: $(INSTALLED)
 	$(BIN)/python recipes/demo/demo.py --out demo_output
@@ -18,6 +18,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The outputs that are committed in the notebooks; warnings and progress bars name the machine.
+notebook: $(INSTALLED)
+	PYTHONWARNINGS=ignore TQDM_DISABLE=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace \
+	    --ExecutePreprocessor.record_timing=False docs/notebooks/*.ipynb
+
 # torch comes first and pinned: an unpinned one would pull builds of several gigabytes.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,4 +34,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 clean:
-	rm -rf $(VENV) demo_output
+	rm -rf $(VENV) demo_output site

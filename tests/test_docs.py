@@ -27,7 +27,7 @@ from hf_depthroute.losses import LOSSES
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 HOW_TO = DOCS / "how-to"
-PAGES = sorted(DOCS.rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 RUN = [page for page in PAGES if any(block.not_run is None for block in read_blocks(page))]
 NOTEBOOK = DOCS / "notebooks" / "quickstart.ipynb"
 TOKENIZER = ROOT / "recipes" / "embedded_base" / "model"
