@@ -17,7 +17,7 @@ from torch import nn
 from .averages import token_mean
 from .families import find_decoder, find_family
 from .injection import token_mask_of
-from .moe import RouterTrace, count_pairs, real_rows, routers
+from .moe import RouterTrace, by_groups, count_pairs, real_rows, routers
 
 DISPATCHES = ("top1", "topk")
 
@@ -28,7 +28,12 @@ def load_balance(trace: RouterTrace, dispatch: str = "top1") -> torch.Tensor:
     `P` is the mean router probability of an expert. `f`, without gradient, is the share of tokens whose most probable
     expert it is (`"top1"`, the papers' definition), or the share of (token, expert) pairs that really go to it
     (`"topk"`; the same for K = 1). Means run over real tokens, of all processes.
+
+    Raises:
+        ValueError: The routers do not choose by a softmax (DeepSeek-V3).
     """
+    if not trace.softmax:
+        raise ValueError("load_balance: the routers choose by a sigmoid and in groups; this loss is one of a softmax")
     losses = []
     for index, logits_NE in trace.items():
         experts = logits_NE.shape[-1]
@@ -72,12 +77,14 @@ class BalanceBias(nn.Module):
         step: How far one update moves a bias, in units of probability.
 
     Raises:
-        ValueError: The model has no layer with experts.
+        ValueError: The model has no layer with experts, or its routers have such a bias already (DeepSeek-V3).
     """
 
     def __init__(self, model: nn.Module, step: float = 0.001) -> None:
         super().__init__()
         found = routers(model)
+        if any(by_groups(router) for router in found.values()):
+            raise ValueError("BalanceBias: the routers have a bias of their own and choose in groups")
         self.step = step
         self.layers = list(found)
         self._routers: tuple[nn.Module, ...] = tuple(found.values())  # a tuple: owned by the model

@@ -43,6 +43,8 @@ def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs
     if steps is not None and layer in steps:
         kwargs.pop(TOKEN_MASK, None)  # every token is real
         return steps[layer](layer, hidden_states, kwargs)
+    if holder is not None and holder.family.returns_weights and kwargs.get("output_attentions"):
+        raise ValueError(f"{type(layer).__name__}: a routed layer of this family has no attention weights to return")
     plan = None if holder is None else holder.plan(layer.training, (hidden_states.shape[0], hidden_states.shape[1]))
     token_mask = kwargs.get(TOKEN_MASK)
     if layer.gradient_checkpointing and layer.training:

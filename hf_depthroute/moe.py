@@ -28,6 +28,7 @@ class RouterTrace(Mapping[int, torch.Tensor]):
     Attributes:
         chosen: Layer index -> the experts of each token, int64 `[N, K]`.
         token_mask: Bool `[B, T]`, true at real tokens; None when the model was called without a 2D attention mask.
+        softmax: Whether the routers choose by the softmax of their logits, all experts at once. DeepSeek's do not.
         with_graph: False when a reentrant checkpoint ran the routers without a graph.
     """
 
@@ -35,6 +36,7 @@ class RouterTrace(Mapping[int, torch.Tensor]):
         self._logits: dict[int, torch.Tensor] = {}
         self.chosen: dict[int, torch.Tensor] = {}
         self.token_mask: torch.Tensor | None = None
+        self.softmax = True
         self.with_graph = True
 
     def __getitem__(self, layer_index: int) -> torch.Tensor:
@@ -72,6 +74,11 @@ def routers(model: nn.Module) -> dict[int, nn.Module]:
     return found
 
 
+def by_groups(router: nn.Module) -> bool:
+    """Whether a router scores experts by a sigmoid and chooses among groups of them, with a bias of its own."""
+    return hasattr(router, "e_score_correction_bias")
+
+
 @contextmanager
 def observe_routers(model: nn.Module) -> Iterator[RouterTrace]:
     """Keep what the base model's routers decide in the last forward pass inside the block; changes nothing.
@@ -91,6 +98,7 @@ def observe_routers(model: nn.Module) -> Iterator[RouterTrace]:
     def keeper(index: int) -> Any:
         return lambda router, args, outputs: trace.keep(index, outputs)
 
+    trace.softmax = not any(by_groups(router) for router in routers(model).values())
     decoder = find_decoder(model, find_family(model))
     handles = [router.register_forward_hook(keeper(index)) for index, router in routers(model).items()]
     handles.append(decoder.register_forward_pre_hook(mask_keeper, with_kwargs=True))

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_depthroute import record_routes, replay_routes, route_cost, set_budget
+from hf_depthroute.balancing import BalanceBias, load_balance, router_z
 from hf_depthroute.cache import kv_cache_bytes
 from hf_depthroute.config import ConfigError
 from hf_depthroute.families import FAMILIES, find_family
@@ -26,6 +27,7 @@ from hf_depthroute.forks import observe_prefix, run_forks, token_losses
 from hf_depthroute.fused_loss import fused_loss_obstacle
 from hf_depthroute.importance import layer_importance
 from hf_depthroute.losses import routing_losses
+from hf_depthroute.moe import observe_routers
 from hf_depthroute.readout import ReadOut
 from hf_depthroute.trace import RouteTrace, routings
 
@@ -37,6 +39,8 @@ COUNTED = [
 ]
 every_case = pytest.mark.parametrize(("family", "target"), CASES)
 every_family = pytest.mark.parametrize("family", EXTENDED)
+# One family per layout and per change of the logits.
+LAYOUTS = ("gemma2", "granite", "olmo2", "phi", "cohere2", "falcon")
 IDS = tokens(3, 12)
 
 
@@ -151,6 +155,17 @@ def test_skipped_rows_are_not_computed(family: str, target: str) -> None:
     with counted_rows(model) as counts:
         run(model)
     assert_only_decided_rows_ran(counts)
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_the_gate_may_read_the_stream(family: str) -> None:
+    """`gate_input="residual"`: then a gathered FFN norms no row but those that it runs on."""
+    model = build_routed(family, "mlp", gate_input="residual", layers=[1, 2])
+    logits, _ = run(model)
+    with executed(model, "masked"):
+        assert_pinned(gap(run(model)[0], logits), base_gap=0.0)
+    with executed(model, "rows"):
+        assert_pinned(gap(run(model)[0], logits), base_gap=0.0)
 
 
 @every_case
@@ -297,8 +312,21 @@ def test_experts_are_routed_pair_by_pair(family: str) -> None:
         build_routed(family, "experts", layers=[0])
 
 
-# One family per layout and per change of the logits.
-LAYOUTS = ("gemma2", "granite", "olmo2", "phi", "cohere2", "falcon")
+def test_balancing_refuses_routers_that_choose_in_groups() -> None:
+    base = build_base("deepseek_v3")
+    with pytest.raises(ValueError, match="a bias of their own"):
+        BalanceBias(base)
+    with observe_routers(base) as found:
+        base(IDS)
+    with pytest.raises(ValueError, match="in groups"):
+        load_balance(found)
+    assert bool(torch.isfinite(router_z(found)))
+
+
+def test_falcon_has_no_attention_weights_to_return() -> None:
+    model = shared("falcon", "ffn")
+    with pytest.raises(ValueError, match="no attention weights"):
+        run(model, output_attentions=True)
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
