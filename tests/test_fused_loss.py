@@ -255,7 +255,7 @@ def _larger_head(base: Any) -> None:
 
 
 def _unknown(base: Any) -> None:
-    base.config.model_type = "cohere"
+    base.config.model_type = "bloom"
 
 
 @pytest.mark.parametrize(
