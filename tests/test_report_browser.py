@@ -26,6 +26,7 @@ MINUS = "\u2212"
 REPORT, TRACES, TOKENIZER = planted_report()
 RUNS = REPORT.tokens["texts"][0]["runs"]
 
+SHADES = "[...document.querySelectorAll('#text .t')].map(t => t.style.getPropertyValue('--share'))"
 CONTRASTS = """() => {
   const parse = (color) => color.match(/[\\d.]+/g).map(Number);
   const linear = (v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4);
@@ -157,9 +158,7 @@ def test_the_budget_switches_tiles_charts_and_text(opened, file):
         assert page.locator("figure svg[aria-labelledby^='ratio-']:visible").count() == 1
         assert page.locator("[data-layer]:visible").count() == len(LAYERS)
         assert page.locator("#summary").inner_text().startswith(f"Budget {budget:g}, all routed layers")
-        shades.append(
-            page.evaluate("[...document.querySelectorAll('.t')].map(t => t.style.getPropertyValue('--share'))")
-        )
+        shades.append(page.evaluate(SHADES))
     assert shades[0] != shades[1] != shades[2]
     assert sum(map(float, shades[0])) < sum(map(float, shades[2]))
 
@@ -174,6 +173,16 @@ def test_the_layer_switches_text_and_histograms(opened, file):
         assert float(token.evaluate("t => t.style.getPropertyValue('--share')")) == float(full)
         assert f"layer 5 {'full' if full else 'skipped'}" in token.get_attribute("aria-label")
     assert "layer 5" in page.locator("#summary").inner_text()
+
+
+def test_tokens_can_be_shaded_by_their_loss(opened, file):
+    page = opened(file)
+    page.locator("#choose-shade").select_option(label="next-token loss")
+    shades = [float(share) for share in page.evaluate(SHADES)]
+    losses = [loss or 0.0 for loss in RUNS[0]["loss"]]  # nothing predicts the first token
+    counts = RUNS[0]["counts"]
+    pieces = [sum(losses[start : start + count]) for start, count in zip(_starts(counts), counts)]
+    assert shades == pytest.approx([loss / max(pieces) for loss in pieces], abs=1e-3)
 
 
 def test_the_keyboard_reaches_every_token_and_control(opened, file):

@@ -1,27 +1,21 @@
-"""The page of a routed model: its data equal the trace, text stays text, and the command writes it."""
+"""The data of a routed model's page: pieces of text, token views that equal the trace, measurements."""
 
 from __future__ import annotations
 
 import base64
 import itertools
 import json
-import re
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from models import routed, tokens
-from report_pages import ATTACK, BUDGETS, HOSTILE, byte_tokenizer, fallback_tokenizer, planted_report, planted_trace
-from text_models import save_base, word_tokenizer, write_text
+from models import build_base, routed, tokens
+from report_pages import HOSTILE, byte_tokenizer, fallback_tokenizer, planted_trace
+from text_models import word_tokenizer
 
 from hf_depthroute import record_routes, set_budget
 from hf_depthroute.calibration import active_routings
-from hf_depthroute.cli import main
 from hf_depthroute.cost import route_cost
 from hf_depthroute.report.run.collect import Sample, collect_scores, collect_tokens, count_costs
-from hf_depthroute.report.run.page import render_page
 from hf_depthroute.report.run.pieces import text_pieces
 from hf_depthroute.trace import RouteTrace
 
@@ -74,7 +68,7 @@ def test_no_piece_reaches_from_the_prompt_into_what_follows():
     ids=["ffn", "block", "sequence"],
 )
 def test_the_view_holds_the_trace(fields):
-    model = routed(_base("llama"), **fields)
+    model = routed(build_base("llama"), **fields)
     ids = tokens(2, 10)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
@@ -96,7 +90,7 @@ def test_the_view_holds_the_trace(fields):
 
 
 def test_pairs_of_tokens_and_experts_are_shown_as_several_decisions():
-    model = routed(_base("olmoe"), "experts")
+    model = routed(build_base("olmoe"), "experts")
     with record_routes(model) as trace, torch.no_grad():
         model(tokens(1, 6))
     (layer, *_) = trace.show().data["texts"][0]["runs"][0]["layers"]
@@ -106,7 +100,7 @@ def test_pairs_of_tokens_and_experts_are_shown_as_several_decisions():
 
 
 def test_without_a_threshold_rule_the_view_claims_none():
-    model = routed(_base("llama"))
+    model = routed(build_base("llama"))
     for holder in active_routings(model):
         holder.selection = "topk"
     with record_routes(model) as trace, torch.no_grad():
@@ -116,7 +110,7 @@ def test_without_a_threshold_rule_the_view_claims_none():
 
 
 def test_a_budget_of_one_has_no_finite_threshold_and_its_page_is_valid():
-    model = routed(_base("llama"))
+    model = routed(build_base("llama"))
     set_budget(model, 1.0)
     with record_routes(model) as trace, torch.no_grad():
         model(tokens(1, 6))
@@ -151,7 +145,7 @@ def test_a_notebook_gets_a_frame_that_cannot_reach_it(tmp_path):
 
 @pytest.fixture(scope="module")
 def small():
-    return routed(_base("llama"))
+    return routed(build_base("llama"))
 
 
 def test_scores_are_those_of_the_evaluated_text(small):
@@ -208,174 +202,3 @@ def test_generated_tokens_are_shown_with_what_decoding_decided(small):
             torch.testing.assert_close(scores[:, 0], trace[layer["layer"]].scores[0], rtol=1e-4, atol=1e-5)
             assert torch.equal(full[:, 0], trace[layer["layer"]].mask[0])
     set_budget(small, 0.5)
-
-
-# The page
-
-
-class Page(HTMLParser):
-    """Balanced tags, ids, links inside the page, headings, and attributes that would load or run something."""
-
-    VOID = ("meta", "link", "img", "br", "hr", "input")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.attributes: list[tuple[str, str, str | None]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value) for name, value in attrs]
-        self.ids += [value for name, value in attrs if name == "id"]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-@pytest.fixture(scope="module")
-def html() -> str:
-    return render_page(planted_report()[0])
-
-
-def test_the_page_is_well_formed(html):
-    page = Page(html)
-    assert page.open == [] and page.tags.count("h1") == 1 and page.tags.count("main") == 1
-    assert len(page.ids) == len(set(page.ids))
-    links = {value for tag, name, value in page.attributes if (tag, name) == ("a", "href")}
-    assert {link.removeprefix("#") for link in links} <= set(page.ids)
-    named = {value for _, name, value in page.attributes if name in ("aria-labelledby", "aria-describedby")}
-    assert {part for value in named for part in value.split()} <= set(page.ids)
-    headings = [int(tag[1]) for tag in page.tags if tag in ("h1", "h2", "h3")]
-    assert all(later - sooner <= 1 for sooner, later in itertools.pairwise(headings))
-
-
-def test_the_page_loads_nothing_and_forbids_it(html):
-    page = Page(html)
-    assert {value for _, name, value in page.attributes if name in ("src", "data", "action", "srcset")} == set()
-    assert [v for tag, name, v in page.attributes if tag == "link" and name == "href"] == ["data:,"]
-    assert not re.search(r"https?://|@import|url\(", html)
-    assert not any(name == "style" or name.startswith("on") for _, name, _ in page.attributes)
-    policy = next(v for tag, name, v in page.attributes if tag == "meta" and name == "content" and "src" in str(v))
-    assert policy.startswith("default-src 'none'; style-src 'sha256-") and "unsafe" not in policy
-
-
-def test_hostile_text_stays_text(html):
-    assert html.count(ATTACK) == 0 and "onerror=window" in html
-    assert "img" not in Page(html).tags
-    data = re.search(r'<script type="application/json" id="token-data">(.*?)</script>', html, re.S).group(1)
-    assert ATTACK in json.loads(data)["texts"][0]["runs"][0]["pieces"]
-
-
-def test_a_long_text_stays_a_small_file():
-    layers = tuple(range(24))
-    report, *_ = planted_report("Lorem ipsum dolor, " * 100 + "x" * 100, layers, (0.1, 0.25, 0.5, 0.75, 0.9))
-    assert sum(report.tokens["texts"][0]["runs"][0]["counts"]) == 2000
-    assert len(render_page(report).encode()) < 3_000_000
-
-
-def test_every_budget_has_its_tiles_and_charts(html):
-    for number in range(len(BUDGETS)):
-        assert html.count(f'data-budget="{number}"') == 3
-    assert "3.260" not in html and f"{3.01 - 0.5:.3f}" in html
-
-
-# The command
-
-
-def _base(family):
-    from models import build_base
-
-    return build_base(family)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> tuple[Path, Path]:
-    """An adapter's folder and a text file."""
-    folder = tmp_path_factory.mktemp("report")
-    base = save_base(folder / "base")
-    routed(transformers.AutoModelForCausalLM.from_pretrained(base)).save_pretrained(folder / "adapter")
-    return folder / "adapter", write_text(folder / "text.txt")
-
-
-def run(capsys, *arguments) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["report", *map(str, arguments)])
-    return int(ended.value.code or 0), *capsys.readouterr()
-
-
-def test_the_command_measures_and_writes_one_page(folders, tmp_path, capsys):
-    adapter, text = folders
-    out = tmp_path / "a" / "page.html"
-    measured = ("--dataset", text, "--length", 16, "--blocks", 4, "--samples", 2, "--budgets", "0.5,0.25")
-    code, said, err = run(
-        capsys, adapter, *measured, "--prompt", "the cat", "--max-new-tokens", 3, "--repeats", 1, "--out", out
-    )
-    assert (code, said) == (0, f"{out}\n"), err
-    assert [path.name for path in out.parent.iterdir()] == ["page.html"]
-    page = out.read_text()
-    assert str(adapter.parent) not in page
-    assert "Depth routing: adapter" in page and "text.txt, split train, 4 blocks of 16 tokens" in page
-    assert "not measured" not in page and "prompt and what each budget wrote" in page
-
-
-def test_earlier_results_are_used_as_they_are(folders, tmp_path, capsys):
-    adapter, text = folders
-    report, *_ = planted_report()
-    (tmp_path / "eval.json").write_text(json.dumps({"rows": list(report.rows)}))
-    (tmp_path / "bench.json").write_text(json.dumps(report.bench))
-    files = ("--eval", tmp_path / "eval.json", "--bench", tmp_path / "bench.json")
-    code, said, err = run(
-        capsys, "--adapter", adapter, "--dataset", text, "--length", 16, "--blocks", 2, *files, "--out", tmp_path / "o"
-    )
-    assert (code, said) == (0, f"{tmp_path / 'o' / 'report.html'}\n"), err
-    assert "losses" not in err and "speed" not in err
-    page = (tmp_path / "o" / "report.html").read_text()
-    assert "2.510" in page and "1.11x" in page and '<input type="radio" name="budget" value="2">' in page
-
-
-def test_an_adapter_without_budgets_gets_a_page(folders, tmp_path, capsys):
-    _, text = folders
-    model = routed(transformers.AutoModelForCausalLM.from_pretrained(folders[0].parent / "base"), threshold=0.0)
-    model.save_pretrained(tmp_path / "fixed")
-    code, _, err = run(capsys, tmp_path / "fixed", "--dataset", text, "--length", 16, "--blocks", 2, "--no-speed")
-    assert code == 0, err
-    page = (tmp_path / "fixed" / "report" / "report.html").read_text()
-    assert "<span>fixed</span>" in page and "not measured" in page
-
-
-MISTAKES = [
-    ((), "give --adapter and --dataset, or the folder of a study"),
-    (("ADAPTER",), "give --dataset"),
-    (("ADAPTER", "--adapter", "other", "--dataset", "TEXT"), "two adapters"),
-    ((".", "--dataset", "TEXT"), "--dataset is for an adapter"),
-    (("ADAPTER", "--dataset", "TEXT", "--eval", "absent.json"), "absent.json"),
-    (("ADAPTER", "--dataset", "TEXT", "--eval", "broken.json"), "not a result of hf-depthroute eval"),
-    (("ADAPTER", "--dataset", "TEXT", "--bench", "broken.json"), "broken.json"),
-    (("ADAPTER", "--dataset", "TEXT", "--bench", "short.json"), "not a result of hf-depthroute bench"),
-    (("ADAPTER", "--dataset", "TEXT", "--budgets", "2"), "--budgets 2"),
-    (("ADAPTER", "--dataset", "TEXT", "--out", "broken.json"), "is a file"),
-    (("ADAPTER", "--dataset", "TEXT", "--length", "4096"), "--length 4096"),
-    (("ADAPTER", "--dataset", "TEXT", "--length", "16", "--prompt", "the", "--max-new-tokens", "99"), "64 positions"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "said"), MISTAKES)
-def test_a_mistake_is_one_line(arguments, said, folders, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("broken.json").write_text("[1]")
-    Path("short.json").write_text('{"prefill": {"budgets": {"0.5": {}}}}')
-    places = {"ADAPTER": folders[0], "TEXT": folders[1]}
-    code, _, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
-    (line,) = err.splitlines()
-    assert code == 2 and line.startswith("error: ") and said in line
-    assert not (folders[0] / "report").exists()

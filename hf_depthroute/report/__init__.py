@@ -1,1 +1,2 @@
-"""Readable reports from result files. Of one run: `plots` draws, `markdown` writes; of a study: `study/`."""
+"""Readable reports from result files. The page of a run: `run/`; of a study: `study/`. `markdown` and `plots` write the
+demo's `report.md`."""
