@@ -209,6 +209,14 @@ def is_calibrated(model: nn.Module) -> bool:
     return all(holder.active_quantiles().updates.item() > 0 for holder in active_routings(model))
 
 
+def thresholds(model: nn.Module) -> dict[int, float]:
+    """`{layer_index: score}` that a token has to reach to run full. Empty where no threshold of a budget decides."""
+    holders = active_routings(model)
+    if not holders[0].active_config().takes_budget():
+        return {}
+    return {h.layer_index: float(h.active_quantiles()(h.active_config().budget)) for h in holders}
+
+
 def active_routings(model: nn.Module) -> list[Routing]:
     """The routing holders that take part in a forward pass now, in layer order.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from .arguments import RoutingArguments
 from .calibration import active_routings
+from .card.record import remember_training, training_record
 from .objective import RoutingObjective
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,17 @@ class RoutingCallback(TrainerCallback):
     """Schedules and logging; shared by `DepthRouteTrainer` and `DepthRouteCallback`."""
 
     objective: RoutingObjective | None = None
+    begun = 0.0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.begun = time.time()
+        self._remember(args, state, kwargs)
+
+    def _remember(self, args: Any, state: TrainerState, known: dict[str, Any]) -> None:
+        """Note the run so far with the model, for the card of a checkpoint or of the end."""
+        dataset = getattr(known.get("train_dataloader"), "dataset", None)
+        record = training_record(args, state, known["model"], dataset, time.time() - self.begun)
+        remember_training(known["model"], record)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.objective is not None:
@@ -44,8 +57,12 @@ class RoutingCallback(TrainerCallback):
             metrics = self.objective.pop_metrics()
             logs.update(metrics)
             state.log_history[-1].update(metrics)
+        if self.begun:
+            self._remember(args, state, kwargs)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._remember(args, state, kwargs)
+        self.begun = 0.0
         if self.objective is not None:
             self.objective.end_schedule()
 
@@ -71,6 +88,7 @@ class DepthRouteCallback(RoutingCallback):
         self._open = ExitStack()
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
         self._open.close()  # left open by a training run that ended in an exception
         if self.trainer is None:
             raise RuntimeError("DepthRouteCallback does not know its trainer; pass it: DepthRouteCallback(trainer)")

@@ -53,6 +53,11 @@ def stdlib_files(split: str) -> list[Path]:
     return files
 
 
+def is_local_file(source: str) -> bool:
+    """Whether `load_text` takes `source` for a file, by its name."""
+    return Path(source).suffix in _LOCAL_BUILDERS
+
+
 def fingerprint(texts: list[str]) -> str:
     """Twelve hex digits that identify a list of texts."""
     digest = hashlib.sha256()

@@ -76,6 +76,7 @@ class Routing(nn.Module, BaseTunerLayer):
         self._previous: dict[str, tuple[Routing, ...]] = {}  # the routed layer before this one
         self._projections: dict[str, tuple[TargetProjection, ...]] = {}
         # Run-time state, never saved.
+        self.runs: dict[str, Any] = {}  # of each adapter: what its model card is made of
         self.recorders: list[RouteTrace | RouteCounter] = []
         self.replay: RouteTrace | None = None
         self.selection: str | None = None  # overrides the rule: "topk" or "threshold"
@@ -245,6 +246,7 @@ class Routing(nn.Module, BaseTunerLayer):
         super().delete_adapter(adapter_name)
         self._projections.pop(adapter_name, None)
         self._previous.pop(adapter_name, None)
+        self.runs.pop(adapter_name, None)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Nothing to merge here; other methods on the same model call it on every tuner layer."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+
+_TOKEN = re.compile(r"hf_[A-Za-z0-9]{16,}")
 
 
 class HubError(RuntimeError):
     """A model, adapter or dataset is neither a local path nor available on the Hub. The message is one line."""
 
 
-def explain(error: BaseException, what: str) -> HubError | None:
+def explain(error: BaseException, what: str, access: str = "read") -> HubError | None:
     """A `HubError` that says what to do, or None when `error` has nothing to do with the Hub.
 
     transformers, peft and datasets each wrap the Hub client's exceptions in their own, with messages that blame
@@ -20,10 +23,13 @@ def explain(error: BaseException, what: str) -> HubError | None:
     Args:
         error: Any exception of these libraries.
         what: The thing asked for, such as `"model me/tiny"`.
+        access: `"read"`, or `"write"` for what is sent to the Hub.
     """
     from huggingface_hub import errors
 
     for cause in causes(error):
+        if isinstance(cause, errors.OfflineModeIsEnabled) and access == "write":
+            return HubError(f"{what}: HF_HUB_OFFLINE is set; unset it to send something")
         if isinstance(cause, errors.OfflineModeIsEnabled) or (
             isinstance(cause, errors.LocalEntryNotFoundError | ConnectionError) and offline()
         ):
@@ -38,17 +44,29 @@ def explain(error: BaseException, what: str) -> HubError | None:
         if isinstance(cause, errors.HfHubHTTPError):
             status = getattr(cause.response, "status_code", None)
             if status in (401, 403):
-                return HubError(f"{what}: {_refused()}")
+                return HubError(f"{what}: {_refused(access)}")
             if isinstance(cause, errors.RepositoryNotFoundError):
                 return HubError(f"{what}: neither a local path nor on the Hub (404); check the spelling")
             if not isinstance(cause, errors.RemoteEntryNotFoundError):
                 return HubError(f"{what}: the Hub answered with HTTP status {status}; try again later")
-        if isinstance(cause, errors.LocalEntryNotFoundError | ConnectionError):
+        if isinstance(cause, errors.LocalEntryNotFoundError | ConnectionError) or _lost(cause):
+            if access == "write":
+                return HubError(f"{what}: the Hub cannot be reached; check the network")
             return HubError(
                 f"{what}: not a local path and not in the local cache, and the Hub cannot be reached; "
                 "check the network, or give a local path"
             )
     return None
+
+
+def without_tokens(text: str) -> str:
+    """`text` with Hub tokens blotted out: a server may repeat what it was sent."""
+    return _TOKEN.sub("hf_***", text)
+
+
+def _lost(error: BaseException) -> bool:
+    """Whether it is the HTTP client's own error, which `huggingface_hub` passes on where it has no cache to look in."""
+    return any(base.__name__ == "TransportError" for base in type(error).__mro__)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -68,10 +86,12 @@ def offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE) or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "TRUE", "YES")
 
 
-def _refused() -> str:
+def _refused(access: str) -> str:
     from huggingface_hub import get_token
 
     # Without a token the Hub answers 401 for what is private and for what does not exist alike.
+    if get_token() is None and access == "write":
+        return "the Hub takes nothing without a token; run `hf auth login` or set HF_TOKEN"
     if get_token() is None:
         return "the Hub refused access (no token): it is private or does not exist; run `hf auth login` or set HF_TOKEN"
-    return "the Hub refused the token; check that it is valid and may read this repository, or run `hf auth login`"
+    return f"the Hub refused the token; check that it is valid and may {access} this repository, or run `hf auth login`"

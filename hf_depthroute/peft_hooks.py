@@ -2,8 +2,9 @@
 
 `PeftConfig.from_json_file` is what every path reads a config with before it touches a model; here it is strict.
 `PeftModel.from_pretrained` and `load_adapter` inject before they read the weights; here what fails is taken out again.
-`PeftModel.save_pretrained` writes in place; here it stages and renames. `print_trainable_parameters` counts; here it
-says what is routed too. All are wrapped once, on import; adapters of other methods pass through unchanged.
+`PeftModel.save_pretrained` writes in place; here it stages and renames, and writes the card of what was saved;
+`push_to_hub` sends that card. `print_trainable_parameters` counts; here it says what is routed too. All are wrapped
+once, on import; adapters of other methods pass through unchanged.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from peft.config import PeftConfigMixin
 from safetensors import SafetensorError
 
 from .adapter_file import WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config
+from .card.push import with_card
+from .card.saved import instead_of_pefts
 from .config import ConfigError, DepthRouteConfig
 from .holder import Routing
 from .loading import discard
@@ -46,6 +49,9 @@ def install() -> None:
     PeftModel.print_trainable_parameters = _and_routed(  # type: ignore[method-assign]
         PeftModel.print_trainable_parameters
     )
+    updater: Any = PeftModel.create_or_update_model_card
+    PeftModel.create_or_update_model_card = instead_of_pefts(updater)  # type: ignore[method-assign,assignment]
+    PeftModel.push_to_hub = with_card(PeftModel.push_to_hub)  # type: ignore[method-assign]
 
 
 def _and_routed(count: Any) -> Any:

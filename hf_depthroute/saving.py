@@ -58,8 +58,11 @@ def atomically(save: Callable[..., None]) -> Callable[..., None]:
             )
         for config in routed:
             remember_base(self.get_base_model(), config)
+        from .card.saved import save_card
+
         with staged_save(folder) as stage:
             save(self, str(stage), True, *args, **kwargs)
+            save_card(self, stage, folder)
 
     return save_pretrained
 

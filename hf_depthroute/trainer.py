@@ -12,6 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from .calibration import active_routings
 from .callbacks import DepthRouteCallback, RoutingCallback, is_standard, move_first, routed_loss
+from .card.trainers import CardMixin
 from .checkpoints import CheckpointsMixin
 from .fused_loss import FusedLoss, fused_loss_obstacle
 from .objective import RoutingArguments, RoutingObjective
@@ -47,7 +48,7 @@ class DepthRouteTrainingArguments(TrainingArguments, RoutingArguments):
         super().__post_init__()
 
 
-class DepthRouteTrainerMixin(CheckpointsMixin):
+class DepthRouteTrainerMixin(CheckpointsMixin, CardMixin):
     """Adds the routing losses in `compute_loss`, whatever the Trainer class takes its language-model loss from.
 
     A step whose loss is not finite ends training in front of its optimizer step.
@@ -119,7 +120,7 @@ class DepthRouteTrainerMixin(CheckpointsMixin):
         return self._fused
 
 
-class DepthRouteTrainer(DepthRouteTrainerMixin, Trainer):
+class DepthRouteTrainer(DepthRouteTrainerMixin, Trainer):  # type: ignore[misc]  # create_model_card takes more
     """`transformers.Trainer` that adds the routing losses and logs them.
 
     Takes the Trainer's arguments; pass `DepthRouteTrainingArguments` as `args` to set weights and schedules.

@@ -1,4 +1,4 @@
-"""The command line: `hf-depthroute train | eval | bench | generate | serve | study | report | doctor | families`.
+"""The command line: `hf-depthroute train | eval | bench | generate | serve | study | report | card | doctor | families`.
 
 Every command ends with exit code 0, or with one line `error: ...` on stderr and a code that says what went wrong:
 2 command line, config or data; 3 the Hub; 4 a corrupt or mismatched adapter; 5 memory or disk; 130 Ctrl-C; 1 the rest.
@@ -13,10 +13,12 @@ from typing import Annotated
 
 import typer
 
+from ..hub import without_tokens
 from ..version import __version__
 from .bench import bench
+from .card import card
 from .doctor import doctor
-from .errors import INTERRUPTED, describe, without_tokens
+from .errors import INTERRUPTED, describe
 from .evaluate import evaluate
 from .families import families
 from .generate import generate
@@ -56,6 +58,7 @@ app.command("generate")(generate)
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command("study")(study)
 app.command("report")(report)
+app.command("card")(card)
 app.command("doctor")(doctor)
 app.command("families")(families)
 

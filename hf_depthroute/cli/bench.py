@@ -243,9 +243,11 @@ def _measure_adapter(
         hold_adapter_in(routed, first.dtype)
     if all(len(values) == 1 for values in sizes.values()):
         chosen = _single(sizes, steps, rounds)
-        return _refused(lambda: bench(routed, base=untouched, parts=cases, **arguments, **chosen))
-    arguments |= {"decode_steps": steps, "repeats": rounds, "progress": _progress}
-    return _refused(lambda: bench_sizes(routed, base=untouched, parts=cases, **arguments, **sizes))
+        result = _refused(lambda: bench(routed, base=untouched, parts=cases, **arguments, **chosen))
+    else:
+        arguments |= {"decode_steps": steps, "repeats": rounds, "progress": _progress}
+        result = _refused(lambda: bench_sizes(routed, base=untouched, parts=cases, **arguments, **sizes))
+    return result | {"model": model, "adapter": adapter, "weights_hash": adapter_config.weights_hash}
 
 
 def _single(sizes: dict[str, list[int]], steps: int, rounds: int) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
+
+from ..hub import without_tokens
 
 OTHER = 1  # not foreseen; `--debug` shows where
 USAGE = 2  # command line, config or data
@@ -11,8 +12,6 @@ HUB = 3  # offline, not found, no access
 ADAPTER = 4  # corrupt, or made for another model
 RESOURCES = 5  # memory, disk space
 INTERRUPTED = 130
-
-_TOKEN = re.compile(r"hf_[A-Za-z0-9]{16,}")  # of the Hub
 
 
 class CliError(Exception):
@@ -27,11 +26,6 @@ def describe(error: BaseException) -> tuple[int, str]:
     """`(exit code, message)` of whatever ended a command. The message is one line."""
     code, message = _describe(error)
     return code, without_tokens(" ".join(message.split()))
-
-
-def without_tokens(text: str) -> str:
-    """`text` with Hub tokens blotted out: a server may repeat what it was sent."""
-    return _TOKEN.sub("hf_***", text)
 
 
 def _describe(error: BaseException) -> tuple[int, str]:

@@ -99,7 +99,9 @@ def evaluate(
             {
                 "model": model,
                 "adapter": adapter,
+                "weights_hash": adapter_config.weights_hash,
                 "dataset": dataset,
+                "dataset_name": dataset_name,
                 "split": split,
                 "calibrate_on": calibrate_on,
                 "blocks": sum(len(batch["input_ids"]) for batch in batches[0]),
@@ -158,9 +160,15 @@ def _evaluate_tasks(
         from lm_eval.utils import handle_non_serializable
 
         parts = {
-            run.name: {"full_ratio": run.full_ratio, "seconds": run.seconds, "lm_eval": run.results} for run in runs
+            run.name: {
+                "budget": run.budget,
+                "full_ratio": run.full_ratio,
+                "seconds": run.seconds,
+                "lm_eval": run.results,
+            }
+            for run in runs
         }
-        content = {"model": model, "adapter": adapter, "runs": parts}
+        content = {"model": model, "adapter": adapter, "weights_hash": adapter_config.weights_hash, "runs": parts}
         loading.write_json(json_file, json.loads(json.dumps(content, default=handle_non_serializable)))
     dense = scores(runs[0])
     loading.print_table(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,6 +60,21 @@ def _as_option(path: Path, key: str, value: Any, flag: bool) -> Any:
     if not isinstance(value, str | int | float):
         raise CliError(f"{path}: {key} must be a single value or a list of numbers, not {type(value).__name__}")
     return str(value)
+
+
+def command_words(context: typer.Context, leave_out: Sequence[str] = ()) -> list[str]:
+    """The command line that repeats this call without its YAML file: every option that is not at its default."""
+    words = ["hf-depthroute", str(context.info_name)]
+    for parameter in context.command.params:
+        name, value = parameter.name or "", context.params.get(parameter.name or "")
+        source = context.get_parameter_source(name)
+        if name in (*_NOT_IN_YAML, *leave_out) or source is None or source.name == "DEFAULT" or value is None:
+            continue
+        if getattr(parameter, "is_flag", False):
+            words.append((parameter.opts if value else parameter.secondary_opts or parameter.opts)[0])
+        else:
+            words += [parameter.opts[0], str(value)]
+    return words
 
 
 def parse_budgets(text: str) -> list[float]:

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from ..hub import without_tokens
 from . import options as o
-from .errors import OTHER, CliError, without_tokens
+from .errors import OTHER, CliError
 
 
 def study(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -99,13 +98,15 @@ def train(
     import torch
     import transformers
 
-    from ..calibration import calibrate
+    from ..calibration import calibrate, thresholds
+    from ..card.record import remember_training
     from ..config import DepthRouteConfig
     from ..data import load_text, pack
     from ..evaluation import evaluate_budgets
     from ..resources import disk_full
     from ..trainer import DepthRouteTrainer, DepthRouteTrainingArguments
     from ..tuner import get_depth_routed_model
+    from ..versions import versions
 
     # Everything that can be refused is refused before the weights are loaded.
     adapter_config = DepthRouteConfig(
@@ -206,14 +207,17 @@ def train(
             full_ratio = calibrate(routed, loading.to_batches(packed, batch_size, calibration_blocks))
         rows = [] if validation is None else evaluate_budgets(routed, validation, None, [budget])
         record = {
+            "command": o.command_words(context, leave_out=("out", "overwrite")),
             "arguments": {name: _plain(value) for name, value in context.params.items()},
             "seconds": round(time.time() - started, 1),
             "trainable_parameters": sum(p.numel() for p in routed.parameters() if p.requires_grad),
             "calibrated_full_ratio": {str(index): ratio for index, ratio in full_ratio.items()},
+            "thresholds": {str(index): value for index, value in thresholds(routed).items()},
             "evaluation": [asdict(row) for row in rows],
             "log_history": trainer.state.log_history,
             "versions": versions(),
         }
+        remember_training(routed, record)
         try:
             routed.save_pretrained(str(staging))
             tokenizer.save_pretrained(staging)
@@ -232,23 +236,6 @@ def train(
             f"({routed_row.full_ratio:.1%} of the tokens run full){gap}"
         )
     print(f"saved {out} in {record['seconds']} s")
-
-
-def versions() -> dict[str, str]:
-    """What a result depends on."""
-    import peft
-    import torch
-    import transformers
-
-    from .. import __version__
-
-    return {
-        "hf_depthroute": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "peft": peft.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _check_finite(model: Any) -> None:

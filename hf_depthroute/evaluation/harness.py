@@ -24,6 +24,7 @@ from lm_eval.tasks import TaskManager
 from ..base_fingerprint import allow_base_mismatch as allowed
 from ..calibration import active_routings, set_budget
 from ..trace import count_routes
+from .scores import read_scores
 
 TASKS = Path(__file__).with_name("tasks")  # groups of ours
 
@@ -162,14 +163,7 @@ def evaluate_tasks(
 
 def scores(run: TaskRun) -> dict[tuple[str, str], tuple[float, float | None]]:
     """`(task, metric) -> (value, standard error)` of everything that lm-eval reports as a number."""
-    found: dict[tuple[str, str], tuple[float, float | None]] = {}
-    for task, values in run.results.get("results", {}).items():
-        for name, value in values.items():
-            metric, _, kind = name.partition(",")
-            if isinstance(value, (int, float)) and kind and not metric.endswith("_stderr"):
-                error = values.get(f"{metric}_stderr,{kind}")
-                found[task, metric] = float(value), error if isinstance(error, (int, float)) else None
-    return found
+    return read_scores(run.results)
 
 
 def _warm_up(lm: DepthRouteLM) -> None:

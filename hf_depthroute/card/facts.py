@@ -1,0 +1,152 @@
+"""What an adapter's folder says about it, without its base model and without the network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..adapter_file import (
+    CONFIG_NAME,
+    PEFT_TYPE,
+    WEIGHTS_NAME,
+    AdapterMismatchError,
+    read_config,
+    read_tensors,
+    tensors_hash,
+)
+from ..calibration import ScoreQuantiles
+from ..config import DepthRouteConfig
+from ..version import __version__
+
+TRAINING_NAME = "training.json"
+_TABLE = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.values$")
+_UPDATES = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.updates$")
+_PASSING = ("weights_hash", "library_version", "inference_mode")  # do not change what the adapter does
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Attributes:
+    config: The adapter's configuration.
+    subfolder: Where it is below the folder; None for the folder itself.
+    others: Names and methods of adapters beside it.
+    depth: Decoder layers of the base, where the configuration says it.
+    numbers: Of values in the weights file, or of trained parameters where there is no file; None if neither is known.
+    thresholds: `{layer: score}`; empty where no threshold of a budget decides.
+    calibrated: Whether the thresholds have seen text; None where it is not known.
+    weights_hash: Of the weights; None where it is not known.
+    training: The record of the run, as in `training.json`.
+    """
+
+    config: DepthRouteConfig
+    subfolder: str | None
+    others: dict[str, str]
+    depth: int | None
+    numbers: int | None
+    thresholds: dict[int, float]
+    calibrated: bool | None
+    weights_hash: str | None
+    training: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Of everything that decides what the adapter does."""
+        content = {name: value for name, value in self.config.to_dict().items() if name not in _PASSING}
+        text = json.dumps(content, sort_keys=True, default=str) + str(self.weights_hash)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def library_version(self) -> str:
+        return self.config.library_version or __version__
+
+
+def read_facts(folder: Path, adapter_name: str | None = None, training: Mapping[str, Any] | None = None) -> Facts:
+    """The facts of the routed adapter in `folder`, or in a folder in it that is named as an adapter.
+
+    Args:
+        folder: As `save_pretrained` leaves it. The weights may be missing.
+        adapter_name: Which, where there are several; by default the first.
+        training: The record of the run; by default `training.json` beside the adapter.
+
+    Raises:
+        AdapterMismatchError: There is no routed adapter, or its files are not whole.
+        ConfigError: Its configuration does not hold together.
+    """
+    found = _adapters(folder)
+    routed = [path for path, kind in found.items() if kind == PEFT_TYPE]
+    if not routed:
+        raise AdapterMismatchError(f"{folder}: holds no depth-routed adapter ({CONFIG_NAME} is missing or another's)")
+    place = next((p for p in routed if p != folder and p.name == adapter_name), routed[0])
+    content = read_config(place / CONFIG_NAME)
+    config = DepthRouteConfig(**content)
+    if training is None:
+        training = read_training(place / TRAINING_NAME)
+    depth = (config.base_architecture or {}).get("num_hidden_layers")
+    weights = place / WEIGHTS_NAME
+    tensors = read_tensors(weights, content) if weights.is_file() else None
+    thresholds, calibrated = _thresholds(config, tensors, training)
+    numbers = training.get("trainable_parameters") if tensors is None else sum(v.numel() for v in tensors.values())
+    return Facts(
+        config=config,
+        subfolder=None if place == folder else place.name,
+        others={"default" if p == folder else p.name: kind for p, kind in found.items() if p != place},
+        depth=depth if isinstance(depth, int) else None,
+        numbers=numbers if isinstance(numbers, int) else None,
+        thresholds=thresholds,
+        calibrated=calibrated,
+        weights_hash=config.weights_hash if tensors is None else tensors_hash(tensors),
+        training=training,
+    )
+
+
+def holds_adapter(folder: Path) -> bool:
+    """Whether `folder` is one that `read_facts` would look into: a routed adapter with its weights."""
+    return any(k == PEFT_TYPE and (path / WEIGHTS_NAME).is_file() for path, k in _adapters(folder).items())
+
+
+def read_training(path: Path) -> dict[str, Any]:
+    """The record of a run; empty where there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterMismatchError(f"{path}: cannot be read ({str(error).splitlines()[0]}); remove it") from error
+    if not isinstance(content, dict):
+        raise AdapterMismatchError(f"{path}: holds no JSON object; remove it")
+    return content
+
+
+def _adapters(folder: Path) -> dict[Path, str]:
+    """Folders of adapters, with the name of their method: `folder` itself, then those right in it."""
+    found = {}
+    for place in (folder, *sorted(p for p in folder.glob("*/") if not p.name.startswith((".", "checkpoint-")))):
+        if (place / CONFIG_NAME).is_file():
+            found[place] = str(read_config(place / CONFIG_NAME).get("peft_type"))[:40]
+    return found
+
+
+def _thresholds(
+    config: DepthRouteConfig, tensors: Mapping[str, torch.Tensor] | None, training: Mapping[str, Any]
+) -> tuple[dict[int, float], bool | None]:
+    if not config.takes_budget():
+        return {}, None
+    if tensors is None:
+        recorded = training.get("thresholds") or {}
+        return {int(layer): float(value) for layer, value in recorded.items()}, bool(recorded) or None
+    found = {}
+    for name, values in tensors.items():
+        layer = _TABLE.search(name)
+        if layer is not None:
+            table = ScoreQuantiles(1.0)
+            table.set(values)
+            found[int(layer[1])] = float(table(config.budget))
+    updates = [int(value) for name, value in tensors.items() if _UPDATES.search(name)]
+    return dict(sorted(found.items())), all(updates)

@@ -1,0 +1,103 @@
+"""The metadata that the Hub indexes, at the top of a card.
+
+`library_name` is `peft`: the Hub knows that library, files the adapter under its base, counts its downloads by
+`adapter_config.json` and shows PEFT's way of loading; under a name that the Hub does not know there would be none of
+this. What it cannot say, that `hf_depthroute` has to be imported, the card says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from ..data import PYTHON_STDLIB, is_local_file
+from .facts import Facts
+from .results import Losses, Results, Score
+from .text import clean, hub_id
+
+TAGS = ("depth-routing", "hf_depthroute")
+
+
+def make_metadata(
+    facts: Facts,
+    results: Results,
+    *,
+    model_name: str,
+    language: str | None = None,
+    license: str | None = None,
+    tags: Sequence[str] = (),
+    datasets: Sequence[str] = (),
+) -> ModelCardData:
+    """The metadata of a card. A base or a dataset that is a local path has no id to be indexed by, and is left out."""
+    base = base_id(facts)
+    extra: dict[str, Any] = {} if base is None else {"base_model_relation": "adapter"}
+    indexed = [name for name in map(dataset_id, datasets) if name is not None]
+    by_base = () if base is None else (f"base_model:adapter:{base}",)
+    evaluations = [*_losses(results.losses), *_scores(results.scores)]
+    if evaluations:
+        extra |= {"model_name": model_name, "eval_results": evaluations}
+    return ModelCardData(
+        base_model=base,
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=[*by_base, *TAGS, *(clean(tag) for tag in tags)],
+        datasets=list(dict.fromkeys(indexed)) or None,
+        language=None if language is None else clean(language),
+        license=None if license is None else clean(license),
+        **extra,
+    )
+
+
+def base_id(facts: Facts) -> str | None:
+    """The base's id on the Hub, unless its name is that of a folder here."""
+    name = hub_id(facts.config.base_model_name_or_path)
+    return None if name is None or Path(name).is_dir() else name
+
+
+def dataset_id(name: str | None) -> str | None:
+    """A dataset's id on the Hub, unless it is a file or a folder here."""
+    if name is None or name == PYTHON_STDLIB or is_local_file(name) or Path(name).exists():
+        return None
+    return hub_id(name)
+
+
+def _losses(measured: Sequence[Losses]) -> list[EvalResult]:
+    """The loss of what inference does; the base's and the training rule's are in the text only."""
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=dataset_id(losses.dataset) or "text",
+            dataset_name=clean(Path(losses.dataset).name),
+            dataset_config=None if losses.config is None else clean(losses.config),
+            dataset_split=None if losses.split is None else clean(losses.split),
+            metric_type="loss",
+            metric_name=_metric("Loss, nats per token", None if row.rule == "fixed" else row.budget),
+            metric_value=round(row.loss, 4),
+        )
+        for losses in measured
+        for row in losses.rows
+        if row.rule in ("threshold", "fixed") and math.isfinite(row.loss)
+    ]
+
+
+def _scores(measured: Sequence[Score]) -> list[EvalResult]:
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=clean(score.dataset or score.task),
+            dataset_name=clean(score.task),
+            metric_type=clean(score.metric),
+            metric_name=_metric(clean(score.metric), score.budget),
+            metric_value=round(score.value, 4),
+        )
+        for score in measured
+        if score.run != "dense" and math.isfinite(score.value)
+    ]
+
+
+def _metric(name: str, budget: float | None) -> str:
+    return name if budget is None else f"{name} (budget {budget:g})"

@@ -1,0 +1,232 @@
+"""From facts and results to the card's text, and into a README that somebody may have written in."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import jinja2
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from . import views
+from .facts import read_facts
+from .metadata import base_id, make_metadata
+from .record import remembered
+from .results import read_losses, read_results
+from .text import Safe, code, command_line, escape, hub_id, literal, row, shown_path
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+CARD_NAME = "README.md"
+PLACEHOLDER = "path/to/this/folder"
+_BEGIN, _END = "<!-- hf_depthroute: generated, {} -->", "<!-- hf_depthroute: end of the generated part -->"
+_PART = re.compile(re.escape(_BEGIN).replace(r"\{\}", r"(\w+)") + r"\n.*?" + re.escape(_END), re.DOTALL)
+_MEASURED = "<!-- with results -->"
+
+
+def make_card(
+    adapter: str | Path | PeftModel,
+    results: Sequence[Any] = (),
+    *,
+    adapter_name: str | None = None,
+    training: Mapping[str, Any] | None = None,
+    repo_id: str | None = None,
+    model_name: str | None = None,
+    language: str | None = None,
+    license: str | None = None,
+    tags: Sequence[str] = (),
+    datasets: Sequence[str] = (),
+) -> ModelCard:
+    """The model card of a routed adapter. What was not measured is said to be not measured.
+
+    Args:
+        adapter: Its folder, as `save_pretrained` or `hf-depthroute train` leave it; or the model itself, which is as
+            `save_pretrained` would save it now.
+        results: Each a JSON file of `eval --json` or `bench --json`, its content, or what `evaluate_budgets`,
+            `evaluate_tasks` or `bench` returned.
+        adapter_name: Which adapter, where there are several.
+        training: The record of the run; by default `training.json` in the folder, or what the model remembers.
+        repo_id: The Hub's id that the loading code names.
+        model_name: The title. Default: after the repository, or the base.
+        language: Of the metadata, such as `"en"`.
+        license: Of the metadata, such as `"apache-2.0"`; not guessed.
+        tags: More tags.
+        datasets: Hub ids of the training data; by default what the record says.
+
+    Raises:
+        ResultError: A result cannot be read, or was measured with other weights.
+        AdapterMismatchError: There is no routed adapter, or its files are not whole.
+    """
+    if not isinstance(adapter, (str, Path)):
+        given = {"adapter_name": adapter_name, "repo_id": repo_id, "model_name": model_name, "language": language}
+        return _of_model(adapter, results, given | {"license": license, "tags": tags, "datasets": datasets})
+    facts = read_facts(Path(adapter), adapter_name, training)
+    record = facts.training
+    found = read_results(results, facts.weights_hash)
+    changed = record.get("weights_hash") not in (None, facts.weights_hash)
+    if record.get("evaluation") and not changed and not found.losses:
+        found.losses.append(read_losses(_evaluation(record)))
+    trained_on = list(datasets) or [str(name) for name in (views.dataset_of(record),) if name]
+    base = facts.config.base_model_name_or_path
+    title = model_name or (repo_id or "").split("/")[-1] or _title(base)
+    metadata = make_metadata(
+        facts, found, model_name=title, language=language, license=license, tags=tags, datasets=trained_on
+    )
+    body = (
+        _environment()
+        .get_template("model_card.md.jinja")
+        .render(
+            title=title,
+            adapter=repo_id or PLACEHOLDER,
+            facts=facts,
+            config=facts.config,
+            base=shown_path(base or "") or None,
+            base_id=base_id(facts),
+            results=found,
+            routed=views.routed_rows(facts),
+            thresholds=views.threshold_rows(facts),
+            losses=[views.loss_table(losses) for losses in found.losses],
+            scores=views.score_table(found.scores),
+            benches=[views.bench_table(bench) for bench in found.benches],
+            slower=views.slower(found.benches),
+            training=views.training(record, trained_on),
+            changed=changed,
+        )
+    )
+    note = f"\n{_MEASURED}" if found.losses or found.scores or found.benches else ""
+    text = f"\n{_BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{_END}\n"
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n{text}")
+
+
+def write_card(folder: str | Path, results: Sequence[Any] = (), **arguments: Any) -> Path:
+    """Write `README.md` in an adapter's folder; the arguments and errors are those of `make_card`.
+
+    The card stands between two HTML comments; what somebody wrote around them stays, and so do keys of the metadata
+    that a card does not set. Without `results`, a card with results of the same adapter stays too.
+    """
+    path = Path(folder) / CARD_NAME
+    card = make_card(folder, results, **arguments)
+    if path.is_file():
+        card = _merge(_load(path), card, arguments.get("repo_id"))
+    path.write_text(str(card), encoding="utf-8")
+    return path
+
+
+def _merge(old: ModelCard, new: ModelCard, repo_id: str | None) -> ModelCard:
+    ours = _PART.search(new.text)
+    assert ours is not None
+    part = ours[0]
+    before = _PART.search(old.text)
+    metadata, known = new.data.to_dict(), old.data.to_dict()
+    if before is not None:
+        measured = _MEASURED in before[0]
+        if before[1] == ours[1] and measured and _MEASURED not in part:
+            part = before[0]
+            if repo_id is not None:
+                part = part.replace(f"adapter = {literal(PLACEHOLDER)}", f"adapter = {literal(repo_id)}")
+        else:
+            known.pop("model-index", None)
+        text = old.text[: before.start()] + part + old.text[before.end() :]
+    elif _is_template(old.text):
+        text = new.text
+    else:
+        text = f"{old.text.rstrip()}\n\n{part}\n"
+    theirs = known.get("tags")
+    tags = dict.fromkeys([*(metadata.get("tags") or ()), *(map(str, theirs) if isinstance(theirs, list) else ())])
+    if hub_id(known.get("base_model")) is None:  # PEFT puts the path of a folder there
+        known.pop("base_model", None)
+    kept = {str(name): value for name, value in known.items()}
+    merged = {**metadata, **kept, **{n: metadata[n] for n in _set_here(metadata)}, "tags": list(tags)}
+    data = ModelCardData(**merged, ignore_metadata_errors=True)
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}")
+
+
+def _set_here(metadata: Mapping[str, Any]) -> list[str]:
+    """What a card of ours says, whatever stood there."""
+    names = ("base_model", "base_model_relation", "library_name", "pipeline_tag", "license", "language", "datasets")
+    return [name for name in (*names, "model-index") if metadata.get(name) is not None]
+
+
+def _load(path: Path) -> ModelCard:
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    try:
+        return ModelCard(text, ignore_metadata_errors=True)
+    except (yaml.YAMLError, ValueError, TypeError):  # its metadata cannot be read; the text is somebody's still
+        return ModelCard("---\n{}\n---\n" + re.sub(r"\A\s*---\n.*?\n---\s*?\n", "", text, flags=re.DOTALL))
+
+
+def _is_template(text: str) -> bool:
+    """Whether nobody has written into the empty card that PEFT and transformers save."""
+    empty = re.sub(r"\s+", " ", ModelCard.from_template(ModelCardData()).text).strip()
+    found = re.sub(r"\s+", " ", text.split("### Framework versions")[0]).strip()
+    return not found or found == empty
+
+
+def _of_model(model: PeftModel, results: Sequence[Any], arguments: dict[str, Any]) -> ModelCard:
+    name = arguments["adapter_name"] or routed_name(model)
+    if name is None:
+        raise ValueError("the model has no depth-routed adapter")
+    run = remembered(model, name)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        arguments |= {"adapter_name": name, "training": run.training}
+        return make_card(folder, [*run.results, *results], **arguments)
+
+
+def routed_name(model: Any) -> str | None:
+    """The name of the model's routed adapter: the active one, where there are several; None where there is none."""
+    from ..config import DepthRouteConfig
+
+    names = [name for name, config in model.peft_config.items() if isinstance(config, DepthRouteConfig)]
+    active = [name for name in names if name in model.active_adapters]
+    return next(iter([*active, *names]), None)
+
+
+def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The evaluation at the end of `hf-depthroute train`, in the form of `eval --json`."""
+    arguments = record.get("arguments") or {}
+    return {
+        "dataset": arguments.get("eval_dataset") or arguments.get("dataset"),
+        "dataset_name": None if arguments.get("eval_dataset") else arguments.get("dataset_name"),
+        "split": arguments.get("validation_split") or "train",
+        "length": arguments.get("length"),
+        "rows": record["evaluation"],
+    }
+
+
+def _url(name: str) -> Safe:
+    return Safe(quote(name))
+
+
+def _listed(parts: Sequence[str]) -> Safe:
+    return Safe(", ".join(escape(part) for part in parts))
+
+
+def _lines(parts: Sequence[str]) -> Safe:
+    return Safe("\n".join(escape(part) for part in parts))
+
+
+def _title(base: str | None) -> str:
+    return f"Depth-routing adapter of {shown_path(base).split('/')[-1]}" if base else "Depth-routing adapter"
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hf_depthroute", "card"),
+        autoescape=False,  # of HTML; `finalize` escapes Markdown and HTML
+        finalize=escape,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"code": code, "row": row, "literal": literal, "command_line": command_line}
+    environment.filters |= {"url": _url, "listed": _listed, "lines": _lines}
+    return environment

@@ -1,0 +1,192 @@
+"""The tables of a card: facts and results as lines of Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from .facts import Facts
+from .results import Bench, Losses, Score
+from .text import Safe, clean, code, row, shown_path
+
+_RULES = {
+    "dense": "dense base",
+    "topk": "top-k (training only)",
+    "threshold": "causal threshold",
+    "fixed": "the adapter's own rule",
+}
+_MACHINE = ("device", "threads", "cores", "load_before", "torch", "transformers", "python")
+_NOT_SHOWN = ("config", "debug", "out", "overwrite", "model", "dataset", "dataset_name")
+
+
+@dataclass(frozen=True)
+class View:
+    """A table and what is said above it."""
+
+    caption: Safe
+    lines: list[Safe]
+
+
+def _table(head: Sequence[str], body: Iterable[Sequence[object]]) -> list[Safe]:
+    return [row(head), row(map(Safe, ["---"] + ["---:"] * (len(head) - 1))), *(row(cells) for cells in body)]
+
+
+def routed_rows(facts: Facts) -> list[Safe]:
+    """What is routed, one property a line."""
+    c = facts.config
+    layers = c.layers if isinstance(c.layers, list) else [code(c.layers)]
+    depth = "" if facts.depth is None else f" of 0-{facts.depth - 1}"
+    gate = (
+        code(c.gate) if c.gate in ("none", "exit", "halting") else Safe(f"{code(c.gate)}, reads {code(c.gate_input)}")
+    )
+    budget = Safe(f"{c.budget:g}")
+    if not c.takes_budget():
+        budget = Safe(f"{c.budget:g} in training; inference follows another rule")
+    rows: list[tuple[str, object]] = [
+        ("layers", Safe(", ".join(map(str, layers)) + depth)),
+        ("target", code(c.target)),
+        ("one decision for each", code(c.granularity)),
+        ("gate", gate),
+        ("branch", Safe(f"{code(c.branch)}, rank {c.branch_rank}") if c.branch == "lowrank" else code(c.branch)),
+        ("budget", budget),
+        ("rule in training", code(c.selection)),
+        ("rule at inference", _inference(facts)),
+        ("size", "not known" if facts.numbers is None else f"{facts.numbers:,} numbers"),
+    ]
+    return [row(["", ""]), row(["---", "---"]), *(row(cells) for cells in rows)]
+
+
+def _inference(facts: Facts) -> str:
+    c = facts.config
+    if c.gate == "none":
+        return "every token skips the routed layers"
+    if c.threshold is not None:
+        return f"score at or above {c.threshold:g}"
+    return "the causal predictor" if c.causal_rule == "predictor" else "score at or above the layer's threshold"
+
+
+def threshold_rows(facts: Facts) -> list[Safe]:
+    """Layer by layer; the share on the calibration text where the run recorded it. No lines without thresholds."""
+    shares = facts.training.get("calibrated_full_ratio") or {}
+    if not facts.thresholds:
+        return []
+    body = [
+        (layer, _figure(value), _share(shares[str(layer)]) if str(layer) in shares else "not recorded")
+        for layer, value in facts.thresholds.items()
+    ]
+    return _table(("layer", "threshold", "share full in calibration"), body)
+
+
+def loss_table(losses: Losses) -> View:
+    """The base, then every budget by both rules."""
+    config = f", {code(losses.config)}" if losses.config else ""
+    split = f", split {code(losses.split)}" if losses.split else ""
+    size = f", {losses.blocks:,} blocks" if losses.blocks is not None else ""
+    size += f" of {losses.length:,} tokens" if size and losses.length is not None else ""
+    dense = losses.rows[0].loss
+    body = [
+        (
+            _RULES.get(r.rule, clean(r.rule)), "-" if r.rule in ("dense", "fixed") else f"{r.budget:g}",
+            f"{r.loss:.4f}", "" if r.rule == "dense" else f"{r.loss - dense:+.4f}", _perplexity(r.loss),
+            _share(r.full_ratio), "" if r.gap is None else f"{r.gap:+.4f}",
+        )
+        for r in losses.rows
+    ]  # fmt: skip
+    head = ("rule", "budget", "loss", "against dense", "perplexity", "share full", "against top-k")
+    return View(Safe(f"On {code(shown_path(losses.dataset))}{config}{split}{size}."), _table(head, body))
+
+
+def score_table(scores: Sequence[Score]) -> list[Safe]:
+    """Task by task, dense first. No lines without scores."""
+    body = [
+        (
+            code(s.task) if first else "", code(s.metric) if first else "", code(s.run), _figure(s.value),
+            "" if s.stderr is None else _figure(s.stderr), "" if s.run == "dense" else f"{s.value - s.dense:+.4f}",
+            _share(s.full_ratio), "" if s.documents is None else f"{s.documents:,}",
+        )
+        for _, group in groupby(scores, key=lambda s: (s.task, s.metric))
+        for first, s in ((number == 0, s) for number, s in enumerate(group))
+    ]  # fmt: skip
+    head = ("task", "metric", "run", "value", "standard error", "against dense", "share full", "documents")
+    return _table(head, body) if body else []
+
+
+def bench_table(bench: Bench) -> View:
+    """Case by case and budget by budget."""
+    known = {name: bench.machine[name] for name in _MACHINE if bench.machine.get(name) is not None}
+    said = ", ".join(f"{'' if name == 'device' else f'{name} '}{code(value)}" for name, value in known.items())
+    body = [
+        (
+            clean(r.case), f"{r.budget:g}", _share(r.full_ratio), f"{r.dense_ms:.2f}", f"{r.routed_ms:.2f}",
+            f"{r.speedup:.3f}", "-" if r.eta is None else f"{r.eta:.2f}",
+        )
+        for r in bench.rows
+    ]  # fmt: skip
+    head = ("case", "budget", "share full", "dense ms", "routed ms", "speed-up", "eta")
+    return View(Safe(f"Machine: {said}." if said else "The machine was not recorded."), _table(head, body))
+
+
+def slower(benches: Sequence[Bench]) -> list[Safe]:
+    """Cases in which routing cost more than it saved."""
+    return [
+        Safe(f"{code(r.case)} at budget {r.budget:g}: {r.speedup:.2f} of the dense speed")
+        for bench in benches
+        for r in bench.rows
+        if r.speedup < 1
+    ]
+
+
+def dataset_of(record: Mapping[str, Any]) -> str | None:
+    """The training text, as the record names it."""
+    found = record.get("dataset") or (record.get("arguments") or {}).get("dataset")
+    return None if found is None else str(found)
+
+
+def training(record: Mapping[str, Any], datasets: Sequence[str]) -> dict[str, Any]:
+    """What the template says about the training; None for what was not recorded."""
+    arguments = record.get("arguments") or {}
+    command = record.get("command")
+    shown = record.get("hyperparameters") or ({} if command else arguments)
+    log = [entry for entry in record.get("log_history") or () if isinstance(entry, Mapping)]
+    return {
+        "recorded": bool(record),
+        "datasets": [code(shown_path(name)) for name in datasets],
+        "config": arguments.get("dataset_name"),
+        "split": arguments.get("split"),
+        "examples": record.get("examples"),
+        "command": command if isinstance(command, list) else None,
+        "arguments": [
+            Safe(f"{code(name)} {code(shown_path(str(value)))}")
+            for name, value in shown.items()
+            if value is not None and name not in _NOT_SHOWN
+        ],
+        "seconds": record.get("seconds"),
+        "last": _last(log, "loss"),
+        "last_eval": _last(log, "eval_loss"),
+        "versions": [Safe(f"{code(name)} {code(value)}") for name, value in (record.get("versions") or {}).items()],
+    }
+
+
+def _last(log: Sequence[Mapping[str, Any]], name: str) -> Safe | None:
+    """The last log entry with this loss, as `step 50: loss 1.2, ...`."""
+    entry = next((entry for entry in reversed(log) if isinstance(entry.get(name), (int, float))), None)
+    if entry is None:
+        return None
+    terms = [n for n in entry if n == name or n.startswith("loss_")]
+    said = ", ".join(f"{code(n)} {_figure(entry[n])}" for n in terms if isinstance(entry[n], (int, float)))
+    return Safe(f"step {int(entry.get('step', 0)):,}: {said}")
+
+
+def _figure(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _share(value: float) -> str:
+    return f"{float(value):.1%}"
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.3f}" if loss < 100 else "-"

@@ -1,0 +1,18 @@
+"""The figures in what lm-eval returns and saves; needs no lm-eval."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def read_scores(results: Mapping[str, Any]) -> dict[tuple[str, str], tuple[float, float | None]]:
+    """`(task, metric) -> (value, standard error)` of everything that lm-eval reports as a number."""
+    found: dict[tuple[str, str], tuple[float, float | None]] = {}
+    for task, values in results.get("results", {}).items():
+        for name, value in values.items():
+            metric, _, kind = name.partition(",")
+            if isinstance(value, (int, float)) and kind and not metric.endswith("_stderr"):
+                error = values.get(f"{metric}_stderr,{kind}")
+                found[task, metric] = float(value), error if isinstance(error, (int, float)) else None
+    return found
