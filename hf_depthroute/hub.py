@@ -49,9 +49,10 @@ def explain(error: BaseException, what: str, access: str = "read") -> HubError |
                 return HubError(f"{what}: neither a local path nor on the Hub (404); check the spelling")
             if not isinstance(cause, errors.RemoteEntryNotFoundError):
                 return HubError(f"{what}: the Hub answered with HTTP status {status}; try again later")
-        if isinstance(cause, errors.LocalEntryNotFoundError | ConnectionError) or _lost(cause):
-            if access == "write":
-                return HubError(f"{what}: the Hub cannot be reached; check the network")
+        if _lost(cause):
+            remedy = "" if access == "write" else ", or set HF_HUB_OFFLINE=1 to use what has been downloaded"
+            return HubError(f"{what}: the Hub cannot be reached; check the network{remedy}")
+        if isinstance(cause, errors.LocalEntryNotFoundError | ConnectionError):
             return HubError(
                 f"{what}: not a local path and not in the local cache, and the Hub cannot be reached; "
                 "check the network, or give a local path"

@@ -10,9 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +18,7 @@ import peft
 import pytest
 import torch
 import transformers
+from hub_server import TOKEN, HubServer, Repository
 from models import build_base, routed
 from text_models import save_base, word_tokenizer, write_text
 
@@ -29,7 +28,6 @@ from hf_depthroute.cli.output import staged
 
 REPOSITORY = Path(__file__).parent.parent
 PROMPT = ("--prompt", "the", "--max-new-tokens", 4)
-TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
 
 
 class Ended(NamedTuple):
@@ -608,84 +606,59 @@ def test_offline_says_so_for_models_datasets_and_adapters(run: Run, train_argume
         assert re.match(r"(model|dataset|adapter) someone/\1: .*HF_HUB_OFFLINE is set", ended.error)
 
 
-class StandIn(BaseHTTPRequestHandler):
-    """Answers as the Hub does; the repository's name says how."""
-
-    def do_GET(self) -> None:
-        status, code, message = 404, "RepoNotFound", "Repository not found"
-        if "/gated" in self.path:
-            status, code, message = 403, "GatedRepo", "Access to this repository is restricted"
-        elif "/private" in self.path:
-            status, code, message = 401, "RepoNotFound", "Invalid username or password."
-        elif "/badtoken" in self.path:
-            status, code, message = 401, "", "Invalid credentials in Authorization header"
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", f"{message} {self.headers.get('Authorization', '')}")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_GET
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 HUB_SCRIPT = """
 import contextlib, io, json, os, sys
 from hf_depthroute.cli import main
-base, text, out, token = sys.argv[1:]
+base, text, out, cases, tokens = sys.argv[1:]
 train = ["train", "--steps", "1", "--length", "16", "--out", out]
 answers = []
-for label in ("token", "none"):
+for label, name in json.loads(cases):
     os.environ.pop("HF_TOKEN", None)
-    if label == "token":
-        os.environ["HF_TOKEN"] = token
-    for name in ("absent", "private", "badtoken", "gated"):
-        for kind, command in {
-            "model": [*train, "--dataset", text, "--model", "someone/" + name],
-            "dataset": [*train, "--model", base, "--dataset", "someone/" + name],
-            "adapter": ["generate", "--prompt", "the", "--adapter", "someone/" + name],
-            "debug": ["generate", "--prompt", "the", "--adapter", "someone/" + name, "--debug"],
-        }.items():
-            with contextlib.redirect_stderr(io.StringIO()) as stderr:
-                try:
-                    main(command)
-                except SystemExit as ended:
-                    answers.append([label, name, kind, ended.code, stderr.getvalue()])
+    if label in json.loads(tokens):
+        os.environ["HF_TOKEN"] = json.loads(tokens)[label]
+    for kind, command in {
+        "model": [*train, "--dataset", text, "--model", "someone/" + name],
+        "dataset": [*train, "--model", base, "--dataset", "someone/" + name],
+        "adapter": ["generate", "--prompt", "the", "--adapter", "someone/" + name],
+        "debug": ["generate", "--prompt", "the", "--adapter", "someone/" + name, "--debug"],
+    }.items():
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
+            try:
+                main(command)
+            except SystemExit as ended:
+                answers.append([label, name, kind, ended.code, stderr.getvalue()])
 print(json.dumps(answers))
 """
 
+# To somebody without a token the Hub does not tell what is private from what does not exist.
 HUB_MESSAGES = {
     ("token", "absent"): "neither a local path nor on the Hub",
-    ("token", "private"): "refused the token",
-    ("token", "badtoken"): "refused the token",
+    ("token", "private"): "neither a local path nor on the Hub",
     ("token", "gated"): "accept its terms",
-    ("none", "absent"): "neither a local path nor on the Hub",
+    ("wrong token", "private"): "refused the token",
+    ("none", "absent"): "no token",
     ("none", "private"): "no token",
-    ("none", "badtoken"): "no token",
     ("none", "gated"): "accept its terms",
 }
 
 
 def test_the_hubs_refusals_have_their_own_messages_and_show_no_token(base: Path, text: Path, tmp_path: Path) -> None:
     """In a process of its own: the Hub client reads its address when it is imported."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    hidden = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "NO_PROXY": "127.0.0.1"}
-    environment |= {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(
-        [sys.executable, "-c", HUB_SCRIPT, base, text, tmp_path / "out", TOKEN],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    server.shutdown()
+    tokens = {"token": TOKEN, "wrong token": TOKEN.replace("abc", "xyz")}
+    with HubServer() as hub:
+        for kind in ("", "datasets/"):
+            hub.repositories[f"{kind}someone/private"] = Repository(private=True)
+            hub.repositories[f"{kind}someone/gated"] = Repository(gated=True)
+        cases = (json.dumps(list(HUB_MESSAGES)), json.dumps(tokens))
+        ended = subprocess.run(
+            [sys.executable, "-c", HUB_SCRIPT, base, text, tmp_path / "out", *cases],
+            env=hub.environment(tmp_path / "home", token=None),
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert TOKEN not in ended.stdout
+    assert not any(token in ended.stdout for token in tokens.values())
     answers = json.loads(ended.stdout)
     assert len(answers) == 4 * len(HUB_MESSAGES)
     for label, name, kind, code, err in answers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,34 +50,40 @@ def card(
     from . import loading
 
     loading.quiet(debug)
-    from ..card import ResultError, make_card, push_folder, write_card
+    from ..card import make_card, push_folder, write_card
 
     local = Path(adapter).is_dir()
     if not local and out is None and push_to is None:
         raise CliError(f"adapter {adapter}: no such folder; for an adapter of the Hub give --out or --push-to")
     sources: list[Path] = list(results or ())
-    try:
-        with loading.explained(f"adapter {adapter}", adapter, ADAPTER):
-            folder = Path(adapter) if local else _downloaded(adapter)
-            if push_to is not None:
-                card = {"license": license, "language": language}
-                with _of_repository(push_to):
-                    sent = push_folder(
-                        folder, push_to, results=sources, private=private or None, revision=revision, card=card
-                    )
-                print(f"sent {adapter} to {sent.repo_url.repo_id}: {sent.commit_url}")
-            elif out is None:
-                print(f"wrote {write_card(folder, sources, license=license, language=language)}")
-            else:
-                repo_id = None if local else adapter
-                text = str(make_card(folder, sources, license=license, language=language, repo_id=repo_id))
-                if str(out) == "-":
-                    print(text, end="")
-                else:
-                    out.write_text(text, encoding="utf-8")
-                    print(f"wrote {out}")
-    except ResultError as error:
-        raise CliError(f"--results {error}") from error
+    words: dict[str, Any] = {"license": license, "language": language}
+    with _explained(adapter):
+        folder = Path(adapter) if local else _downloaded(adapter)
+        if push_to is None and out is None:
+            print(f"wrote {write_card(folder, sources, **words)}")
+            return
+        text = str(make_card(folder, sources, **words, repo_id=None if local else adapter))
+    if push_to is not None:
+        with _of_repository(push_to):
+            sent = push_folder(folder, push_to, results=sources, private=private or None, revision=revision, card=words)
+        print(f"sent {adapter} to {sent.repo_url.repo_id}: {sent.commit_url}")
+    elif str(out) == "-":
+        print(text, end="")
+    elif out is not None:
+        out.write_text(text, encoding="utf-8")
+        print(f"wrote {out}")
+
+
+@contextlib.contextmanager
+def _explained(adapter: str) -> Iterator[None]:
+    from ..card import ResultError
+    from . import loading
+
+    with loading.explained(f"adapter {adapter}", adapter, ADAPTER):
+        try:
+            yield
+        except ResultError as error:
+            raise CliError(f"--results {error}") from error
 
 
 def _downloaded(adapter: str) -> Path:

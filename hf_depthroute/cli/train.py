@@ -221,6 +221,7 @@ def train(
         try:
             routed.save_pretrained(str(staging))
             tokenizer.save_pretrained(staging)
+            record["weights_hash"] = loading.load_adapter_config(str(staging)).weights_hash
             loading.write_json(staging / "training.json", record)
         except Exception as error:
             if not disk_full(error):

@@ -1,0 +1,22 @@
+"""The committed example cards are what their committed results give."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from card_rules import card_fault
+
+FOLDER = Path(__file__).parent.parent / "model_cards"
+
+
+def test_the_example_cards_are_current() -> None:
+    spec = importlib.util.spec_from_file_location("make_cards", FOLDER / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cards = module.cards()
+    assert len(cards) >= 2
+    for path, text in cards.items():
+        assert path.read_text(encoding="utf-8") == text, f"run python model_cards/make.py: {path.name} is old"
+        assert card_fault(text) is None
+        assert "/tmp/" not in text and "/work/" not in text
