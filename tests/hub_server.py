@@ -3,8 +3,8 @@
     with HubServer() as hub:
         run(..., env=hub.environment(tmp_path))
 
-Ids of datasets start with `datasets/`. A commit is the whole tree of its files; branches point at commits. Small files are sent in
-the commit, larger ones by Git LFS as the client does without Xet. `HubServer.requests` keeps what was asked for.
+Ids of datasets start with `datasets/`. A commit is the whole tree of its files; branches point at commits. Small files
+are sent in the commit, weights by Git LFS as the client does without Xet.
 """
 
 from __future__ import annotations

@@ -119,6 +119,8 @@ def test_thresholds_are_those_that_inference_compares_with(saved_adapter: Save) 
     for layer, value in hf_depthroute.calibration.thresholds(model).items():
         assert table_row(card, str(layer))[1] == f"{value:.4f}"
     assert "not calibrated" not in card.text
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert table_row(card, "trained parameters")[1] == f"{trained:,}"
     assert "| budget | 0.25 |" in card.text
 
 

@@ -28,6 +28,7 @@ from ..version import __version__
 TRAINING_NAME = "training.json"
 _TABLE = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.values$")
 _UPDATES = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.updates$")
+_BUFFER = re.compile(r"\.routing\.depth_route_(quantiles|controller|target)\.")
 _PASSING = ("weights_hash", "library_version", "inference_mode")  # do not change what the adapter does
 
 
@@ -38,7 +39,7 @@ class Facts:
     subfolder: Where it is below the folder; None for the folder itself.
     others: Names and methods of adapters beside it.
     depth: Decoder layers of the base, where the configuration says it.
-    numbers: Of values in the weights file, or of trained parameters where there is no file; None if neither is known.
+    parameters: Trained parameters, counted in the weights or, where they are missing, as recorded; None if neither.
     thresholds: `{layer: score}`; empty where no threshold of a budget decides.
     calibrated: Whether the thresholds have seen text; None where it is not known.
     weights_hash: Of the weights; None where it is not known.
@@ -49,7 +50,7 @@ class Facts:
     subfolder: str | None
     others: dict[str, str]
     depth: int | None
-    numbers: int | None
+    parameters: int | None
     thresholds: dict[int, float]
     calibrated: bool | None
     weights_hash: str | None
@@ -92,13 +93,16 @@ def read_facts(folder: Path, adapter_name: str | None = None, training: Mapping[
     weights = place / WEIGHTS_NAME
     tensors = read_tensors(weights, content) if weights.is_file() else None
     thresholds, calibrated = _thresholds(config, tensors, training)
-    numbers = training.get("trainable_parameters") if tensors is None else sum(v.numel() for v in tensors.values())
+    if tensors is None:
+        parameters = training.get("trainable_parameters")
+    else:
+        parameters = sum(value.numel() for name, value in tensors.items() if not _BUFFER.search(name))
     return Facts(
         config=config,
         subfolder=None if place == folder else place.name,
         others={"default" if p == folder else p.name: kind for p, kind in found.items() if p != place},
         depth=depth if isinstance(depth, int) else None,
-        numbers=numbers if isinstance(numbers, int) else None,
+        parameters=parameters if isinstance(parameters, int) else None,
         thresholds=thresholds,
         calibrated=calibrated,
         weights_hash=config.weights_hash if tensors is None else tensors_hash(tensors),

@@ -54,7 +54,7 @@ def routed_rows(facts: Facts) -> list[Safe]:
         ("budget", budget),
         ("rule in training", code(c.selection)),
         ("rule at inference", _inference(facts)),
-        ("size", "not known" if facts.numbers is None else f"{facts.numbers:,} numbers"),
+        ("trained parameters", "not known" if facts.parameters is None else f"{facts.parameters:,}"),
     ]
     return [row(["", ""]), row(["---", "---"]), *(row(cells) for cells in rows)]
 
