@@ -1,8 +1,9 @@
 """What the tests of the Hub run in processes of their own: the client reads its settings when it is imported.
 
-    python hub_client.py push|load|without FOLDER
+    python hub_client.py FOLDER push
+    python hub_client.py FOLDER load without
 
-writes FOLDER/STEP.json. `push` trains and pushes; the others compare with what it left.
+write FOLDER/STEP.json. `push` trains and pushes; the others compare with what it left.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import json
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,9 +123,14 @@ def load(folder: Path) -> dict[str, Any]:
 
 def without(folder: Path) -> dict[str, Any]:
     """The Hub is gone; what was downloaded is still there."""
+    with urllib.request.urlopen(f"{constants.ENDPOINT}/stand-in/stop"):
+        pass
+    time.sleep(1)
     time.sleep = lambda seconds: None  # the client waits longer and longer between its attempts
     wanted = load_file(folder / "logits.safetensors")["second"]
+    constants.HF_HUB_OFFLINE = True
     untouched = base()
+    constants.HF_HUB_OFFLINE = False
     before = logits(untouched)
 
     def commands() -> dict[str, Any]:
@@ -145,7 +152,8 @@ def without(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    step, place = sys.argv[1], Path(sys.argv[2])
-    with contextlib.redirect_stdout(sys.stderr):
-        result = {"push": push, "load": load, "without": without}[step](place)
-    (place / f"{step}.json").write_text(json.dumps(result))
+    place, steps = Path(sys.argv[1]), {"push": push, "load": load, "without": without}
+    for step in sys.argv[2:]:
+        with contextlib.redirect_stdout(sys.stderr):
+            result = steps[step](place)
+        (place / f"{step}.json").write_text(json.dumps(result))

@@ -10,53 +10,21 @@ are sent in the commit, weights by Git LFS as the client does without Xet.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import os
 import re
 import threading
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from card_rules import card_fault
+from hub_repository import Refused, Repository, git_oid, sha256
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
 USER = "me"
 LFS = (".safetensors", ".bin", ".pt")
-_SHA = re.compile(r"[0-9a-f]{40}")
-
-
-class Refused(Exception):
-    """What the Hub answers instead: an HTTP status, the code it names, a message."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code, self.message = status, code, message
-
-
-@dataclass
-class Repository:
-    """Files by commit, commits by branch. `gated`: nobody has accepted its terms."""
-
-    private: bool = False
-    gated: bool = False
-    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    branches: dict[str, str] = field(default_factory=dict)
-
-    def commit(self, branch: str, files: dict[str, bytes]) -> str:
-        sha = hashlib.sha1(f"{branch} {len(self.commits)}".encode()).hexdigest()
-        self.commits[sha] = files
-        self.branches[branch] = sha
-        return sha
-
-    def find(self, revision: str) -> str:
-        sha = revision if _SHA.fullmatch(revision) else self.branches.get(revision)
-        if sha not in self.commits:
-            raise Refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return sha
 
 
 class HubServer:
@@ -72,6 +40,7 @@ class HubServer:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
         self.blobs: dict[str, bytes] = {}  # of Git LFS, by SHA-256
+        self.stopped = threading.Event()
 
     def __enter__(self) -> HubServer:
         handler = type("Handler", (_Handler,), {"hub": self})
@@ -81,12 +50,14 @@ class HubServer:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.stop()
+        if not self.stopped.is_set():
+            self.stop()
 
     def stop(self) -> None:
-        """The port is closed afterwards: a client is refused at once."""
+        """The port is closed afterwards: a client is refused at once. A client may ask for it: GET /stand-in/stop."""
         self._server.shutdown()
         self._server.server_close()
+        self.stopped.set()
 
     def environment(self, home: Path, token: str | None = TOKEN, **more: str) -> dict[str, str]:
         """Of a process that uses this Hub; what it caches goes to `home`."""
@@ -112,6 +83,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        if self.hub.stopped.is_set():  # a connection that was kept alive
+            self.close_connection = True
+            return
         self.hub.requests.append(f"{self.command} {path}")
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -175,6 +149,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Answers
 
+    def stop(self) -> None:
+        self._send(200, headers={"Connection": "close"})
+        threading.Thread(target=self.hub.stop).start()
+
     def whoami(self) -> None:
         if self._user() is None:
             raise Refused(401, "", "Unauthorized")
@@ -216,9 +194,9 @@ class _Handler(BaseHTTPRequestHandler):
         rows = []
         for name, content in found.commits[found.find(revision)].items():
             if name.startswith((folder or "").strip("/")):
-                rows.append({"type": "file", "path": name, "size": len(content), "oid": _git_oid(content)})
+                rows.append({"type": "file", "path": name, "size": len(content), "oid": git_oid(content)})
                 if name.endswith(LFS):
-                    rows[-1]["lfs"] = {"oid": _sha256(content), "size": len(content), "pointerSize": 130}
+                    rows[-1]["lfs"] = {"oid": sha256(content), "size": len(content), "pointerSize": 130}
         if folder and not rows:
             raise Refused(404, "EntryNotFound", f"{folder} does not exist")
         self._json(rows)
@@ -229,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
         files = []
         for file in json.loads(self.body)["files"]:
             large, content = file["path"].endswith(LFS), there.get(file["path"])
-            oid = None if content is None else _sha256(content) if large else _git_oid(content)
+            oid = None if content is None else sha256(content) if large else git_oid(content)
             mode = "lfs" if large else "regular"
             files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self._json({"files": files})
@@ -246,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"transfer": "basic", "objects": objects})
 
     def lfs_put(self, oid: str) -> None:
-        if _sha256(self.body) != oid:
+        if sha256(self.body) != oid:
             raise Refused(400, "", "the content does not have this hash")
         self.hub.blobs[oid] = self.body
         self._send(200)
@@ -285,7 +263,7 @@ class _Handler(BaseHTTPRequestHandler):
             message = {"X-Repo-Commit": sha, "X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"}
             self._send(404, b"", message)
             return
-        etag = _sha256(content) if name.endswith(LFS) else _git_oid(content)
+        etag = sha256(content) if name.endswith(LFS) else git_oid(content)
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": sha, "Content-Length": str(len(content))}
         self._send(200, content, headers)
 
@@ -294,17 +272,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"errors": [] if fault is None else [fault]}, 200 if fault is None else 400)
 
 
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _git_oid(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
 _REPO = r"(?P<repo>(?:datasets/)?[^/]+/[^/]+)"
 _API = rf"/api/(?:models/)?{_REPO}"
 _ROUTES = [
+    (r"/stand-in/stop", _Handler.stop),
     (r"/api/whoami-v2", _Handler.whoami),
     (r"/api/repos/create", _Handler.create),
     (r"/api/validate-yaml", _Handler.validate),

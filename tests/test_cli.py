@@ -18,7 +18,8 @@ import peft
 import pytest
 import torch
 import transformers
-from hub_server import TOKEN, HubServer, Repository
+from hub_repository import Repository
+from hub_server import TOKEN, HubServer
 from models import build_base, routed
 from text_models import save_base, word_tokenizer, write_text
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from card_rules import card_fault
-from hub_server import TOKEN, HubServer, Repository
+from hub_repository import Repository
+from hub_server import TOKEN, HubServer
 from huggingface_hub import ModelCard
 from text_models import save_base
 
@@ -40,11 +41,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         for name, gated in (("someone/tiny-llama", False), ("someone/gated", True)):
             hub.repositories[name] = Repository(gated=gated)
             hub.repositories[name].commit("main", files)
-        for step, home in (("push", "one"), ("load", "two"), ("without", "two")):
-            if step == "without":
-                hub.stop()
+        for steps, home in ((["push"], "one"), (["load", "without"], "two")):
             ended = subprocess.run(
-                [sys.executable, CLIENT, step, folder],
+                [sys.executable, CLIENT, folder, *steps],
                 env=hub.environment(folder / home),
                 capture_output=True,
                 text=True,
@@ -176,7 +175,7 @@ def test_offline_what_is_cached_works(story: Story) -> None:
 def test_a_dead_hub_leaves_the_base_as_it_was(story: Story) -> None:
     found = story.without["dead"]
     assert found["untouched"]
-    assert "Connection refused" in found["load"]
+    assert found["load"].startswith(("ConnectError", "RemoteProtocolError")), found["load"]
 
 
 @pytest.mark.parametrize(
