@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -115,7 +116,12 @@ def write_card(folder: str | Path, results: Sequence[Any] = (), **arguments: Any
     card = make_card(folder, results, **arguments)
     if path.is_file():
         card = _merge(_load(path), card, arguments.get("repo_id"))
-    path.write_text(str(card), encoding="utf-8")
+    staged = path.with_name(f".{CARD_NAME}.{os.getpid()}")  # a reader, or a full disk, never finds half a card
+    try:
+        staged.write_text(str(card), encoding="utf-8")
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
     return path
 
 
