@@ -1,4 +1,4 @@
-"""The command line: `hf-depthroute train | eval | bench | generate | serve | study | report | card | doctor | families`.
+"""The command line, `hf-depthroute COMMAND`.
 
 Every command ends with exit code 0, or with one line `error: ...` on stderr and a code that says what went wrong:
 2 command line, config or data; 3 the Hub; 4 a corrupt or mismatched adapter; 5 memory or disk; 130 Ctrl-C; 1 the rest.

@@ -237,7 +237,7 @@ def _measure_speed(
 def _facts(
     given: RunOptions, model: str, routed: Any, blocks: int, timed: Mapping[str, Any] | None
 ) -> list[tuple[str, str]]:
-    from .train import versions
+    from ..versions import versions
 
     config = routed.active_peft_config
     text = f"{_name(given.dataset)}, split {given.split}, {blocks} blocks of {given.length} tokens"
