@@ -206,7 +206,7 @@ def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monke
 
     import hf_depthroute.trainer
 
-    mark = hf_depthroute.trainer.mark_complete
+    mark = hf_depthroute.checkpoints.mark_complete
     monkeypatch.setattr(hf_depthroute.trainer, "mark_complete", look)
     fields = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     trainer, _ = make_trainer(build_routed("llama", "mlp"), rows(6), tmp_path, **fields)
