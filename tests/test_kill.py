@@ -17,6 +17,7 @@ from models import build_base, build_routed, logits, routed
 from peft import PeftModel
 from training import adapter_state, assert_same_tensors, make_trainer, rows
 
+import hf_depthroute.checkpoints
 import hf_depthroute.saving
 from hf_depthroute.adapter_file import CONFIG_NAME, WEIGHTS_NAME
 from hf_depthroute.checkpoints import MARKER, CheckpointError, fault_of
@@ -204,10 +205,8 @@ def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monke
         there.append(sorted(p.name for p in folder.parent.glob("checkpoint-*") if (p / MARKER).is_file()))
         mark(folder)
 
-    import hf_depthroute.trainer
-
     mark = hf_depthroute.checkpoints.mark_complete
-    monkeypatch.setattr(hf_depthroute.trainer, "mark_complete", look)
+    monkeypatch.setattr(hf_depthroute.checkpoints, "mark_complete", look)
     fields = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     trainer, _ = make_trainer(build_routed("llama", "mlp"), rows(6), tmp_path, **fields)
     trainer.train()
