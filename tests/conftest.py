@@ -22,7 +22,8 @@ from peft import PeftModel
 # Tracing for coverage makes Python half as slow again. What these files run, other tests cover; of another long table,
 # every fourth case is traced.
 UNTRACED_FILES = (
-    "test_family_table", "test_fuzz", "test_invariants_causal", "test_invariants_execution", "test_invariants_state",
+    "test_docs", "test_family_table", "test_fuzz", "test_invariants_causal", "test_invariants_execution",
+    "test_invariants_state",
 )  # fmt: skip
 LONG_TABLE = 16
 

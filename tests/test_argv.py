@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_depthroute.cli import app, main
 
-COMMANDS = ("train", "eval", "bench", "generate", "study", "report", "doctor", "families")
+COMMANDS = ("train", "eval", "bench", "generate", "serve", "study", "report", "card", "doctor", "families")
 OPTIONS = (
     *("--model", "--adapter", "--dataset", "--out", "--config", "--budget", "--budgets", "--layers", "--gate"),
     *("--steps", "--length", "--dtype", "--shape", "--suite", "--compare", "--prompt", "--seed", "--threads"),

@@ -350,7 +350,7 @@ def test_an_unknown_family_is_refused_with_the_supported_ones(
     transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=1).save_pretrained(folder)
     ended = run(*train_arguments, "--model", folder)
     assert ended.code == errors.USAGE
-    assert "family 'bloom' is not supported" in ended.error
+    assert "model type 'bloom' is not supported" in ended.error
     assert "llama" in ended.error
 
 
