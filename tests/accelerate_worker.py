@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "accelerate"
-OPTIONS = "--cpu --length 16 --batch-size 4 --accumulate 2 --steps 4 --save-every 2 --log-every 4"
+OPTIONS = "--cpu --gate jepa --length 16 --batch-size 4 --accumulate 2 --steps 4 --save-every 2 --log-every 4"
 
 
 def run_recipe(data: Path, out: Path, *more: str) -> None:

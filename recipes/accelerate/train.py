@@ -87,7 +87,7 @@ def train(args: argparse.Namespace) -> None:
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 objective.check_finite(progress.step + 1)
-                accelerator.clip_grad_norm_(trainable, 1.0)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)  # FSDP put others in the place of `trainable`
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
