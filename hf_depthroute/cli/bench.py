@@ -10,6 +10,7 @@ import typer
 
 from . import options as o
 from .errors import CliError
+from .output import write_json
 
 _OF_SHAPE = ("layers", "target", "gate", "depth", "vocabulary")  # an adapter has its own
 _SINGLE = ("prefill", "decode", "memory")
@@ -135,7 +136,7 @@ def bench(
             fields |= {"loss": list(o.parse_names("--loss", loss, ("naive", "fused")))}
             result = _measure_shape(fields, arguments, sizes)
     if json_file is not None:
-        loading.write_json(json_file, result)
+        write_json(json_file, result)
     from ..bench.results import tables
 
     for table in tables(result):
@@ -160,7 +161,7 @@ def _compare(old: Path, new: Path, json_file: Path | None) -> None:
     except (KeyError, TypeError, AttributeError) as error:
         raise CliError(f"--compare {old} {new}: not results of hf-depthroute bench ({error!r} is wrong)") from error
     if json_file is not None:
-        loading.write_json(json_file, comparison.to_dict())
+        write_json(json_file, comparison.to_dict())
     for note in comparison.notes:
         print(f"note: {note}")
     table = comparison_table(comparison)

@@ -11,6 +11,7 @@ import typer
 
 from . import options as o
 from .errors import CliError
+from .output import write_json
 
 
 def evaluate(
@@ -94,7 +95,7 @@ def evaluate(
     rows = evaluate_budgets(routed, batches[0], batches[1] if calibrate_on else None, wanted)
 
     if json_file is not None:
-        loading.write_json(
+        write_json(
             json_file,
             {
                 "model": model,
@@ -169,7 +170,7 @@ def _evaluate_tasks(
             for run in runs
         }
         content = {"model": model, "adapter": adapter, "weights_hash": adapter_config.weights_hash, "runs": parts}
-        loading.write_json(json_file, json.loads(json.dumps(content, default=handle_non_serializable)))
+        write_json(json_file, json.loads(json.dumps(content, default=handle_non_serializable)))
     dense = scores(runs[0])
     loading.print_table(
         ("task", "metric", "run", "value", "stderr", "delta", "full ratio", "dense s / s"),

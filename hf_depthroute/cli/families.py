@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from . import options as o
+from .output import write_json
 
 if TYPE_CHECKING:
     from ..support import Support
@@ -29,7 +30,7 @@ def families(json_file: o.JsonFile = None, debug: o.Debug = False) -> None:
 
     table = support_table()
     if json_file is not None:
-        loading.write_json(json_file, {"families": [asdict(row) for row in table], "legend": LEGEND})
+        write_json(json_file, {"families": [asdict(row) for row in table], "legend": LEGEND})
     header = ("family", "layout", "ffn", "attention", "block", "experts", "sequence")
     lines = [header, *(_cells(row) for row in table)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(header))]

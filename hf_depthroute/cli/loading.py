@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -146,17 +145,6 @@ def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[st
         input_ids = torch.tensor(ids[start : start + batch_size])
         batches.append({"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)})
     return batches
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write whole or not at all: a reader never sees half a file."""
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        staged.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

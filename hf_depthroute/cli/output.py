@@ -1,12 +1,14 @@
-"""The output folder of a command: checked before the work, written whole or not at all."""
+"""The output of a command, a file or a folder: checked before the work, written whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .errors import CliError
 
@@ -60,3 +62,19 @@ def staged(out: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """As `write_text`."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file; a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        staging.write_text(text, encoding="utf-8")
+        os.replace(staging, path)
+    finally:
+        staging.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from . import options as o
 from .errors import CliError
+from .output import write_text
 
 DEFAULT_BUDGETS = "0.25,0.5,0.75"
 _TIMES = ("routed_ms", "ratio", "speedup", "eta", "full_ratio", "flops_routed_over_dense", "tokens_per_s")
@@ -109,7 +109,7 @@ def report_run(given: RunOptions, debug: bool) -> Path:
             notes=notes,
         )
     )
-    _write(path, page)
+    write_text(path, page)
     return path
 
 
@@ -259,17 +259,6 @@ def _facts(
 def _name(source: str) -> str:
     """A Hub id as it is; of a local path its last part, since a page is for other machines."""
     return Path(source).resolve().name if Path(source).exists() else source
-
-
-def _write(path: Path, page: str) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        staged.write_text(page, encoding="utf-8")
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def _progress(what: str) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from . import options as o
 from .errors import OTHER, RESOURCES, CliError
-from .output import check_out, staged
+from .output import check_out, staged, write_json
 
 
 def train(
@@ -222,7 +222,7 @@ def train(
             routed.save_pretrained(str(staging))
             tokenizer.save_pretrained(staging)
             record["weights_hash"] = loading.load_adapter_config(str(staging)).weights_hash
-            loading.write_json(staging / "training.json", record)
+            write_json(staging / "training.json", record)
         except Exception as error:
             if not disk_full(error):
                 raise
