@@ -125,6 +125,7 @@ def test_the_page_has_every_decision_of_the_trace(number, opened, file):
     page = opened(file)
     choose_budget(page, number)
     page.locator("#as-table summary").click()
+    page.locator("#as-table tbody tr").first.wait_for()  # filled by the toggle event, which comes after the click
     rows = page.evaluate(
         "[...document.querySelectorAll('#as-table tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
     )
@@ -214,6 +215,7 @@ def test_the_keyboard_reaches_every_token_and_control(opened, file):
 def test_hostile_text_is_shown_and_does_nothing(opened, file):
     page = opened(file)
     page.locator("#as-table summary").click()
+    page.locator("#as-table tbody tr").first.wait_for()
     assert page.evaluate("window.hacked") is None
     assert page.locator("img").count() == 0
     text = page.locator("#text").inner_text()
