@@ -126,6 +126,20 @@ def reference(one_thread_per_run: None, material: Path, tmp_path_factory: pytest
     return tables(folder / "out")
 
 
+@pytest.fixture(scope="module")
+def finished(one_thread_per_run: None, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The material with a finished study of one run, in `out`."""
+    folder = Path(shutil.copytree(material, tmp_path_factory.mktemp("finished") / "study"))
+    assert run(folder, "out", "g1", seeds=[42]) == {}
+    return folder
+
+
+@pytest.fixture
+def ended(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(finished, tmp_path / "ended"))
+
+
 # The study file
 
 
@@ -345,25 +359,23 @@ versions = runner.versions()
         (None, {"training": STUDY["training"] | {"rank_weight": 0.5}}, "(training.rank_weight null -> 0.5)"),
     ],
 )
-def test_results_of_different_studies_are_never_mixed(folder, monkeypatch, change, fields, message):
-    assert run(folder, "out", "g1", seeds=[42]) == {}
-    before = stamps(folder / "out")
+def test_results_of_different_studies_are_never_mixed(ended, monkeypatch, change, fields, message):
+    before = stamps(ended / "out")
     if change is not None:
-        change(folder, monkeypatch)
+        change(ended, monkeypatch)
     with pytest.raises(StudyError) as refused:
-        run(folder, "out", "g1", seeds=[42], **fields)
+        run(ended, "out", "g1", seeds=[42], **fields)
     assert message in str(refused.value) and "\n" not in str(refused.value)
     assert "pass another --out" in str(refused.value)
-    assert stamps(folder / "out") == before
+    assert stamps(ended / "out") == before
 
 
-def test_a_complete_run_of_another_specification_is_refused_and_kept(folder):
-    assert run(folder, "out", "g1", seeds=[42]) == {}
-    before = stamps(folder / "out")
-    (folder / "configs" / "g1.yaml").write_text("training: {util_weight: 0.5}\n")
+def test_a_complete_run_of_another_specification_is_refused_and_kept(ended):
+    before = stamps(ended / "out")
+    (ended / "configs" / "g1.yaml").write_text("training: {util_weight: 0.5}\n")
     with pytest.raises(StudyError, match=r"training.util_weight null -> 0.5\); rename the config"):
-        run(folder, "out", "g1", seeds=[42])
-    assert stamps(folder / "out") == before
+        run(ended, "out", "g1", seeds=[42])
+    assert stamps(ended / "out") == before
 
 
 def test_the_code_that_results_depend_on_is_hashed(tmp_path):
