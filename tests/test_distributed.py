@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import compare_versions
 from accelerate_worker import RECIPE, run_recipe
 from distributed_worker import RUNS, SHARDED, STEPS, Result
 from models import build_routed
@@ -144,6 +145,8 @@ def one_process(results: Path) -> Path:
 @pytest.mark.parametrize("run", ["ddp", "fsdp2", "again", "resumed"])
 def test_the_accelerate_recipe_trains_the_adapter_of_one_process(one_process: Path, run: str) -> None:
     """On two processes, whole or split, and from a checkpoint."""
+    if run == "resumed" and compare_versions("accelerate", "<", "1.13"):
+        pytest.skip("accelerate before 1.13 does not load the optimizer's state under FSDP2")
     expected, found = one_process / "one", one_process / run
     losses = json.loads((expected / "losses.json").read_text())
     assert len(losses) == 4 and len(set(losses)) == 4
