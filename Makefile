@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test coverage lint docs notebook clean
+.PHONY: demo test coverage fuzz lint docs notebook clean
 
 demo: $(INSTALLED)
 	$(BIN)/python recipes/demo/demo.py --out demo_output
@@ -16,6 +16,11 @@ test: $(INSTALLED)
 coverage: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-report=json tests
 	$(BIN)/python .ci/coverage_floor.py coverage.json
+
+# Damaged adapters; longer by hand: `make fuzz FUZZ_SECONDS=600`.
+FUZZ_SECONDS ?= 60
+fuzz: $(INSTALLED)
+	$(BIN)/python tests/fuzz_adapter.py --seconds $(FUZZ_SECONDS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

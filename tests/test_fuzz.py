@@ -1,15 +1,13 @@
-"""The fuzz target of the adapter loader, for a minute; longer by hand: `python tests/fuzz_adapter.py --seconds 600`."""
+"""The fuzz target of the adapter loader, shortly; `make fuzz` runs it for a minute, and CI does."""
 
 from __future__ import annotations
-
-import os
 
 from fuzz_adapter import fuzz
 
 
-def test_a_minute_of_damaged_adapters_finds_nothing() -> None:
-    seconds = float(os.environ.get("FUZZ_SECONDS", "60"))
-    outcomes, findings = fuzz(seconds, seed=int(os.environ.get("FUZZ_SEED", "0")))
+def test_seconds_of_damaged_adapters_find_nothing() -> None:
+    seconds = 10
+    outcomes, findings = fuzz(seconds, seed=1)
     print(dict(outcomes))
     assert not findings
     refused = sum(count for name, count in outcomes.items() if name.endswith("refused"))
