@@ -66,7 +66,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     pages, said, asked = [], [], []
 
     def call(path: Path, **context: Any) -> Any:
-        page = browser.new_page(**context)
+        page = browser.new_page(reduced_motion="reduce", **context)  # no smooth scrolling while something is measured
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("dialog", lambda dialog: said.append(dialog.message))
@@ -84,6 +84,13 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
 
 def choose_budget(page: Any, number: int) -> None:
     page.locator(f"input[name=budget][value='{number}']").check()
+
+
+def tops(page: Any, *ids: str) -> list[float]:
+    """Where elements begin, all at one moment."""
+    script = "ids => ids.map(id => document.getElementById(id).getBoundingClientRect().y)"
+    found: list[float] = page.evaluate(script, ids)
+    return found
 
 
 def details(page: Any) -> list[list[str]]:
@@ -206,8 +213,8 @@ def test_the_keyboard_reaches_every_token_and_control(opened, file):
     page.keyboard.press("End")
     assert box.get_attribute("aria-activedescendant") == f"token-{len(RUNS[0]['pieces']) - 1}"
     page.keyboard.press("ArrowUp")
-    above = page.locator(f"#{box.get_attribute('aria-activedescendant')}").bounding_box()["y"]
-    assert above < page.locator(f"#token-{len(RUNS[0]['pieces']) - 1}").bounding_box()["y"]
+    above, last = tops(page, box.get_attribute("aria-activedescendant"), f"token-{len(RUNS[0]['pieces']) - 1}")
+    assert above < last
     page.keyboard.press("Home")
     assert details(page) == expected_details(1, 0)
 
@@ -220,10 +227,8 @@ def test_hostile_text_is_shown_and_does_nothing(opened, file):
     assert page.locator("img").count() == 0
     text = page.locator("#text").inner_text()
     assert "</script><img src=x onerror=window.hacked=1>" in text and "U+202E" in text and "␇" in text
-    heights = [
-        page.locator(f"#token-{RUNS[0]['pieces'].index(piece)}").bounding_box()["y"] for piece in ("<", "\u05e9")
-    ]
-    assert heights[1] - heights[0] > 60  # two line breaks
+    first, second = tops(page, *(f"token-{RUNS[0]['pieces'].index(piece)}" for piece in ("<", "\u05e9")))
+    assert second - first > 60  # two line breaks
 
 
 def test_a_character_of_several_tokens_is_one_piece(opened, file):
