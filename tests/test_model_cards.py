@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 from card_rules import card_fault
 
 FOLDER = Path(__file__).parent.parent / "model_cards"
+MACHINE = re.compile(r"(?<![\w:/.-])/(tmp|home|root|work|usr|opt|Users|mnt|var)/")  # a path of the machine that made it
 
 
 def test_the_example_cards_are_current() -> None:
@@ -19,4 +21,4 @@ def test_the_example_cards_are_current() -> None:
     for path, text in cards.items():
         assert path.read_text(encoding="utf-8") == text, f"run python model_cards/make.py: {path.name} is old"
         assert card_fault(text) is None
-        assert "/tmp/" not in text and "/work/" not in text
+        assert not MACHINE.search(text)

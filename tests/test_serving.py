@@ -39,7 +39,7 @@ BATCHED: dict[str, tuple[str, str, dict[str, Any]]] = {
 def generate_batch(model: Any, attention: str = "sdpa") -> list[Any]:
     from transformers import ContinuousBatchingConfig
 
-    size = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # before transformers 5.18
+    size = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # transformers 5.17
     config = ContinuousBatchingConfig(**{size: 16}, num_blocks=32, max_batch_tokens=64)
     model.get_base_model().set_attn_implementation(attention)
     return list(
