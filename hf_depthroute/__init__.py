@@ -15,6 +15,7 @@ from .tuner import get_depth_routed_model
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .arguments import RoutingArguments
     from .trainer import DepthRouteCallback, DepthRouteTrainer, DepthRouteTrainingArguments
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "DepthRouteConfig",
     "DepthRouteTrainer",
     "DepthRouteTrainingArguments",
+    "RoutingArguments",
     "__version__",
     "allow_base_mismatch",
     "calibrate",
@@ -39,6 +41,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the training names on first use: transformers' Trainer takes longer to import than the rest together."""
+    if name == "RoutingArguments":
+        return getattr(import_module(".arguments", __name__), name)
     if name in ("DepthRouteCallback", "DepthRouteTrainer", "DepthRouteTrainingArguments"):
         return getattr(import_module(".trainer", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,3 +25,9 @@ def test_every_public_name_exists():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'DepthRouter'"):
         _ = hf_depthroute.DepthRouter
+
+
+def test_the_arguments_of_the_losses_come_from_the_package_itself():
+    from hf_depthroute.arguments import RoutingArguments
+
+    assert hf_depthroute.RoutingArguments is RoutingArguments and "RoutingArguments" in hf_depthroute.__all__
