@@ -1,7 +1,11 @@
-"""Write the README's results from the committed result files: `python recipes/tables.py`."""
+"""Write the figures of the README and of the documentation from the committed result files.
+
+python recipes/tables.py
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from collections import Counter
@@ -14,7 +18,8 @@ from hf_depthroute.report.study.values import fixed, spread, values
 
 RECIPES = Path(__file__).parent
 README = RECIPES.parent / "README.md"
-START, END = "<!-- results -->", "<!-- /results -->"
+GATE_PAGE = RECIPES.parent / "docs" / "how-to" / "pick-a-gate.md"
+RESULTS, GATES = "results", "gates"  # the names of the generated parts' markers
 
 
 def read(name: str) -> Any:
@@ -221,16 +226,106 @@ def kv_cache() -> list[str]:
     ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Duel:
+    """The MLP gate beside the JEPA gate: loss by seed at one budget of one study."""
+
+    study: str
+    budget: float
+    mlp: dict[int, float]
+    jepa: dict[int, float]
+
+    def difference(self) -> float:
+        return statistics.fmean(self.jepa.values()) - statistics.fmean(self.mlp.values())
+
+    def lower(self) -> tuple[str, int]:
+        """The gate with the lower mean loss, and in how many seeds it is the lower one."""
+        sign = 1 if self.difference() > 0 else -1
+        return ("MLP" if sign > 0 else "JEPA"), sum(sign * (self.jepa[s] - self.mlp[s]) > 0 for s in self.mlp)
+
+    def row(self) -> list[str]:
+        winner, seeds = self.lower()
+        means = [f"{statistics.fmean(losses.values()):.3f}" for losses in (self.mlp, self.jepa)]
+        lower = f"{winner}, {seeds} of {len(self.mlp)}"
+        return [self.study, f"{self.budget:g}", *means, f"{self.difference():+.3f}", lower]
+
+
+def duels() -> list[Duel]:
+    """Every committed comparison of the two gates that differ in nothing else."""
+    found = []
+    stories = read("stories260k/results.json")["runs"]
+    for gate_input in ("normed", "residual"):
+        for budget in (0.75, 0.5, 0.25):
+            losses: list[dict[int, float]] = [
+                {
+                    run["seed"]: next(
+                        row["loss"] for row in run["rows"] if (row["rule"], row["budget"]) == ("topk", budget)
+                    )
+                    for run in stories
+                    if (run["gate"], run["gate_input"]) == (gate, gate_input)
+                }
+                for gate in ("mlp", "jepa")
+            ]
+            found.append(Duel(f"stories260k, input {gate_input}", budget, *losses))
+    grid = read("pareto/results.json")["runs"]
+    for budget in (0.75, 0.5, 0.25, 0.1):
+        losses = [
+            {run["seed"]: run["loss"] for run in grid if (run["method"], run["point"]) == (method, budget)}
+            for method in ("ffn_mlp", "ffn_jepa")
+        ]
+        found.append(Duel("pareto, input normed", budget, *losses))
+    study = read_study(RECIPES / "aux_losses/results")
+    configs = [(0.75, "{}_b75"), (0.5, "{}"), (0.25, "{}_b25"), (0.1, "{}_b10")]
+    pairs = [("aux_losses, input residual, oracle's labels", *case) for case in configs]
+    pairs.append(("aux_losses, input residual, no labels", 0.5, "a3_{}"))
+    for title, budget, name in pairs:
+        losses = [dict(values(study, name.format(gate), "endpoint")) for gate in ("g1", "g3")]
+        found.append(Duel(title, budget, *losses))
+    return found
+
+
+def gate_comparison() -> list[str]:
+    """Which gate ended lower, in every committed comparison: a part of the page about gates."""
+    rows = duels()
+    plain, labelled = ([duel for duel in rows if ("oracle's" in duel.study) == taught] for taught in (False, True))
+    timing = read("pareto/results.json")["timing"]["adapters"]
+    mlp, jepa = (
+        [statistics.median(timing[f"{method}|{budget:g}"]) for budget in (0.75, 0.5, 0.25, 0.1)]
+        for method in ("ffn_mlp", "ffn_jepa")
+    )
+    slower = sorted(100 * (b - a) for a, b in zip(mlp, jepa))
+    counts = [Counter(duel.lower()[0] for duel in group)["MLP"] for group in (plain, labelled)]
+    return [
+        "Neither is ahead of the other everywhere. Trained with the default losses the MLP gate ended lower in "
+        f"{counts[0]} of {len(plain)} comparisons and the JEPA gate in {len(plain) - counts[0]}; with the oracle's "
+        f"labels the MLP gate in {counts[1]} of {len(labelled)}. In pareto (width 256) the JEPA gate took "
+        f"{slower[0]:.0f} to {slower[-1]:.0f} % of the dense time more. Mean loss in nats over seeds; the last column "
+        "says in how many seeds the lower one is lower:",
+        "",
+        *table(["study", "budget", "MLP", "JEPA", "JEPA - MLP", "lower, in seeds"], [duel.row() for duel in rows]),
+    ]
+
+
+def part(lines: list[str], name: str) -> str:
+    """A page's generated part, between its two markers."""
+    return "\n".join([f"<!-- {name} -->", "", *lines, "", f"<!-- /{name} -->"])
+
+
 def block() -> str:
-    """The README's results, between its two markers."""
+    """The README's results."""
     parts = (quality, speed, demo, pareto, token_selective, moe, kv_cache, aux_losses)
-    return "\n".join([START, *(line for part in parts for line in ("", *part())), "", END])
+    return part([line for lines in parts for line in ("", *lines())][1:], RESULTS)
+
+
+def gate_block() -> str:
+    """The comparison of gates in the documentation."""
+    return part(gate_comparison(), GATES)
 
 
 def main() -> None:
-    text = README.read_text()
-    head, rest = text.split(START)
-    README.write_text(head + block() + rest.split(END)[-1])
+    for page, name, written in ((README, RESULTS, block()), (GATE_PAGE, GATES, gate_block())):
+        head, rest = page.read_text().split(f"<!-- {name} -->")
+        page.write_text(head + written + rest.split(f"<!-- /{name} -->")[-1])
 
 
 if __name__ == "__main__":

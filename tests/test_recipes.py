@@ -55,6 +55,13 @@ def test_readme_figures_are_made_from_the_committed_results():
     assert load_script(RECIPES / "tables.py").block() in (ROOT / "README.md").read_text()
 
 
+def test_comparison_of_gates_is_made_from_the_committed_results():
+    tables = load_script(RECIPES / "tables.py")
+    assert tables.gate_block() in tables.GATE_PAGE.read_text()
+    lower = {duel.lower()[0] for duel in tables.duels()}
+    assert lower == {"MLP", "JEPA"}, "one gate is ahead everywhere: say so on the page"
+
+
 def test_auxiliary_loss_report_is_made_from_its_results():
     folder = RECIPES / "aux_losses" / "results"
     study, written = read_study(folder), (folder / "report.md").read_text()
