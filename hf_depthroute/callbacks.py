@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from .arguments import RoutingArguments
 from .calibration import active_routings
 from .card.record import remember_training, training_record
+from .console import print_lines
 from .objective import RoutingObjective
 
 logger = logging.getLogger(__name__)
@@ -206,7 +207,10 @@ def install() -> None:
 
 
 def provide(trainer: Any) -> None:
-    """Tell a `DepthRouteCallback` its trainer; add one where a model with trainable routers has none."""
+    """Tell a `DepthRouteCallback` its trainer; add one where a model with trainable routers has none.
+
+    A trainer with routing losses prints readable lines.
+    """
     callbacks = trainer.callback_handler.callbacks
     ours = [callback for callback in callbacks if isinstance(callback, RoutingCallback)]
     for callback in ours:
@@ -215,6 +219,9 @@ def provide(trainer: Any) -> None:
     if not ours and _trains_routers(trainer.model):
         logger.info("%s trains a routed model: added DepthRouteCallback, default weights", type(trainer).__name__)
         trainer.add_callback(DepthRouteCallback(trainer))
+        ours.append(trainer.callback_handler.callbacks[-1])
+    if ours:
+        print_lines(trainer)
 
 
 def _trains_routers(model: Any) -> bool:

@@ -1,0 +1,128 @@
+"""What training prints is for people: one line per log entry; the values per layer go to the logs."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import Row, rows, training_arguments
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
+from transformers.integrations import integration_utils
+
+from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, get_depth_routed_model
+from hf_depthroute.console import duration, log_line
+
+DEPTH = 24
+LINE = re.compile(
+    r"step \d+/2 \| loss [\d.e-]+ \| lm [\d.e-]+, budget [\d.e-]+, alive [\d.e-]+ \| full \d+\.\d% \| gate p 0\.\d+ \| "
+    r"grad [\d.e-]+ \| lr [\d.e-]+ \| \d+:\d\d left"
+)
+
+
+def deep_model() -> Any:
+    """24 layers, all routed: 72 values per layer and log entry."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64, "max_position_embeddings": 32}
+    base = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=DEPTH, **sizes))
+    return get_depth_routed_model(base, DepthRouteConfig(layers="all", gate_hidden=4, branch_rank=2))
+
+
+def trained(folder: Path, trainer: type[Trainer] = DepthRouteTrainer, **fields: Any) -> Trainer:
+    data: list[Row] = rows(4)
+    arguments = training_arguments(folder, max_steps=2, logging_steps=1, **fields)
+    made = trainer(model=deep_model(), args=arguments, train_dataset=data)
+    made.train()
+    return made
+
+
+def per_layer(entry: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in entry.items() if "layer_" in name}
+
+
+@pytest.mark.parametrize("trainer", [DepthRouteTrainer, Trainer])
+@pytest.mark.parametrize("bar", [False, True], ids=["lines", "bar"])
+def test_a_log_entry_is_one_short_line_and_the_layers_are_in_the_history(
+    trainer: type[Trainer], bar: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = trained(tmp_path, trainer, disable_tqdm=not bar)
+    out = capsys.readouterr().out
+    first, second, end = (line for line in out.splitlines() if line.startswith(("step", "trained")))
+    for line in (first, second):
+        assert LINE.fullmatch(line), line
+        assert len(line) < 160
+    assert second.endswith("0:00 left")
+    assert re.fullmatch(r"trained 2 steps in \d+:\d\d \(.+ steps/s\), mean loss [\d.]+", end)
+    assert "layer_" not in out and "{" not in out
+    logged = [entry for entry in made.state.log_history if "loss" in entry]
+    assert [len(per_layer(entry)) for entry in logged] == [3 * DEPTH] * 2
+
+
+def test_a_printer_of_the_callers_own_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Own(PrinterCallback):
+        def on_log(self, *args: Any, **kwargs: Any) -> None:
+            print("my own line")
+
+    arguments = training_arguments(tmp_path, max_steps=1)
+    trainer = DepthRouteTrainer(model=deep_model(), args=arguments, train_dataset=rows(4), callbacks=[Own])
+    trainer.train()
+    own, line, own_at_end, end = capsys.readouterr().out.splitlines()
+    assert own == own_at_end == "my own line"
+    assert line.startswith("step 1/1") and end.startswith("trained 1 steps")
+
+
+def test_a_plain_model_is_printed_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = training_arguments(tmp_path, max_steps=1, logging_steps=1)
+    base = deep_model().unload().requires_grad_(True)
+    Trainer(model=base, args=arguments, train_dataset=rows(4)).train()
+    assert "{'loss'" in capsys.readouterr().out
+
+
+class Settings(dict[str, Any]):
+    def update(self, values: dict[str, Any], allow_val_change: bool) -> None:  # type: ignore[override]
+        super().update(values)
+
+
+class Trackio(types.ModuleType):
+    """What transformers' `TrackioCallback` calls, keeping what it is given."""
+
+    __version__ = "0.43.0"
+    __spec__ = ModuleSpec("trackio", None)
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.entries: list[dict[str, Any]] = []
+        self.config = Settings()
+        self.context_vars = types.SimpleNamespace(current_space_id=types.SimpleNamespace(get=lambda: None))
+
+    def init(self, **fields: Any) -> None:
+        self.project = fields["project"]
+
+    def log(self, entry: dict[str, Any]) -> None:
+        self.entries.append(entry)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_trackio_gets_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With transformers' own callback; trackio itself brings a web server, which no test needs."""
+    trackio = Trackio()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setattr(integration_utils, "is_trackio_available", lambda: True)
+    trained(tmp_path, report_to=["trackio"], project="routed")
+    assert trackio.project == "routed" and trackio.finished
+    logged = [entry for entry in trackio.entries if "train/loss" in entry]
+    assert [entry["train/global_step"] for entry in logged] == [1, 2]
+    assert all(len(per_layer(entry)) == 3 * DEPTH and "train/loss_budget" in entry for entry in logged)
+
+
+def test_lines_of_other_entries() -> None:
+    evaluated = log_line({"eval_loss": 3.25, "eval_runtime": 1.5, "epoch": 0.1}, 20, 1000, 4000)
+    assert evaluated == "step   20/1000 | eval_loss 3.25 | eval_runtime 1.5 | 1:06:40 left"
+    tuned = log_line({"loss": 1.0, "num_tokens": 4096, "full_ratio/layer_1": 0.25, "full_ratio/layer_3": 0.75}, 1, 9)
+    assert tuned == "step 1/9 | loss 1 | full 50.0% | num_tokens 4096"
+    assert duration(75.4) == "1:15"
