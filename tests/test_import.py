@@ -1,5 +1,7 @@
 """What `import hf_depthroute` brings in."""
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -31,3 +33,25 @@ def test_the_arguments_of_the_losses_come_from_the_package_itself():
     from hf_depthroute.arguments import RoutingArguments
 
     assert hf_depthroute.RoutingArguments is RoutingArguments and "RoutingArguments" in hf_depthroute.__all__
+
+
+@pytest.mark.parametrize("order", ["import hf_depthroute, peft", "import peft, hf_depthroute"])
+def test_importing_the_package_registers_the_method_in_either_order(order, tmp_path):
+    config = hf_depthroute.DepthRouteConfig(layers=[1], budget=0.25)
+    config.save_pretrained(tmp_path)
+    read = f"from peft import PeftConfig; c = PeftConfig.from_pretrained({str(tmp_path)!r}); print(c.budget)"
+    ended = subprocess.run([sys.executable, "-c", f"{order}; {read}"], capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("0.25\n", "")
+
+
+def test_a_config_is_copied_and_pickled_into_another_process():
+    config = hf_depthroute.DepthRouteConfig(layers=[1], gate="jepa")
+    assert copy.deepcopy(config) == copy.copy(config) == pickle.loads(pickle.dumps(config)) == config
+    read = f"import pickle; c = pickle.loads({pickle.dumps(config)!r}); print(c.gate, c.peft_type.value)"
+    ended = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("jepa DEPTH_ROUTE\n", "")
+
+
+def test_the_names_are_listed_before_they_are_used():
+    code = "import hf_depthroute; print(set(hf_depthroute.__all__) - set(dir(hf_depthroute)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -1,4 +1,7 @@
-"""Models, adapters, tokenizers and text for the commands. Local folders and Hub ids take the same path."""
+"""Models, adapters, tokenizers and text for the commands. Local folders and Hub ids take the same path.
+
+Commands import this module when they run: it registers the method with PEFT, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import tuner as tuner
 from .errors import ADAPTER, USAGE, CliError
 
 if TYPE_CHECKING:
