@@ -1,18 +1,34 @@
-# `make demo` and `make test` do everything from a bare Python 3.10+; set PYTHON to choose the interpreter.
+# `make demo` and `make test` do everything from a bare Python 3.11 to 3.14. With uv on the PATH they use it, otherwise
+# pip. PYTHON chooses the interpreter. TORCH chooses the build of PyTorch: empty is what the package index has (on Linux
+# with CUDA, gigabytes); `TORCH=cpu` a small one; any other name of uv's --torch-backend (auto, cu126, ...) works too.
 PYTHON ?= python3
+TORCH ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test coverage fuzz lint docs notebook clean
+UV := $(shell command -v uv 2>/dev/null)
+ifneq ($(UV),)
+make_venv = $(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
+else
+make_venv = $(PYTHON) -m venv $(VENV)
+endif
+ifneq ($(UV)$(TORCH),)
+install = $(or $(UV),$(BIN)/uv) pip install --python $(BIN)/python $(if $(TORCH),--torch-backend $(TORCH)) -c constraints.txt
+else
+install = $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+endif
 
-demo: $(INSTALLED)
+.PHONY: demo test coverage fuzz lint lock resolve docs notebook clean
+
+demo: $(DEMO)
 	$(BIN)/python recipes/demo/demo.py --out demo_output
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests
 
-# Of a part of the suite (tests/conftest.py), which has to reach the floors alone.
+# The part of the suite that tests/conftest.py chooses, which has to reach the floors alone.
 coverage: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-report=json tests
 	$(BIN)/python .ci/coverage_floor.py coverage.json
@@ -26,6 +42,18 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
+
+# The pins resolve for every Python and platform from the public index alone; `make lock` writes them again, keeping
+# what they hold (`make lock UPGRADE=--upgrade` to move them).
+resolve: $(INSTALLED)
+	$(BIN)/python .ci/resolve.py --uv $(BIN)/uv check
+
+lock: $(INSTALLED)
+	$(BIN)/python .ci/resolve.py --uv $(BIN)/uv write $(UPGRADE)
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -35,12 +63,27 @@ notebook: $(INSTALLED)
 	PYTHONWARNINGS=ignore TQDM_DISABLE=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace \
 	    --ExecutePreprocessor.record_timing=False docs/notebooks/*.ipynb
 
-# torch comes first and pinned: an unpinned one would pull builds of several gigabytes.
-$(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+$(BIN)/python:
+	$(make_venv)
+
+# The demo needs the package alone; tests and tools the extra `dev` as well.
+$(DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	@$(hint)
+	$(bootstrap)
+	$(install) -e .
+	touch $(DEMO)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	@$(hint)
+	$(bootstrap)
+	$(install) -e ".[dev]"
 	touch $(INSTALLED)
+
+# A build of PyTorch can be named to uv only.
+bootstrap = $(if $(UV),,$(if $(TORCH),$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt uv))
+hint = $(if $(TORCH),echo "Installing with PyTorch for $(TORCH) ...",command -v nvidia-smi > /dev/null \
+    && echo "Installing ..." \
+    || echo "Installing ... On Linux, PyTorch comes with CUDA (gigabytes); without a GPU, TORCH=cpu takes a small build.")
 
 clean:
 	rm -rf $(VENV) demo_output site
