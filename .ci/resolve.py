@@ -21,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -106,20 +108,23 @@ def check(resolver: Resolver, constraints: Path) -> None:
         target = ("--python-version", python, "--python-platform", platform)
         return pins(resolver.compile(*target, *wheels, *more))
 
-    for platform in PLATFORMS:
-        for python in PYTHONS:
-            try:
-                found = resolve(python, platform, "--extra", "dev", *limits)
-            except ResolveError as error:
-                raise ResolveError(f"Python {python} on {platform} does not resolve:\n{error}") from None
-            triton = f", triton {found['triton']}" if "triton" in found else ""
-            print(f"Python {python}, {platform}: {len(found)} packages, torch {found['torch']}{triton}", flush=True)
+    def line(python: str, platform: str) -> str:
+        try:
+            found = resolve(python, platform, "--extra", "dev", *limits)
+        except ResolveError as error:
+            raise ResolveError(f"Python {python} on {platform} does not resolve:\n{error}") from None
+        triton = f", triton {found['triton']}" if "triton" in found else ""
+        return f"Python {python}, {platform}: {len(found)} packages, torch {found['torch']}{triton}"
+
+    with ThreadPoolExecutor(4) as pool:  # most of the time is waiting for the index
+        for text in pool.map(line, *zip(*product(PYTHONS, PLATFORMS))):
+            print(text, flush=True)
 
     if resolver.locked(constraints) != constraints.read_text(encoding="utf-8"):
         raise ResolveError("constraints.txt is not what `make lock` writes; run it")
 
     with tempfile.TemporaryDirectory() as folder:
-        cpu_wheel(Path(folder), found["torch"])
+        cpu_wheel(Path(folder), pins(constraints.read_text(encoding="utf-8"))["torch"])
         small = resolve(PYTHONS[0], PLATFORMS[0], "--find-links", folder, *limits)
         cuda = [name for name in small if name.startswith(("nvidia", "cuda", "triton"))]
         if cuda or not small["torch"].endswith("+cpu"):
