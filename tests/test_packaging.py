@@ -50,14 +50,9 @@ def test_pins_are_within_the_bounds_of_every_extra() -> None:
     pins: dict[str, list[str]] = {}
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
-            requirement = Requirement(line)
-            pins.setdefault(canonicalize_name(requirement.name), []).append(
-                str(requirement.specifier).removeprefix("==")
-            )
-    wanted = [
-        *PROJECT["dependencies"],
-        *(text for texts in PROJECT["optional-dependencies"].values() for text in texts),
-    ]
+            pin = Requirement(line)
+            pins.setdefault(canonicalize_name(pin.name), []).append(str(pin.specifier).removeprefix("=="))
+    wanted = itertools.chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
     for requirement in map(Requirement, wanted):
         name = canonicalize_name(requirement.name)
         if name != "hf-depthroute":
