@@ -55,6 +55,14 @@ def test_readme_figures_are_made_from_the_committed_results():
     assert load_script(RECIPES / "tables.py").block() in (ROOT / "README.md").read_text()
 
 
+def test_experts_are_compared_with_the_strongest_static_drop():
+    """Of what was left out for every token, the README shows the choice with the lowest loss near the routers' share."""
+    runs = json.loads((RECIPES / "moe" / "results.json").read_text())["runs"]
+    static = [run for run in runs if "dropped" in run and abs(run["share"] - 0.5) < 0.08]
+    best = min(static, key=lambda run: run["loss"])
+    assert f"{best['loss']:.3f}" in "\n".join(load_script(RECIPES / "tables.py").moe())
+
+
 def test_comparison_of_gates_is_made_from_the_committed_results():
     tables = load_script(RECIPES / "tables.py")
     assert tables.gate_block() in tables.GATE_PAGE.read_text()
