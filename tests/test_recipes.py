@@ -56,7 +56,7 @@ def test_readme_figures_are_made_from_the_committed_results():
 
 
 def test_experts_are_compared_with_the_strongest_static_drop():
-    """Of what was left out for every token, the README shows the choice with the lowest loss near the routers' share."""
+    """The README shows the static choice with the lowest loss near the share of pairs that the routers run."""
     runs = json.loads((RECIPES / "moe" / "results.json").read_text())["runs"]
     static = [run for run in runs if "dropped" in run and abs(run["share"] - 0.5) < 0.08]
     best = min(static, key=lambda run: run["loss"])
