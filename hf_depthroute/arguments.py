@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 from .balancing import DISPATCHES
@@ -34,6 +35,8 @@ class RoutingArguments:
         balance_weight: Weight of the load-balancing loss of a mixture-of-experts base's own routers.
         balance_dispatch: Its dispatch fractions: `"top1"`, or `"topk"` for all pairs that are sent.
         router_z_weight: Weight of the z-loss of the same routers.
+        loss_weights: Weights of rows that other packages have added to `LOSSES`, by name, such as `{"entropy": 0.01}`
+            (or the same as JSON text); a row that is not named here has its own default weight.
         controller_step: How far one optimizer step moves a threshold of an adapter with `selection="controller"`.
         fused_loss: Compute the language-model loss without logits wherever model, losses and Trainer allow it
             (`DepthRouteTrainer.fused_loss_obstacle` says what does not). The value is the same.
@@ -77,6 +80,9 @@ class RoutingArguments:
     router_z_weight: float = field(
         default=LOSSES["router_z"].weight, metadata={"help": "weight of the expert routers' z-loss"}
     )
+    loss_weights: dict[str, float] | str | None = field(
+        default=None, metadata={"help": "weights of rows added to LOSSES, by name"}
+    )
     controller_step: float = field(default=0.01, metadata={"help": "step of the threshold controller"})
     fused_loss: bool = field(default=True, metadata={"help": "compute the language-model loss without logits"})
     oracle: str = field(default="none", metadata={"help": f"labels of util and rank: none, or one of {ORACLES}"})
@@ -94,9 +100,11 @@ class RoutingArguments:
     def check(self) -> None:
         """Raise `ConfigError` on a value out of range."""
         check_budget(self.budget_start)
-        for name in (*(f"{loss}_weight" for loss in LOSSES), "alive_min", "controller_step"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be a finite number of at least 0")
+        self.loss_weights = self._read_loss_weights()
+        numbers = {f"{name}_weight": weight for name, weight in self.weights().items()}
+        for name, number in (numbers | {"alive_min": self.alive_min, "controller_step": self.controller_step}).items():
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
+                raise ConfigError(f"{name}={number!r} must be a finite number of at least 0")
         choices = {"oracle": ("none", *ORACLES), "jepa_targets": JEPA_TARGETS, "balance_dispatch": DISPATCHES}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -113,7 +121,31 @@ class RoutingArguments:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 0")
 
     def weights(self) -> dict[str, float]:
-        return {name: getattr(self, f"{name}_weight") for name in LOSSES}
+        """The weight of every row of `LOSSES`."""
+        outside = self.loss_weights if isinstance(self.loss_weights, dict) else {}
+        return {
+            name: getattr(self, f"{name}_weight") if hasattr(self, f"{name}_weight") else outside.get(name, term.weight)
+            for name, term in LOSSES.items()
+        }
+
+    def _read_loss_weights(self) -> dict[str, float] | None:
+        given = self.loss_weights
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except ValueError as error:
+                raise ConfigError(f"loss_weights={given!r} is not JSON: {error}") from error
+        if given is not None and not isinstance(given, dict):
+            raise ConfigError(f"loss_weights={given!r} must map names of losses to weights")
+        for name in given or {}:
+            if hasattr(self, f"{name}_weight"):
+                raise ConfigError(f"loss_weights: {name!r} has an argument of its own; use {name}_weight")
+            if name not in LOSSES:
+                raise ConfigError(
+                    f"loss_weights: there is no loss {name!r}; import what adds it to LOSSES, or use one of: "
+                    f"{', '.join(LOSSES)}"
+                )
+        return given
 
     def uses_oracle(self) -> bool:
         return self.oracle != "none" and (self.util_weight > 0 or self.rank_weight > 0)

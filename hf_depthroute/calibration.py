@@ -235,8 +235,11 @@ def _budgeted_configs(holders: list[Routing]) -> list[DepthRouteConfig]:
     for config in configs:
         if config.gate == "none":
             raise ValueError("the adapter has no gate: its layers are skipped by every token, whatever the budget")
-        if config.threshold is not None:
-            raise ValueError("the adapter has a fixed threshold; set its config's threshold to None to use budgets")
+        if config.fixed_threshold is not None:
+            raise ValueError(
+                f"the adapter has a fixed threshold, {config.fixed_threshold:g}, and follows no budget; "
+                "set its config's threshold to 'budget'"
+            )
         if config.causal_rule == "predictor":
             raise ValueError("the adapter decides by its predictor; set its config's causal_rule to 'quantile'")
     return configs

@@ -20,7 +20,6 @@ from .config_rules import (
     CHOICES,
     EXPERT_GATES,
     GATE_INPUTS,
-    GATE_NAMES,
     GRANULARITIES,
     SELECTIONS,
     TARGETS,
@@ -28,13 +27,19 @@ from .config_rules import (
     check_budget,
     check_choice,
     check_dropped,
+    check_gate,
     check_int,
     check_known,
     check_layers,
     check_number,
     check_saved_fields,
+    check_task,
+    check_threshold,
     conflicts,
+    module_of,
+    package_of,
 )
+from .gates import GATES
 from .version import __version__
 
 
@@ -43,9 +48,9 @@ class DepthRouteConfig(PeftConfig):
     """Configuration of a depth-routed adapter.
 
     Args:
-        layers: Which decoder layers are routed: `"last:N"`, `"every:N"` (layers N-1, 2N-1, ...), `"all"`, or a list
-            of indices. Default: the last third (halting: all but the first). Injection replaces it with the list of
-            indices, which is what is saved.
+        layers: Which decoder layers are routed: `"last:N"`, `"every:N"` (layers N-1, 2N-1, ...), `"before_last:N"`
+            (the deepest but the last; `"before_last:half"`: half of all), `"all"`, or a list of indices. Default: the
+            last third (halting: all but the first). Injection replaces it with the list of indices, which is saved.
         target: What an easy token skips: `"ffn"`; `"attention"` (its query, its softmax and the output projection;
             keys and values are always written); `"block"` (both); or `"experts"` of a mixture-of-experts layer, one
             (token, expert) pair at a time.
@@ -55,7 +60,7 @@ class DepthRouteConfig(PeftConfig):
             `"linear"` (Router-Tuning: one row, starts dense); `"halting"` (TSA: reads the stream between two blocks,
             scales both updates of the block); and to compare with: `"random"` (a frozen random projection), `"exit"`
             (early exit: the LM head's confidence; a token that has left stays out) and `"none"` (static: the routed
-            layers are skipped by every token).
+            layers are skipped by every token). Any other row of `gates.GATES` is a value too.
         gate_hidden: Width of the MLP gate's hidden layer. Default: a quarter of the model's width.
         gate_input: `"normed"` (what the sublayer sees) or `"residual"` (the stream in front of its norm, as in the
             paper). On a pretrained base whose residual norms grow with depth, `"normed"` ends at a lower loss with
@@ -76,9 +81,9 @@ class DepthRouteConfig(PeftConfig):
             layer's load error, without any budget loss. Default: top-k where it can be; threshold for the gates linear
             and exit, for sequences and for a global budget; soft for halting. Inference is always causal: a token runs
             in full iff its score reaches the layer's threshold.
-        threshold: A fixed score threshold for every routed layer. Default: the quantile table of the layer, which
-            training tracks and `calibrate` sets; for linear and halting, where `selection` is left out too, 0
-            (`p >= 0.5`).
+        threshold: `"budget"`: every layer compares with the quantile of its scores that the budget asks for, from a
+            table that training tracks and `calibrate` sets. A number: all layers compare with it, whatever the
+            budget. Default: the budget; for linear and halting, where `selection` is left out too, 0 (`p >= 0.5`).
         scale_by_gate: Mixture-of-Depths: multiply the full path's update by `p`, in training and in inference.
         causal_rule: What decides at inference: `"quantile"` (the score against the threshold) or `"predictor"`
             (Mixture-of-Depths: a second gate that is trained to foresee the top-k choice).
@@ -87,6 +92,8 @@ class DepthRouteConfig(PeftConfig):
         seed: Seed of the adapter's initial weights, independent of the global generator.
         modules_to_save: As in PEFT: names of base modules that train and are saved in full.
         trainable_token_indices: As in PEFT's LoRA; not supported by routed adapters, must stay `None`.
+        gate_package: Written by the library, like the next one, for a gate from another package: that package's name.
+        gate_module: The module of the gate's class. Both are shown where the gate is not known, and never imported.
         base_architecture: Written by the library, like the next three: what the base is, and some of its weights.
         format_version: Of the saved files. A newer one than this library knows is refused.
         library_version: The version that saved the adapter.
@@ -99,7 +106,7 @@ class DepthRouteConfig(PeftConfig):
     layers: str | list[int] | None = field(default=None, metadata={"help": "last:N, every:N, all, or indices"})
     target: str = field(default="ffn", metadata={"help": f"one of {TARGETS}"})
     granularity: str = field(default="token", metadata={"help": f"one of {GRANULARITIES}"})
-    gate: str = field(default="mlp", metadata={"help": f"one of {GATE_NAMES}"})
+    gate: str = field(default="mlp", metadata={"help": f"one of {tuple(GATES)}"})
     gate_hidden: int | None = field(default=None, metadata={"help": "MLP gate: hidden width (default d/4)"})
     gate_input: str = field(default="normed", metadata={"help": f"one of {GATE_INPUTS}"})
     gate_temperature: float | None = field(default=None, metadata={"help": "tau in p = sigmoid(u / tau)"})
@@ -111,7 +118,7 @@ class DepthRouteConfig(PeftConfig):
     budget: float = field(default=0.5, metadata={"help": "fraction of tokens that run the full FFN"})
     budget_scope: str = field(default="layer", metadata={"help": f"one of {BUDGET_SCOPES}"})
     selection: str | None = field(default=None, metadata={"help": f"training rule, one of {SELECTIONS}"})
-    threshold: float | None = field(default=None, metadata={"help": "fixed score threshold"})
+    threshold: float | str | None = field(default=None, metadata={"help": "budget, or a fixed score threshold"})
     scale_by_gate: bool = field(default=False, metadata={"help": "multiply the full path's update by p"})
     causal_rule: str = field(default="quantile", metadata={"help": f"one of {CAUSAL_RULES}"})
     expert_gates: str = field(default="per_expert", metadata={"help": f"target experts: one of {EXPERT_GATES}"})
@@ -121,6 +128,12 @@ class DepthRouteConfig(PeftConfig):
     seed: int = field(default=0, metadata={"help": "seed of the initial adapter weights"})
     modules_to_save: list[str] | None = field(default=None, metadata={"help": "base modules trained and saved"})
     trainable_token_indices: list[int] | None = field(default=None, metadata={"help": "must stay None"})
+    gate_package: str | None = field(
+        default=None, repr=False, metadata={"help": "of an outside gate; filled when saved"}
+    )
+    gate_module: str | None = field(
+        default=None, repr=False, metadata={"help": "of an outside gate; filled when saved"}
+    )
     base_architecture: dict[str, Any] | None = field(
         default=None,
         repr=False,
@@ -131,9 +144,11 @@ class DepthRouteConfig(PeftConfig):
     weights_hash: str | None = field(default=None, metadata={"help": "of the adapter's tensors; filled when saved"})
 
     def __post_init__(self) -> None:
+        check_task(self.task_type)
         super().__post_init__()
         self.peft_type = register_peft_type()
         check_saved_fields(self)
+        check_gate(self)
         for name, allowed in CHOICES.items():
             check_choice(name, getattr(self, name), allowed)
         if not isinstance(self.scale_by_gate, bool):
@@ -142,8 +157,7 @@ class DepthRouteConfig(PeftConfig):
         check_choice("selection", self.selection, SELECTIONS)
         check_budget(self.budget)
         check_number("gate_temperature", self.gate_temperature, low=0.0, low_open=True)
-        if self.threshold is not None:
-            check_number("threshold", self.threshold)
+        check_threshold(self.threshold)
         for name in ("context_dim", "summary_dim", "action_dim"):
             check_int(name, getattr(self, name), low=1, high=65536)
         for name in ("gate_hidden", "branch_rank"):
@@ -159,11 +173,20 @@ class DepthRouteConfig(PeftConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """What is saved. The weights' hash is written by the save that writes the weights."""
-        return super().to_dict() | {"library_version": __version__, "weights_hash": None}
+        saved = super().to_dict() | {"library_version": __version__, "weights_hash": None}
+        module = module_of(GATES[self.gate])
+        if module is None:  # the fields are unknown to versions that had no gates from outside
+            return {name: value for name, value in saved.items() if name not in ("gate_package", "gate_module")}
+        return saved | {"gate_package": package_of(module), "gate_module": module}
+
+    @property
+    def fixed_threshold(self) -> float | None:
+        """The score that every routed layer compares with; None where the layer's own table gives it."""
+        return None if isinstance(self.threshold, str) else self.threshold
 
     def takes_budget(self) -> bool:
         """Whether inference follows the budget: there is a gate, and its threshold comes from a quantile table."""
-        return self.gate != "none" and self.threshold is None and self.causal_rule == "quantile"
+        return self.gate != "none" and self.fixed_threshold is None and self.causal_rule == "quantile"
 
     def ranks_tokens(self) -> bool:
         """Whether top-k over the tokens of a sequence is a rule for this adapter."""
@@ -207,14 +230,12 @@ class DepthRouteConfig(PeftConfig):
         if isinstance(self.layers, str):
             if self.layers == "all":
                 return list(range(depth))
-            rule, count = self.layers.split(":")
-            if int(count) > depth:
+            rule, number = self.layers.split(":")
+            count = max(1, depth // 2) if number == "half" else int(number)
+            end = depth - 1 if rule == "before_last" else depth
+            if count > end:
                 raise ConfigError(f"layers={self.layers!r}: the model has only {depth} decoder layers")
-            return (
-                list(range(depth - int(count), depth))
-                if rule == "last"
-                else list(range(depth))[int(count) - 1 :: int(count)]
-            )
+            return list(range(depth))[count - 1 :: count] if rule == "every" else list(range(end - count, end))
         outside = [i for i in self.layers if i >= depth]
         if outside:
             raise ConfigError(

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 import reprlib
 import sys
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from typing import TYPE_CHECKING, Any
 
 from .adapter_file import FORMAT_VERSION
+from .gates import GATES
 
 if TYPE_CHECKING:
     from .config import DepthRouteConfig
 
 TARGETS = ("ffn", "attention", "block", "experts")
 GRANULARITIES = ("token", "sequence")
-GATE_NAMES = ("mlp", "jepa", "linear", "halting", "random", "exit", "none")
 GATE_INPUTS = ("residual", "normed")
 BRANCHES = ("lowrank", "none")
 SELECTIONS = ("topk", "threshold", "soft", "gumbel", "controller")
@@ -25,9 +27,23 @@ BUDGET_SCOPES = ("layer", "global")
 CAUSAL_RULES = ("quantile", "predictor")
 EXPERT_GATES = ("per_expert", "per_layer")
 
+# What people know from LoRA's configuration, and what comes closest here.
+OTHER_METHODS = {
+    "r": "the rank of the cheap branch is branch_rank",
+    "rank": "the rank of the cheap branch is branch_rank",
+    "lora_alpha": "that is LoRA's; a routed adapter has no such scale",
+    "lora_dropout": "that is LoRA's; a routed adapter has no dropout",
+    "target_modules": "layers says which decoder layers are routed, and target which part of them",
+    "exclude_modules": "layers says which decoder layers are routed, and target which part of them",
+    "layers_to_transform": "layers says which decoder layers are routed",
+    "bias": "that is LoRA's; name base modules that should train in modules_to_save",
+    "init_lora_weights": "that is LoRA's; seed sets the initial weights here",
+}
+
 _VERSION = re.compile(r"[A-Za-z0-9.+:_-]{1,128}")
+_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,255}")
-_LAYER_RULE = re.compile(r"(last|every):([1-9][0-9]{0,3})|all")
+_LAYER_RULE = re.compile(r"(last|every|before_last):([1-9][0-9]{0,3})|before_last:half|all")
 
 
 class ConfigError(ValueError):
@@ -37,7 +53,6 @@ class ConfigError(ValueError):
 CHOICES = {
     "target": TARGETS,
     "granularity": GRANULARITIES,
-    "gate": GATE_NAMES,
     "gate_input": GATE_INPUTS,
     "branch": BRANCHES,
     "budget_scope": BUDGET_SCOPES,
@@ -53,8 +68,9 @@ def conflicts(c: DepthRouteConfig) -> Iterator[str]:
     if c.target == "experts":
         if c.granularity == "sequence":
             yield "granularity='sequence' is not supported with target='experts'; use 'token'"
-        if c.gate not in ("mlp", "linear", "random", "none"):
-            yield f"gate={c.gate!r} cannot score experts; use one of: mlp, linear, random, none"
+        scoring = [name for name, gate in GATES.items() if getattr(gate, "scores_experts", False)]
+        if c.gate not in scoring:
+            yield f"gate={c.gate!r} cannot score experts; use one of: {', '.join(scoring)}"
         if (c.gate == "none") != (c.dropped_experts is not None):
             yield "dropped_experts goes with target='experts' and gate='none', and they need it"
         if c.scale_by_gate or c.causal_rule == "predictor":
@@ -71,8 +87,8 @@ def conflicts(c: DepthRouteConfig) -> Iterator[str]:
         yield f"selection={c.selection!r}: early exit trains with 'threshold'"
     if c.causal_rule == "predictor" and c.selection != "topk":
         yield "causal_rule='predictor' foresees the top-k choice; use it with selection='topk'"
-    if c.selection == "controller" and c.threshold is not None:
-        yield "threshold is fixed, so there is nothing for selection='controller' to move; leave it None"
+    if c.selection == "controller" and c.fixed_threshold is not None:
+        yield "threshold is fixed, so there is nothing for selection='controller' to move; use threshold='budget'"
     if c.scale_by_gate and c.selection in ("soft", "gumbel"):
         yield f"scale_by_gate is not supported with selection={c.selection!r}; use topk, threshold or controller"
 
@@ -89,6 +105,7 @@ def check_known(given: dict[str, Any], known: list[str]) -> None:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {close[0]}?" if close else "was it saved by a newer version? Then upgrade."
+            hint = OTHER_METHODS.get(str(name), hint)
             raise ConfigError(f"there is no field {reprlib.repr(name)} in DepthRouteConfig; {hint}")
 
 
@@ -142,6 +159,53 @@ def _is_plain_mapping(mapping: Any) -> bool:
     return names and (library is None or library == "transformers" or library.startswith("transformers.models."))
 
 
+def check_gate(c: DepthRouteConfig) -> None:
+    """A row of `GATES`, and the one that the adapter was saved with.
+
+    `gate_package` and `gate_module` are plain text of the file: they are shown, and never imported.
+    """
+    for name, form in (("gate_package", _PACKAGE), ("gate_module", _MODULE)):
+        value = getattr(c, name)
+        if value is not None and not (isinstance(value, str) and form.fullmatch(value)):
+            raise ConfigError(f"{name}={reprlib.repr(value)} must be what a save wrote")
+    if c.gate_module is None or (isinstance(c.gate, str) and c.gate in GATES and module_of(GATES[c.gate]) is not None):
+        check_choice("gate", c.gate, tuple(GATES))
+        return
+    package = "no package" if c.gate_package is None else f"the package {c.gate_package}"
+    raise ConfigError(
+        f"gate={reprlib.repr(c.gate)} is not hf_depthroute's own, and nothing has registered it here; the file names "
+        f"{package}, module {c.gate_module}: install that if you trust it, import the module, and load again"
+    )
+
+
+def module_of(gate: Any) -> str | None:
+    """The module of a gate that is not hf_depthroute's own; None for those of this package."""
+    module: str = gate.__module__
+    return None if module.partition(".")[0] == __package__ else module
+
+
+@functools.cache
+def package_of(module: str) -> str | None:
+    """Name of the installed distribution that has `module`; None for a script, or for code on the path."""
+    return next(iter(packages_distributions().get(module.partition(".")[0], ())), None)
+
+
+def check_threshold(value: Any) -> None:
+    if value is None or (isinstance(value, str) and value == "budget"):
+        return
+    if isinstance(value, str):
+        raise ConfigError(f"threshold={reprlib.repr(value)} must be a finite number, or 'budget'")
+    check_number("threshold", value)
+
+
+def check_task(value: Any) -> None:
+    """PEFT wraps a model by its task, and some tasks would train heads that no configuration named."""
+    if value is not None and value != "CAUSAL_LM":
+        raise ConfigError(
+            f"task_type={reprlib.repr(value)} is not supported: only causal language models are routed; leave it out"
+        )
+
+
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value in allowed:
         return
@@ -191,5 +255,6 @@ def check_layers(layers: Any) -> None:
     if listed and all(_is_index(i) for i in layers) and len(set(layers)) == len(layers):
         return
     raise ConfigError(
-        f"layers={reprlib.repr(layers)} must be 'last:N', 'every:N', 'all' or a list of distinct layer indices"
+        f"layers={reprlib.repr(layers)} must be 'last:N', 'every:N', 'before_last:N', 'before_last:half', 'all' or a "
+        "list of distinct layer indices"
     )

@@ -63,8 +63,8 @@ def make_plan(holder: Routing, name: str, config: DepthRouteConfig, training: bo
     scheduled = holder.scheduled_budget if training else None
     budget = config.budget if scheduled is None else scheduled
     threshold: torch.Tensor | float = -torch.inf
-    if config.threshold is not None:
-        threshold = config.threshold
+    if config.fixed_threshold is not None:
+        threshold = config.fixed_threshold
     elif budget < 1.0 and name in holder.depth_route_controller:
         threshold = cast(BudgetController, holder.depth_route_controller[name]).threshold.clone()
     elif budget < 1.0:
@@ -79,7 +79,7 @@ def make_plan(holder: Routing, name: str, config: DepthRouteConfig, training: bo
         and rule == "threshold"
         and mix == "hard"
         and budget >= 1.0
-        and config.threshold is None
+        and config.fixed_threshold is None
         and config.gate != "exit"
         and replayed is None
     )

@@ -133,7 +133,7 @@ def _has_decided(holder: Routing, name: str) -> bool:
     config = holder.config(name)
     if config.gate == "none":
         return True
-    return config.threshold is not None or bool(holder.active_quantiles().updates > 0)
+    return config.fixed_threshold is not None or bool(holder.active_quantiles().updates > 0)
 
 
 def _layer_of(model: nn.Module, holder: Routing) -> nn.Module:

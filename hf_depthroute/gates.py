@@ -1,20 +1,26 @@
 """Gates: from the residual stream to one score per token.
 
 Shapes: B batch, T positions, d model width. Scores are float32 whatever the model's dtype. Adding a gate is one class
-and one row of `GATES`.
+and one row of `GATES`, from this package or from another one. A class declares
+
+    outputs         names of what it returns beside the scores, kept in the trace
+    sizes           fields of `DepthRouteConfig` that set how many weights it has; none where left out
+    scores_experts  whether it can return one score per expert; no where left out
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from .branches import Derived, MixedLinear, TensorMap, reset_linear, stamp
-from .config import DepthRouteConfig
 from .untrained_gates import ExitGate, RandomGate, StaticGate
+
+if TYPE_CHECKING:
+    from .config import DepthRouteConfig
 
 GateOutput = dict[str, torch.Tensor]
 
@@ -52,6 +58,8 @@ class MLPGate(nn.Module):
     """G1: `u = W2 SiLU(W1 a + b1) + b2`, hidden width `d/4` by default."""
 
     outputs: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ("gate_hidden",)
+    scores_experts = True
 
     def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
         super().__init__()
@@ -85,6 +93,7 @@ class JEPAGate(nn.Module):
     """
 
     outputs: tuple[str, ...] = ("q_full", "q_cheap")
+    sizes: tuple[str, ...] = ("context_dim", "summary_dim", "action_dim")
 
     def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
         super().__init__()
@@ -173,6 +182,7 @@ class LinearGate(nn.Module):
     """Router-Tuning: `u = W x`, one row, no bias. Starts at `p = 1/2`, which is dense where the threshold is 0."""
 
     outputs: tuple[str, ...] = ()
+    scores_experts = True
 
     def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
         super().__init__()
@@ -196,6 +206,7 @@ class HaltingGate(nn.Module):
     """TSA: the score is minus the halting logit, `u = -(W2 ReLU(W1 h + b1) + b2)`. `b2 = -1`: it starts active."""
 
     outputs: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ("gate_hidden",)
 
     def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
         super().__init__()

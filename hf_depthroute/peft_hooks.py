@@ -3,8 +3,9 @@
 `PeftConfig.from_json_file` is what every path reads a config with before it touches a model; here it is strict.
 `PeftModel.from_pretrained` and `load_adapter` inject before they read the weights; here what fails is taken out again.
 `PeftModel.save_pretrained` writes in place; here it stages and renames, and writes the card of what was saved;
-`push_to_hub` sends that card. `print_trainable_parameters` counts; here it says what is routed too. All are wrapped
-once, on import; adapters of other methods pass through unchanged.
+`push_to_hub` sends that card. `print_trainable_parameters` counts; here it says what is routed too. A tuner of another
+method takes over the config of an adapter that has its name; here it is refused. All are wrapped once, on import;
+adapters of other methods pass through unchanged.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from peft import PeftModel
 from peft.config import PeftConfigMixin
+from peft.tuners.tuners_utils import BaseTuner
 from safetensors import SafetensorError
 
 from .adapter_file import WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config
@@ -49,6 +51,7 @@ def install() -> None:
     PeftModel.print_trainable_parameters = _and_routed(  # type: ignore[method-assign]
         PeftModel.print_trainable_parameters
     )
+    BaseTuner.__init__ = _leaving_our_names(BaseTuner.__init__)  # type: ignore[method-assign]
     updater: Any = PeftModel.create_or_update_model_card
     PeftModel.create_or_update_model_card = instead_of_pefts(updater)  # type: ignore[method-assign,assignment]
     PeftModel.push_to_hub = with_card(PeftModel.push_to_hub)  # type: ignore[method-assign]
@@ -62,6 +65,20 @@ def _and_routed(count: Any) -> Any:
             print(line)
 
     return print_trainable_parameters
+
+
+def _leaving_our_names(start: Any) -> Any:
+    @functools.wraps(start)
+    def __init__(self: Any, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        config = peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config
+        if not isinstance(config, DepthRouteConfig) and _has(model, adapter_name):
+            raise ConfigError(
+                f"adapter name {adapter_name!r} is taken by the depth-routed adapter on this model, and PEFT keeps one "
+                f"config per name; give the other one another: adapter_name='tuned'"
+            )
+        start(self, model, peft_config, adapter_name, *args, **kwargs)
+
+    return __init__
 
 
 def _undoing_new(make: Any) -> Any:

@@ -60,7 +60,13 @@ def get_depth_routed_model(
     Raises:
         UnsupportedModelError: The model's family is not supported; the model is untouched.
         ConfigError: A layer index is out of range for this model; the model is untouched.
+        TypeError: `config` is of another PEFT method.
     """
+    if config is not None and not isinstance(config, DepthRouteConfig):
+        raise TypeError(
+            f"get_depth_routed_model takes a DepthRouteConfig, not {type(config).__name__}; "
+            "peft.get_peft_model is for other methods"
+        )
     config = DepthRouteConfig() if config is None else copy.deepcopy(config)
     return get_peft_model(model, config, adapter_name=adapter_name, **kwargs)
 

@@ -5,20 +5,23 @@ Shapes as in `gates.py`: B batch, T positions, E experts, d model width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .config import DepthRouteConfig
 from .readout import ReadOut
+
+if TYPE_CHECKING:
+    from .config import DepthRouteConfig
 
 
 class RandomGate(nn.Module):
     """A fixed random projection: what routing is worth when nothing was learned. Nothing here trains."""
 
     outputs: tuple[str, ...] = ()
+    scores_experts = True
 
     def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
         super().__init__()
@@ -65,6 +68,7 @@ class StaticGate(nn.Module):
     """No gate: every token of the layer takes the cheap path."""
 
     outputs: tuple[str, ...] = ()
+    scores_experts = True
 
     def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
         super().__init__()

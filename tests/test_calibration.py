@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from models import GATES, build_base, build_routed, tokens
+from models import GATES, build_base, build_routed, logits, tokens
 from peft import PeftModel
 
 from hf_depthroute import (
@@ -372,6 +373,25 @@ def test_calibrate_refuses_an_adapter_with_a_fixed_threshold(budget: float | Non
     with pytest.raises(ValueError, match="fixed threshold"):
         calibrate(model, text_batches(1), budget)
     assert all(torch.equal(a, b) for a, b in zip(before, tables(model), strict=True))
+
+
+@pytest.mark.parametrize("fields", [{"gate": "linear"}, {"gate": "halting", "target": "block", "branch": "none"}])
+def test_gates_with_a_threshold_of_their_own_follow_the_budget_when_asked_to(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    batches = [{"input_ids": tokens(8, 16, seed)} for seed in range(4)]
+    model = build_routed("llama", "plain", threshold="budget", **fields)
+    for budget in (0.25, 0.75):
+        shares = calibrate(model, batches, budget)
+        assert shares == {index: pytest.approx(budget, abs=0.03) for index in (1, 2, 3)}
+    set_budget(model, 0.5)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(build_base("llama"), tmp_path).eval()
+    assert loaded.peft_config["default"].threshold == "budget"
+    assert torch.equal(logits(loaded), expected)
+    set_budget(loaded, 0.05)
+    assert not torch.equal(logits(loaded), expected)
 
 
 def test_set_budget_refuses_an_adapter_with_a_fixed_threshold() -> None:

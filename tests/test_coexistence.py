@@ -52,6 +52,46 @@ def test_name_taken_by_lora_is_refused_with_advice(family: str) -> None:
     assert torch.equal(logits(model), expected)
 
 
+def attach(model: Any, how: str) -> None:
+    """Put a LoRA adapter named "default" on a routed model."""
+    config, base = lora_config("llama"), model.get_base_model()
+    if how == "get_peft_model":
+        peft.get_peft_model(base, config)
+    elif how == "around the PeftModel":
+        peft.get_peft_model(model, config)
+    elif how == "add_adapter":
+        base.add_adapter(config, adapter_name="default")
+    else:
+        peft.inject_adapter_in_model(config, base, adapter_name="default")
+
+
+@pytest.mark.parametrize("how", ["get_peft_model", "around the PeftModel", "add_adapter", "inject_adapter_in_model"])
+def test_name_taken_by_the_routed_adapter_is_refused_with_advice(how: str, tmp_path: Path) -> None:
+    model = build_routed("llama")
+    expected = logits(model)
+    with pytest.raises(ValueError, match="default"):
+        attach(model, how)
+    assert isinstance(model.peft_config["default"], DepthRouteConfig)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    assert torch.equal(logits(model), expected)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(PeftModel.from_pretrained(build_base("llama"), tmp_path).eval()), expected)
+
+
+def test_refused_name_says_which_to_take() -> None:
+    model = build_routed("llama")
+    with pytest.raises(ConfigError, match=r"'default' is taken by the depth-routed adapter.*adapter_name='tuned'"):
+        attach(model, "get_peft_model")
+    assert set(peft.get_peft_model(model.get_base_model(), lora_config("llama"), "tuned").peft_config) >= {"tuned"}
+
+
+def test_config_of_another_method_is_a_type_error() -> None:
+    base = build_base("llama")
+    with pytest.raises(TypeError, match=r"takes a DepthRouteConfig, not LoraConfig; peft\.get_peft_model is for"):
+        get_depth_routed_model(base, lora_config("llama"))
+    assert not hasattr(base, "peft_config")
+
+
 @every_family
 def test_lora_below_is_kept(family: str) -> None:
     lora = peft.get_peft_model(build_base(family), lora_config(family)).eval()

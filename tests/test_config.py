@@ -41,6 +41,9 @@ BAD_FIELDS: dict[str, list[Any]] = {
         "last:0",
         "last:-1",
         "last:99999",
+        "before_last",
+        "before_last:0",
+        "last:half",
         "every:",
         "some",
         "",
@@ -61,7 +64,7 @@ BAD_FIELDS: dict[str, list[Any]] = {
     "scale_by_gate": [1, "yes", None],
     "dropped_experts": [[[1, 1]], [[-1]], [[True]], [1], {"1": [0]}, [list(range(5000))], [["0"]], [[[0]]]],
     "gate_temperature": [0, -1.0, NAN, INF, "2", True],
-    "threshold": [NAN, INF, "0", True],
+    "threshold": [NAN, INF, "0", "Budget", "", True, ["budget"]],
     "gate_hidden": [0, -1, 1.5, True, "8", 10**9],
     "branch_rank": [0, -1, 1.5, True, "8", 10**9],
     "context_dim": [0, -1, 1.5, True, None, 10**9],
@@ -69,8 +72,12 @@ BAD_FIELDS: dict[str, list[Any]] = {
     "action_dim": [0, -1, 1.5, True, None, 10**9],
     "seed": [-1, 2**63, 1.0, True, "0", None],
     "trainable_token_indices": [[1]],
+    "task_type": ["SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"],
 }
-GOOD_LAYERS = {"all": [0, 1, 2, 3], "last:2": [2, 3], "every:2": [1, 3], "every:3": [2], None: [3]}
+GOOD_LAYERS = {
+    "all": [0, 1, 2, 3], "last:2": [2, 3], "every:2": [1, 3], "every:3": [2], "before_last:1": [2],
+    "before_last:3": [0, 1, 2], "before_last:half": [1, 2], None: [3],
+}  # fmt: skip
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30),
@@ -133,6 +140,9 @@ def test_fields_that_do_not_go_together_are_refused_in_one_line(start: str) -> N
 
 
 DEFAULTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"gate": "linear", "threshold": "budget"}, {"selection": "threshold", "threshold": "budget"}),
+    ({"gate": "halting", "target": "block", "threshold": "budget"}, {"selection": "soft", "threshold": "budget"}),
+    ({"threshold": "budget"}, {"selection": "topk", "threshold": "budget"}),
     ({}, {"selection": "topk", "threshold": None, "gate_temperature": 2.0}),
     ({"gate": "linear"}, {"selection": "threshold", "threshold": 0.0, "gate_temperature": 1.0}),
     ({"gate": "linear", "selection": "topk"}, {"selection": "topk", "threshold": None}),
@@ -157,6 +167,33 @@ def test_threshold_that_was_taken_away_stays_away_when_saved(tmp_path: Path) -> 
         config.threshold = None
         config.save_pretrained(tmp_path)
         assert DepthRouteConfig.from_pretrained(tmp_path).threshold is None
+
+
+def test_threshold_of_a_file_that_was_saved_before_it_had_a_name_still_follows_the_budget() -> None:
+    saved = DepthRouteConfig(gate="linear").to_dict() | {"threshold": None}
+    assert DepthRouteConfig(**saved).takes_budget()
+    assert not DepthRouteConfig(gate="linear").takes_budget()
+    assert DepthRouteConfig(gate="linear", threshold="budget").takes_budget()
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ("r", "branch_rank"),
+        ("rank", "branch_rank"),
+        ("target_modules", "layers says .* target"),
+        ("lora_alpha", "LoRA's"),
+    ],
+)
+def test_fields_of_lora_are_refused_with_what_comes_closest(field: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"no field '{field}' in DepthRouteConfig; .*{hint}"):
+        DepthRouteConfig(**{field: 8})
+
+
+def test_only_causal_language_models_are_routed() -> None:
+    assert DepthRouteConfig(task_type=peft.TaskType.CAUSAL_LM).task_type == "CAUSAL_LM"
+    with pytest.raises(ConfigError, match="task_type='SEQ_CLS' is not supported: only causal language models"):
+        DepthRouteConfig(task_type="SEQ_CLS")
 
 
 def test_halting_gate_routes_all_layers_but_the_first() -> None:
@@ -189,7 +226,7 @@ def test_default_layers_are_the_last_third() -> None:
     assert DepthRouteConfig().routed_layers(1) == [0]
 
 
-@pytest.mark.parametrize("layers", ["last:5", "every:5", [4], [0, 99_999]])
+@pytest.mark.parametrize("layers", ["last:5", "every:5", "before_last:4", [4], [0, 99_999]])
 def test_layers_outside_the_model_are_refused(layers: str | list[int]) -> None:
     with pytest.raises(ConfigError, match="layers="):
         DepthRouteConfig(layers=layers).routed_layers(4)

@@ -63,8 +63,8 @@ def _inference(facts: Facts) -> str:
     c = facts.config
     if c.gate == "none":
         return "every token skips the routed layers"
-    if c.threshold is not None:
-        return f"score at or above {c.threshold:g}"
+    if c.fixed_threshold is not None:
+        return f"score at or above {c.fixed_threshold:g}"
     return "the causal predictor" if c.causal_rule == "predictor" else "score at or above the layer's threshold"
 
 

@@ -68,7 +68,7 @@ def measure(
     frequent_loss, rare_loss = metrics.split_loss(losses, targets, frequent)
 
     with autocast(arguments):
-        if routings(model)[0].active_config().threshold is None:
+        if routings(model)[0].active_config().fixed_threshold is None:
             calibrate(inner, to_batches(spread(blocks.train, CALIBRATION_BLOCKS), size, device))
         with count_routes(model) as counter:
             threshold_loss = mean_loss(inner, validation)
