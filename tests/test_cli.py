@@ -405,7 +405,7 @@ def test_eval_refuses_budgets(budgets: str, message: str, run: Run, adapter: Pat
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "either --adapter"),
+        ([], "either ADAPTER"),
         (["--shape", "x"], "use one of: qwen2.5-0.5b"),
         (["--shape", "x", "--model", "y"], "does not go with --shape"),
         (["--adapter", "x", "--gate", "mlp"], "go with --shape"),
@@ -588,6 +588,49 @@ def test_an_adapter_that_names_no_base_asks_for_it(run: Run, adapter: Path) -> N
     assert "pass --model" in ended.error
 
 
+ADAPTER_COMMANDS = {
+    "eval": ["--dataset", "text"],
+    "bench": [],
+    "generate": ["--prompt", "the"],
+    "report": ["--dataset", "text"],
+    "card": [],
+    "doctor": [],
+    "serve": ["--port", "0"],
+}
+
+
+@pytest.mark.parametrize("command", ADAPTER_COMMANDS)
+def test_every_command_names_its_adapter_by_position_or_by_the_older_option(
+    command: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: True)
+    rest = ADAPTER_COMMANDS[command]
+    for words in (["./absent", *rest], ["--adapter", "./absent", *rest], [*rest, "--adapter", "./absent"]):
+        ended = run(command, *words)
+        assert (ended.code, "adapter ./absent: " in ended.error) == (errors.USAGE, True), ended.error
+    ended = run(command, "./absent", *rest, "--adapter", "./other")
+    assert ended.code == errors.USAGE
+    assert "./absent and --adapter ./other" in ended.error
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "card", "doctor", "serve"])
+def test_a_command_without_an_adapter_says_how_to_name_one(command: str, run: Run) -> None:
+    ended = run(command)
+    assert ended.code == errors.USAGE
+    assert f"no adapter; name its folder or Hub id: hf-depthroute {command} ADAPTER" in ended.error
+
+
+def test_serve_wants_its_adapter_before_the_options_of_the_server(run: Run) -> None:
+    ended = run("serve", "--port", "0", "adapter")
+    assert (ended.code, "before --port: hf-depthroute serve ADAPTER --port" in ended.error) == (errors.USAGE, True)
+
+
+def test_an_adapter_of_a_yaml_file_gives_way_to_the_command_line(run: Run, tmp_path: Path) -> None:
+    path = write_yaml(tmp_path, "adapter: ./from-yaml\nprompt: the\n")
+    for words, name in (([], "from-yaml"), (["./argument"], "argument"), (["--adapter", "./option"], "option")):
+        assert f"adapter ./{name}: no such folder" in run("generate", "--config", path, *words).error
+
+
 def test_a_missing_adapter_folder_is_a_usage_error(run: Run) -> None:
     ended = run("generate", "--adapter", "./absent", "--prompt", "the")
     assert ended.code == errors.USAGE
@@ -678,7 +721,7 @@ def test_the_hubs_refusals_have_their_own_messages_and_show_no_token(base: Path,
 def test_help_has_an_example_and_every_command_takes_yaml(command: str, run: Run) -> None:
     ended = run(command, "--help")
     assert ended.code == 0
-    assert f"hf-depthroute {command} --" in ended.out
+    assert re.search(rf"Examples?:\n +hf-depthroute {command} (routed|--)", ended.out)
     assert "--config FILE" in ended.out
     assert "--debug" in ended.out
 

@@ -153,7 +153,7 @@ def test_an_adapter_without_budgets_gets_a_page(folders, tmp_path, capsys):
 
 
 MISTAKES = [
-    ((), "give --adapter and --dataset, or the folder of a study"),
+    ((), "name an adapter and give --dataset, or name the folder of a study"),
     (("ADAPTER",), "give --dataset"),
     (("ADAPTER", "--adapter", "other", "--dataset", "TEXT"), "two adapters"),
     ((".", "--dataset", "TEXT"), "--dataset is for an adapter"),

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options as o
+from .adapter import AnyAdapter, OldAdapter
 from .errors import CliError
 from .output import write_json
 
@@ -17,8 +18,8 @@ _SINGLE = ("prefill", "decode", "memory")
 
 
 def bench(
+    adapter: AnyAdapter = None,
     model: o.BaseModel = None,
-    adapter: Annotated[str | None, typer.Option(help="Hub id or folder of the adapter.")] = None,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -72,6 +73,7 @@ def bench(
     json_file: o.JsonFile = None,
     plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the result into this folder.")] = None,
     allow_base_mismatch: o.AllowBaseMismatch = False,
+    adapter_option: OldAdapter = None,
     debug: o.Debug = False,
 ) -> None:
     """Measure a routed model against its dense base, in one process.
@@ -82,14 +84,14 @@ def bench(
     \b
     Example:
       hf-depthroute bench --shape qwen2.5-0.5b --budgets 0.5,0.25 --threads 2
-      hf-depthroute bench --adapter routed --json bench.json
+      hf-depthroute bench routed --json bench.json
       hf-depthroute bench --suite recipes/speed/cpu.yaml --json new.json --plot plots
       hf-depthroute bench --compare old.json new.json
     """
-    given = {"--adapter": adapter, "--shape": shape, "--suite": suite, "--compare": compare}
+    given = {"ADAPTER": adapter, "--shape": shape, "--suite": suite, "--compare": compare}
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) != 1:
-        raise CliError("bench: give either --adapter (with or without --model), --shape, --suite or --compare")
+        raise CliError("bench: give either ADAPTER (with or without --model), --shape, --suite or --compare")
     if model is not None and adapter is None:
         why = "a shape has random weights" if shape is not None else "it names what is measured"
         raise CliError(f"bench: --model does not go with {chosen[0]}; {why}")

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from . import options as o
+from .adapter import Adapter, OldAdapter
 from .errors import ADAPTER, CliError
 
 
 def card(
-    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Folder of the adapter, or its Hub id.")],
+    adapter: Adapter = "",
     results: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="A file of eval --json or bench --json; once for each file."),
@@ -30,6 +31,7 @@ def card(
     license: Annotated[str | None, typer.Option(help="Of the metadata, such as apache-2.0.")] = None,
     language: Annotated[str | None, typer.Option(help="Of the metadata, such as en.")] = None,
     config: o.ConfigFile = None,
+    adapter_option: OldAdapter = None,
     debug: o.Debug = False,
 ) -> None:
     """Write the model card of an adapter: what is routed, what was measured, how to load it.
@@ -39,8 +41,8 @@ def card(
 
     \b
     Example:
-      hf-depthroute eval --adapter routed --dataset python-stdlib --split validation --json eval.json
-      hf-depthroute bench --adapter routed --json bench.json
+      hf-depthroute eval routed --dataset python-stdlib --split validation --json eval.json
+      hf-depthroute bench routed --json bench.json
       hf-depthroute card routed --results eval.json --results bench.json --push-to me/my-router
     """
     if push_to is None and (private or revision is not None):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from . import options as o
+from .adapter import Adapter, OldAdapter
 from .errors import ADAPTER, CliError
 
 
 def doctor(
-    adapter: Annotated[str, typer.Argument(help="Hub id or folder of the adapter.")],
+    adapter: Adapter = "",
+    adapter_option: OldAdapter = None,
     debug: o.Debug = False,
 ) -> None:
     """Check an adapter's files without loading them into a model.

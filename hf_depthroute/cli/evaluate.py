@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from . import options as o
+from .adapter import Adapter, OldAdapter
 from .errors import CliError
 from .output import write_json
 
 
 def evaluate(
-    adapter: o.Adapter,
+    adapter: Adapter = "",
     dataset: Annotated[
         str | None, typer.Option(help="Text to take the loss on: as for train. Or give --tasks.")
     ] = None,
@@ -45,6 +46,7 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
     json_file: o.JsonFile = None,
     allow_base_mismatch: o.AllowBaseMismatch = False,
+    adapter_option: OldAdapter = None,
     debug: o.Debug = False,
 ) -> None:
     """Compare the dense base with budgets, by loss or by lm-eval tasks.
@@ -55,8 +57,8 @@ def evaluate(
 
     \b
     Example:
-      hf-depthroute eval --adapter routed --dataset python-stdlib --split validation --budgets 0.25,0.5,0.75
-      hf-depthroute eval --adapter routed --tasks piqa,arc_easy --budgets 0.5 --limit 200
+      hf-depthroute eval routed --dataset python-stdlib --split validation --budgets 0.25,0.5,0.75
+      hf-depthroute eval routed --tasks piqa,arc_easy --budgets 0.5 --limit 200
     """
     if (dataset is None) == (tasks is None):
         raise CliError("eval: give one of --dataset and --tasks")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options as o
+from .adapter import Adapter, OldAdapter
 from .errors import CliError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    adapter: o.Adapter,
+    adapter: Adapter = "",
     model: o.BaseModel = None,
     config: o.ConfigFile = None,
     prompt: Annotated[str | None, typer.Option(help="Start of the text. Default: read from stdin.")] = None,
@@ -45,6 +46,7 @@ def generate(
     ] = False,
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
     allow_base_mismatch: o.AllowBaseMismatch = False,
+    adapter_option: OldAdapter = None,
     debug: o.Debug = False,
 ) -> None:
     """Continue a prompt. The text goes to stdout; tokens per second and the full ratio to stderr.
@@ -54,9 +56,9 @@ def generate(
 
     \b
     Example:
-      hf-depthroute generate --adapter routed --prompt "def main():" --budget 0.5
-      echo "def main():" | hf-depthroute generate --adapter routed --full
-      hf-depthroute generate --adapter routed --prompt "def main():" --lossless --draft-search
+      hf-depthroute generate routed --prompt "def main():" --budget 0.5
+      echo "def main():" | hf-depthroute generate routed --full
+      hf-depthroute generate routed --prompt "def main():" --lossless --draft-search
     """
     if not 0 < temperature < float("inf"):
         raise CliError(f"--temperature {temperature}: must be a finite number above 0")

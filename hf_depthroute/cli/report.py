@@ -14,10 +14,11 @@ from .report_run import RunOptions, report_run
 
 
 def report(
-    directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="Folder of an adapter, or result folder of a study.")
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="ADAPTER|STUDY", help="Hub id or folder of an adapter, or result folder of a study."),
     ] = None,
-    adapter: Annotated[str | None, typer.Option(help="Hub id or folder of the adapter.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="Older spelling of ADAPTER.")] = None,
     model: o.BaseModel = None,
     config: o.ConfigFile = None,
     dataset: Annotated[str | None, typer.Option(help="Text to measure and to show: as for train.")] = None,
@@ -60,24 +61,24 @@ def report(
 
     \b
     Example:
-      hf-depthroute report --adapter routed --dataset my_text.jsonl --budgets 0.25,0.5,0.75
+      hf-depthroute report routed --dataset my_text.jsonl --budgets 0.25,0.5,0.75
       hf-depthroute report routed --dataset my_text.jsonl --prompt "Once upon a time" --out page.html
       hf-depthroute report results                                     # of hf-depthroute study
     """
-    if directory is not None and (directory / "adapter_config.json").is_file():
+    given = {"--adapter": adapter, "--dataset": dataset, "--prompt": prompt, "--eval": eval_file}
+    given |= {"--bench": bench_file, "--budgets": budgets, "--model": model}
+    for_adapter = [name for name, value in given.items() if value is not None]
+    if source is not None and (_is_adapter(source) or (for_adapter and not Path(source).exists())):
         if adapter is not None:
-            raise CliError(f"report: {directory} and --adapter {adapter} are two adapters; give one")
-        adapter = str(directory)
-    elif directory is not None:
-        given = {"--adapter": adapter, "--dataset": dataset, "--prompt": prompt, "--eval": eval_file}
-        given |= {"--bench": bench_file, "--budgets": budgets, "--model": model}
-        misplaced = [name for name, value in given.items() if value is not None]
-        if misplaced:
-            raise CliError(f"report: {misplaced[0]} is for an adapter, and {directory} is no adapter's folder")
-        _report_study(directory, out, debug)
+            raise CliError(f"report: {source} and --adapter {adapter} are two adapters; give one")
+        adapter = source
+    elif source is not None:
+        if for_adapter:
+            raise CliError(f"report: {for_adapter[0]} is for an adapter, and {source} is no adapter's folder")
+        _report_study(Path(source), out, debug)
         return
     if adapter is None:
-        raise CliError("report: give --adapter and --dataset, or the folder of a study")
+        raise CliError("report: name an adapter and give --dataset, or name the folder of a study")
     if dataset is None:
         raise CliError(f"report: give --dataset, the text to measure adapter {adapter} on")
     run = RunOptions(
@@ -87,6 +88,10 @@ def report(
         repeats=repeats, title=title, dtype=dtype, out=out, allow_base_mismatch=allow_base_mismatch,
     )  # fmt: skip
     print(report_run(run, debug))
+
+
+def _is_adapter(source: str) -> bool:
+    return (Path(source) / "adapter_config.json").is_file()
 
 
 def _report_study(directory: Path, out: Path | None, debug: bool) -> None:

@@ -10,11 +10,11 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from . import options as o
+from .adapter import Adapter, OldAdapter, passed_on
 from .errors import CliError
 
 _BASE_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -22,8 +22,9 @@ _BASE_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 def serve(
     context: typer.Context,
-    adapter: Annotated[str, typer.Argument(help="Hub id or folder of the adapter.")],
+    adapter: Adapter = "",
     model: o.BaseModel = None,
+    adapter_option: OldAdapter = None,
     debug: o.Debug = False,
 ) -> None:
     """Serve a routed model with `transformers serve`: the API of OpenAI, chat and completions.
@@ -51,7 +52,7 @@ def serve(
         link_model(_folder(base, _BASE_FILES), _folder(adapter, None), Path(root, name))
         os.chdir(root)  # the server calls the model by the path that it was given
         print(f"serving {adapter} on {base} as model {name!r}", file=sys.stderr)
-        app(["serve", name, *context.args], standalone_mode=False)
+        app(["serve", name, *passed_on(context)], standalone_mode=False)
 
 
 def link_model(base: Path, adapter: Path, folder: Path) -> None:
