@@ -18,9 +18,13 @@ from .trace import count_routes, overridden, record_routes, routings
 
 if TYPE_CHECKING:
     from .holder import Routing
-    from .trace import RouteRecord
+    from .trace import RouteRecord, RouteTrace
 
 TABLE_SIZE = 201  # steps of half a percent
+NOT_FITTED = (
+    "the thresholds of this adapter were never fitted to its scores, so the share of tokens that runs full is not the "
+    "budget; call calibrate(model, batches), or train with a Trainer or with record_routes and routing_losses"
+)
 
 
 class ScoreQuantiles(nn.Module):
@@ -47,6 +51,10 @@ class ScoreQuantiles(nn.Module):
         low = min(int(position), TABLE_SIZE - 2)
         values = self.values.float()
         return torch.lerp(values[low], values[low + 1], position - low)
+
+    def fitted(self) -> bool:
+        """Whether the table has been tracked in training or set by `calibrate`. Waits for the device."""
+        return self.updates.is_meta or self.updates.item() > 0  # nobody can look into one that is on disk
 
     @torch.no_grad()
     def set(self, table: torch.Tensor) -> None:
@@ -132,6 +140,21 @@ def quantile_tables(records: list[RouteRecord], pooled: bool = False) -> list[to
 
 
 @torch.no_grad()
+def track_thresholds(trace: RouteTrace) -> None:
+    """Move the quantile tables of the layers that `trace` recorded towards their scores, if they are being trained.
+
+    With gradients disabled, or of layers in evaluation mode, nothing moves.
+    """
+    holders = [holder for holder in trace.holders if holder.training and holder.layer_index in trace]
+    if not holders:
+        return
+    pooled = holders[0].active_config().budget_scope == "global"
+    tables = quantile_tables([trace[holder.layer_index] for holder in holders], pooled)
+    for holder, table in zip(holders, tables):
+        holder.active_quantiles().track(table)
+
+
+@torch.no_grad()
 def calibrate(
     model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]], budget: float | None = None
 ) -> dict[int, float]:
@@ -195,18 +218,22 @@ def set_budget(model: nn.Module, budget: float) -> None:
 
     Raises:
         ConfigError: `budget` is not in (0, 1].
-        ValueError: No routed layer is active, or the adapter has a fixed threshold.
+        ValueError: No routed layer is active, the adapter has a fixed threshold, or its thresholds were never fitted,
+            so that no share of tokens but all of them could be asked for.
     """
     budget = check_budget(budget)
     holders = active_routings(model)
-    for holder, config in zip(holders, _budgeted_configs(holders)):
+    configs = _budgeted_configs(holders)
+    if budget < 1.0 and not is_calibrated(model):
+        raise ValueError(f"set_budget: {NOT_FITTED}")
+    for holder, config in zip(holders, configs):
         config.budget = budget
         _set_controller(holder, budget)
 
 
 def is_calibrated(model: nn.Module) -> bool:
     """Whether every active layer's quantile table has been tracked in training or set by `calibrate`."""
-    return all(holder.active_quantiles().updates.item() > 0 for holder in active_routings(model))
+    return all(holder.active_quantiles().fitted() for holder in active_routings(model))
 
 
 def thresholds(model: nn.Module) -> dict[int, float]:

@@ -19,6 +19,8 @@ from .arguments import RoutingArguments
 from .calibration import active_routings
 from .card.record import remember_training, training_record
 from .console import print_lines
+from .holder import Routing
+from .misuse import FROZEN
 from .objective import RoutingObjective
 
 logger = logging.getLogger(__name__)
@@ -210,7 +212,12 @@ def provide(trainer: Any) -> None:
     """Tell a `DepthRouteCallback` its trainer; add one where a model with trainable routers has none.
 
     A trainer with routing losses prints readable lines.
+
+    Raises:
+        ValueError: The model is routed, and no parameter of it trains.
     """
+    if _routes(trainer.model) and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+        raise ValueError(FROZEN)
     callbacks = trainer.callback_handler.callbacks
     ours = [callback for callback in callbacks if isinstance(callback, RoutingCallback)]
     for callback in ours:
@@ -224,12 +231,16 @@ def provide(trainer: Any) -> None:
         print_lines(trainer)
 
 
-def _trains_routers(model: Any) -> bool:
+def _routes(model: Any) -> list[Routing]:
     try:
-        holders = active_routings(model)
+        return active_routings(model)
     except ValueError:
-        return False  # no routed layer, or none that is active
-    return any(parameter.requires_grad for holder in holders for parameter in holder.depth_route_gate.parameters())
+        return []  # no routed layer, or none that is active
+
+
+def _trains_routers(model: Any) -> bool:
+    gates = [holder.depth_route_gate for holder in _routes(model)]
+    return any(parameter.requires_grad for gate in gates for parameter in gate.parameters())
 
 
 install()

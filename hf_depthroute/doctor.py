@@ -21,9 +21,11 @@ from .adapter_file import (
     read_tensors,
     tensors_hash,
 )
+from .calibration import NOT_FITTED
 from .config import ConfigError, DepthRouteConfig
 from .gates import GATES
 
+_UPDATES = ".depth_route_quantiles.updates"
 _PART = re.compile(r"(\d+)\.routing\.depth_route_([a-z]+)\.(.+)")
 
 
@@ -85,6 +87,18 @@ def _examine_weights(folder: Path, config: DepthRouteConfig) -> Iterator[Finding
     else:
         yield Finding("ok", f"hash {config.weights_hash[:19]}... as saved")
     yield from _examine_layers(tensors, config)
+    yield from _examine_thresholds(tensors, config)
+
+
+def _examine_thresholds(tensors: dict[str, torch.Tensor], config: DepthRouteConfig) -> Iterator[Finding]:
+    """Whether the thresholds, where they decide, have ever been fitted to scores."""
+    counts = [int(value) for name, value in tensors.items() if name.endswith(_UPDATES)]
+    if not config.takes_budget():
+        return
+    if all(counts):
+        yield Finding("ok", f"calibrated: thresholds fitted to the scores of {len(counts)} layers")
+    else:
+        yield Finding("note", f"not calibrated: {NOT_FITTED}")
 
 
 def _examine_layers(tensors: dict[str, torch.Tensor], config: DepthRouteConfig) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from .decision import RoutePlan, decide, make_plan
 from .execution.decode import DecodeStep, run_base, supports_decode
 from .families import Family
 from .gates import GATES, MLPGate, TargetProjection
+from .misuse import warn_of_thresholds
 from .sublayers import template_norm, width_of
 from .summary import routing_summary
 from .trace import RouteCounter, RouteTrace
@@ -191,6 +192,7 @@ class Routing(nn.Module, BaseTunerLayer):
         kept = self._plans.get((name, executor))
         if kept is None or kept[0] != key or kept[1].config is not config:
             kept = self._plans[name, executor] = key, make_plan(self, name, config, training, executor)
+            warn_of_thresholds(self, kept[1])
         plan: RoutePlan = kept[1]
         return plan
 

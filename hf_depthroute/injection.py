@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ from .execution.decode import decodes
 from .families import find_decoder, find_family
 from .holder import HOLDER, Routing, decode_steps
 from .layer import DECODE_STEPS, TOKEN_MASK, routed_forward
+from .misuse import warn_of_training
 
 _handed_down: ContextVar[dict[str, Any] | None] = ContextVar("depth_route_handed_down", default=None)
 
@@ -65,7 +65,7 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             "(padding-free batches, continuous batching) off, or route with granularity='token'"
         )
     if decoder.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        _warn_if_unwatched(decoder)
+        warn_of_training(decoder, _active(decoder), inputs)
     real = token_mask_of(args, kwargs)
     found: dict[str, Any] = {} if real is None else {TOKEN_MASK: real}
     if decodes(decoder, inputs) and (real is None or real.all()):
@@ -81,35 +81,24 @@ def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return args, {**kwargs, **(_handed_down.get() or {})}
 
 
-def _warn_if_unwatched(decoder: nn.Module) -> None:
-    for layer in _layers(decoder):
-        holder = cast("Routing | None", layer._modules.get(HOLDER))
-        if holder is None or holder.adapter() is None or holder.recorders:
-            continue
-        if any(parameter.requires_grad for parameter in holder.depth_route_gate.parameters()):
-            warnings.warn(
-                "this forward pass trains routers without the routing losses, which hold their budget: use "
-                "DepthRouteTrainer, DepthRouteCallback, or record_routes with routing_losses",
-                stacklevel=2,
-            )
-            return
-
-
 def _splits_a_packed_row(decoder: nn.Module, inputs: torch.Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether a layer would decide about a row as one sequence that holds several."""
     told = is_paged(kwargs) or kwargs.get("cu_seq_lens_q") is not None
     positions = kwargs.get("position_ids")
     if not told and (positions is None or kwargs.get("attention_mask") is not None or inputs.shape[1] == 1):
         return False
-    holders = [cast("Routing | None", layer._modules.get(HOLDER)) for layer in _layers(decoder)]
-    active = [holder for holder in holders if holder is not None and holder.adapter() is not None]
-    if all(holder.active_config().granularity == "token" for holder in active):
+    if all(holder.active_config().granularity == "token" for holder in _active(decoder)):
         return False
     return told or positions is None or bool((positions[..., 1:] <= positions[..., :-1]).any())
 
 
 def _layers(decoder: nn.Module) -> nn.ModuleList:
     return cast(nn.ModuleList, getattr(decoder, find_family(decoder).layers))
+
+
+def _active(decoder: nn.Module) -> list[Routing]:
+    holders = [cast("Routing | None", layer._modules.get(HOLDER)) for layer in _layers(decoder)]
+    return [holder for holder in holders if holder is not None and holder.adapter() is not None]
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

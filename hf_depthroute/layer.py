@@ -21,6 +21,7 @@ from .cache import without_cache
 from .decision import RoutePlan
 from .execution import masked_update, routed_pairs
 from .holder import HOLDER, Routing, Step
+from .misuse import warn_of_backward
 from .sequences import decide_sequences, skip_sequences
 from .sites import SITES
 from .sublayers import ffn_map, hidden_of
@@ -54,6 +55,8 @@ def routed_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs
         outputs = _run(layer, plan, hidden_states, **kwargs)
     if holder is None or plan is None:
         return outputs[0]
+    if not layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        warn_of_backward(holder, outputs[0], *outputs[3:4])
     if plan.recorders:
         _record(holder, plan, outputs[1:], token_mask)
     return (outputs[0], None) if holder.family.returns_weights else outputs[0]

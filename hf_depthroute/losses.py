@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from . import baselines
 from .averages import cosine, gate_logits, mean_probability, real_tokens, stack, token_mean
 from .balancing import load_balance, router_z
+from .calibration import track_thresholds
 from .diagnostics import diagnostics
 from .exits import Exits, exit_cross_entropy
 from .forks import Prefix, divergence_from_dense
@@ -221,6 +222,9 @@ def routing_losses(
     DistributedDataParallel nothing is left to do: the terms already use the statistics of all processes, and their
     gradients survive the averaging.
 
+    In training the thresholds of inference are tracked too: the quantile tables of the layers that `trace` recorded
+    follow its scores, so that `set_budget` and a saved adapter know them.
+
     Args:
         trace: From `record_routes`, in training mode.
         lm: The model's own loss; left out of the result when None.
@@ -235,6 +239,8 @@ def routing_losses(
     for name in weights or {}:
         if name not in LOSSES:
             raise KeyError(f"unknown loss {name!r}; known: {', '.join(LOSSES)}")
+    if torch.is_grad_enabled():
+        track_thresholds(trace)
     given = LossInputs(trace, lm, alive_min, **inputs)
     terms = {}
     for name, term in LOSSES.items():

@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 
 from .arguments import RoutingArguments
 from .averages import stack
-from .calibration import active_routings, quantile_tables
+from .calibration import active_routings
 from .exits import Exits, observe_exits
 from .forks import Prefix, observe_prefix
 from .holder import Routing
@@ -129,9 +129,7 @@ class RoutingObjective:
             inputs |= {"prefix": prefix, "logits": logits}
             inputs |= self._refreshed(prefix, labels)
         terms = routing_losses(trace, lm, a.weights(), a.alive_min, **inputs)
-        tables = quantile_tables([trace[h.layer_index] for h in holders], pooled=budget_scope == "global")
-        for holder, table in zip(holders, tables):
-            holder.active_quantiles().track(table)
+        for holder in holders:
             self._count(holder, trace[holder.layer_index])
         self._collect(terms, trace, share)
         scores = {index: record.scores.detach() for index, record in trace.items()}

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from .adapter_file import CONFIG_NAME, PEFT_TYPE, STAGE_PREFIX, WEIGHTS_NAME, read_config, tensors_hash
 from .base_fingerprint import remember_base
+from .misuse import warn_of_saving
 from .resources import disk_full
 
 try:
@@ -60,6 +61,7 @@ def atomically(save: Callable[..., None]) -> Callable[..., None]:
             remember_base(self.get_base_model(), config)
         from .card.saved import save_card
 
+        warn_of_saving(self)
         with staged_save(folder) as stage:
             save(self, str(stage), True, *args, **kwargs)
             save_card(self, stage, folder)

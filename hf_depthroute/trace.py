@@ -5,7 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -66,10 +66,17 @@ class RouteTrace(Mapping[int, RouteRecord]):
 
     A forward pass assigns by layer index, so a checkpoint's recomputation leaves the same trace. In generation each
     decoding step overwrites the one before; record the steps one by one and join them with `RouteTrace.cat`.
+
+    Attributes:
+        holders: The layers that are being recorded, in order; none of a trace that was made otherwise, or copied.
     """
 
-    def __init__(self, records: Mapping[int, RouteRecord] | None = None) -> None:
+    def __init__(self, records: Mapping[int, RouteRecord] | None = None, holders: Sequence[Routing] = ()) -> None:
         self._records: dict[int, RouteRecord] = dict(records or {})
+        self.holders = tuple(holders)
+
+    def __reduce__(self) -> tuple[type[RouteTrace], tuple[dict[int, RouteRecord]]]:
+        return RouteTrace, (self._records,)  # a copy, or a pickle, does not take the model with it
 
     def __getitem__(self, layer_index: int) -> RouteRecord:
         return self._records[layer_index]
@@ -162,7 +169,7 @@ def record_routes(model: nn.Module) -> Iterator[RouteTrace]:
     Raises:
         ValueError: `model` has no routed layer.
     """
-    trace = RouteTrace()
+    trace = RouteTrace(holders=routings(model))
     with _attached(model, trace):
         yield trace
 

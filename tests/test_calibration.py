@@ -325,6 +325,7 @@ def test_set_budget_touches_the_active_adapter_only() -> None:
     assert model.peft_config["default"].budget == 0.2
     assert model.peft_config["other"].budget == 0.7
     model.set_adapter("other")
+    calibrate(model, text_batches(1))
     set_budget(model, 0.4)
     assert (model.peft_config["default"].budget, model.peft_config["other"].budget) == (0.2, 0.4)
 
