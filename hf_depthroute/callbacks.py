@@ -148,8 +148,8 @@ def routed_loss(
         ValueError: The trainer ran the model again after the forward pass of its loss, without a graph.
     """
     labels = inputs.get("labels")  # the Trainer may pop them
-    # A `compute_loss` other than the Trainer's may run the model again to have outputs; ask only where they are needed.
-    asks = return_outputs or is_standard(plain) or objective.arguments.distill_weight > 0
+    # A `compute_loss` other than the Trainer's may run the model again to have outputs, or make no logits at all.
+    asks = return_outputs or is_standard(plain)
     with objective.watching() as watched:
         with fused or nullcontext():
             found = plain(model, inputs, asks, num_items_in_batch)
@@ -163,6 +163,9 @@ def routed_loss(
                 )
         share = _share(trainer, num_items_in_batch)
         logits = None if fused is not None else getattr(outputs, "logits", None)
+        if objective.arguments.distill_weight > 0 and not is_standard(plain):
+            assert watched.prefix is not None
+            logits = watched.prefix.logits()
         loss = objective(lm, watched, share, labels, logits)
     return (loss, outputs) if return_outputs else loss
 

@@ -40,6 +40,7 @@ class Prefix:
 
     Attributes:
         hidden: The stream that enters the first routed layer, `[B, T, d]`, without graph; None before the first pass.
+        final: The stream that leaves the last layer, `[B, T, d]`, with graph; None before the first pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,6 +52,7 @@ class Prefix:
         self.read_out = ReadOut(model)
         _check_whole([*self.layers, self.read_out.norm, self.read_out.head])
         self.hidden: torch.Tensor | None = None
+        self.final: torch.Tensor | None = None
         self.training = False
         self._kwargs: list[dict[str, Any]] = []
         self._autocast: tuple[bool, torch.dtype] = (False, torch.float32)
@@ -66,8 +68,17 @@ class Prefix:
             self._autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         self._kwargs.append(without_cache(kwargs))
 
+    def observe_end(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the last layer."""
+        self.final = hidden_of(output)
+
+    def logits(self) -> torch.Tensor:
+        """The observed pass's logits `[B, T, V]`, with graph, for a caller whose loss made none."""
+        assert self.final is not None, "no forward pass was observed"
+        return cast(torch.Tensor, self.read_out(self.final))
+
     def forget(self) -> None:
-        self.hidden, self._kwargs = None, []
+        self.hidden, self.final, self._kwargs = None, None, []
 
     @property
     def token_mask(self) -> torch.Tensor | None:
@@ -103,6 +114,7 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
     """
     prefix = Prefix(model)
     handles = [layer.register_forward_pre_hook(prefix.observe, with_kwargs=True) for layer in prefix.layers]
+    handles.append(prefix.layers[-1].register_forward_hook(prefix.observe_end))
     try:
         yield prefix
     finally:

@@ -112,6 +112,33 @@ def test_weights_and_schedules_of_the_callback_count(tmp_path: Path) -> None:
     assert "compute_loss" not in vars(trainer)
 
 
+@pytest.mark.parametrize("how", ["callback", "mixin"])
+def test_distillation_works_under_sft(how: str, tmp_path: Path) -> None:
+    """SFTTrainer's loss makes no logits; the term, its gradients and the adapter are those of our trainer."""
+    arguments, kept, expected_kept = RoutingArguments(distill_weight=0.5), KeepGradients(), KeepGradients()
+    if how == "callback":
+        trainer = sft(tmp_path, token_data(), callbacks=[DepthRouteCallback(arguments=arguments), kept])
+    else:
+        trainer = sft(tmp_path, token_data(), MixedSFT, [kept])
+        trainer.routing_objective.arguments = arguments
+    trainer.train()
+    expected = DepthRouteTrainer(
+        get_depth_routed_model(build_base("llama"), ROUTES),
+        training_arguments(tmp_path, distill_weight=0.5),
+        train_dataset=trainer.train_dataset,
+        data_collator=trainer.data_collator,
+        callbacks=[expected_kept],
+    )
+    expected.train()
+    assert len(step_logs(trainer)) == len(step_logs(expected)) == 4
+    for entry, wanted in zip(step_logs(trainer), step_logs(expected)):
+        assert entry["loss_distill"] == pytest.approx(wanted["loss_distill"], abs=1e-5)
+        assert entry["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+    assert step_logs(trainer)[-1]["loss_distill"] > 0  # a fresh branch adds nothing to begin with
+    for one, two in zip(kept.steps, expected_kept.steps, strict=True):
+        assert_same_tensors(one, two, tolerance=1e-4)
+
+
 @pytest.mark.parametrize("how", ["packing", "completion", "assistant"])
 def test_packing_and_loss_masks_train_and_evaluate(how: str, tmp_path: Path) -> None:
     fields: dict[str, Any] = {}
