@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from .batches import model_inputs
 from .config import DepthRouteConfig, check_budget
 from .trace import count_routes, overridden, record_routes, routings
 
@@ -156,7 +157,7 @@ def track_thresholds(trace: RouteTrace) -> None:
 
 @torch.no_grad()
 def calibrate(
-    model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]], budget: float | None = None
+    model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[str, Any], budget: float | None = None
 ) -> dict[int, float]:
     """Set every routed layer's threshold so that the fraction `budget` of the tokens in `batches` runs full.
 
@@ -167,25 +168,23 @@ def calibrate(
 
     Args:
         model: A model with one active depth-routed adapter.
-        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`. A few thousand tokens suffice;
-            they are kept in memory for the later passes.
+        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`; lists, single rows and what a
+            tokenizer returns are taken too (`batches.model_inputs`). A few thousand tokens suffice; they are kept in
+            memory for the later passes.
         budget: In (0, 1]; becomes the adapter's budget. Default: the adapter's.
 
     Returns:
         `{layer_index: fraction of real tokens that runs full}`, measured in a third pass with the final thresholds.
 
     Raises:
-        ValueError: No routed layer is active, the adapter has a fixed threshold, or `batches` holds no real token.
+        ValueError: No routed layer is active, the adapter has a fixed threshold, a batch has no `input_ids`, or
+            `batches` holds no real token.
         ConfigError: `budget` is out of range.
     """
     holders = active_routings(model)
     configs = _budgeted_configs(holders)
     budget = check_budget(configs[0].budget if budget is None else budget)
-    device = next(model.parameters()).device
-    kept = [
-        {name: torch.as_tensor(batch[name]).to(device) for name in ("input_ids", "attention_mask") if name in batch}
-        for batch in batches
-    ]
+    kept = list(model_inputs(model, batches))
     if not any(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).any() for batch in kept):
         raise ValueError("calibrate: batches is empty" if not kept else "calibrate: batches holds no real token")
     for config in configs:

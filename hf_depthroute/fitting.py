@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .batches import model_inputs
 from .cache import without_cache
 from .calibration import active_routings
 from .families import find_decoder
 from .holder import Routing
-from .importance import evaluating, model_inputs, real_tokens
+from .importance import evaluating, real_tokens
 from .layer import DECODE_STEPS, TOKEN_MASK
 from .sites import SITES
 from .trace import record_routes
@@ -55,7 +56,7 @@ def fit_branches(
         raise ValueError(f"fit_branches: branch={config.branch!r} has nothing to fit; use 'lowrank'")
     if not ridge >= 0:
         raise ValueError(f"fit_branches: ridge={ridge!r} must be at least 0")
-    kept = [model_inputs(model, batch) for batch in batches]
+    kept = list(model_inputs(model, batches))
     if not any(bool(real_tokens(batch).any()) for batch in kept):
         raise ValueError("fit_branches: batches holds no real token")
     with evaluating(model):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .batches import model_inputs
 from .families import find_decoder, find_family
 from .holder import Routing
 from .sublayers import behind
@@ -154,17 +155,10 @@ def real_tokens(batch: Batch) -> torch.Tensor:
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
 
 
-def model_inputs(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    """What of `batch` a forward pass without labels takes, on the model's device."""
-    device = next(model.parameters()).device
-    return {name: batch[name].to(device) for name in ("input_ids", "attention_mask") if name in batch}
-
-
 def _dense_forwards(model: nn.Module, batches: Iterable[Batch]) -> Iterator[dict[str, torch.Tensor]]:
     """The inputs of each batch; in between, the model is in eval mode and runs as its base."""
     with evaluating(model), _as_base(model):
-        for batch in batches:
-            yield model_inputs(model, batch)
+        yield from model_inputs(model, batches)
 
 
 @contextmanager

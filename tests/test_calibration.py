@@ -11,6 +11,8 @@ import pytest
 import torch
 from models import GATES, build_base, build_routed, logits, tokens
 from peft import PeftModel
+from torch.utils.data import DataLoader
+from transformers import BatchEncoding
 
 from hf_depthroute import (
     DepthRouteConfig,
@@ -331,6 +333,50 @@ def test_set_budget_touches_the_active_adapter_only() -> None:
 
 
 # --- errors ------------------------------------------------------------------------------------------------------
+
+
+LENGTHS = (8, 5, 8, 3)
+
+
+def ragged() -> list[list[int]]:
+    return [row[:n].tolist() for row, n in zip(tokens(4, 8), LENGTHS)]
+
+
+@pytest.mark.parametrize("kind", ["rows", "ragged", "one dict", "encoding", "rows of tensors", "dataset"])
+def test_calibrate_takes_text_as_people_have_it(kind: str) -> None:
+    mask = (torch.arange(8) < torch.tensor(LENGTHS)[:, None]).long()
+    padded = {"input_ids": tokens(4, 8) * mask, "attention_mask": mask}
+    given: Any
+    if kind == "rows":
+        given = [{"input_ids": row} for row in ragged()]
+    elif kind == "rows of tensors":
+        given = ({"input_ids": torch.tensor(row), "attention_mask": torch.ones(len(row))} for row in ragged())
+    elif kind == "ragged":
+        given = [{"input_ids": ragged()}]
+    elif kind == "dataset":
+        given = pytest.importorskip("datasets").Dataset.from_dict({"input_ids": ragged(), "text": ["x"] * 4})
+    else:
+        given = padded if kind == "one dict" else BatchEncoding(padded)
+    expected, model = build_routed("llama"), build_routed("llama")
+    assert calibrate(model, given, 0.4) == pytest.approx(calibrate(expected, [padded], 0.4))
+    for a, b in zip(tables(model), tables(expected), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "batches, message",
+    [
+        (DataLoader([{"input_ids": row.tolist()} for row in tokens(4, 8)], batch_size=2), "with_format"),
+        ([{"text": "the cat"}], "batch 0 holds no input_ids, but text"),
+        (["the cat"], "batch 0 holds no input_ids, but str"),
+        (tokens(2, 8), "batch 0 holds no input_ids, but Tensor"),
+    ],
+)
+def test_calibrate_says_what_a_batch_has_to_be(batches: Any, message: str) -> None:
+    model = build_routed("llama", budget=0.3)
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, batches, 0.5)
+    assert model.peft_config["default"].budget == 0.3
 
 
 def test_calibrate_refuses_empty_batches() -> None:

@@ -146,13 +146,18 @@ def test_it_says_what_is_routed(fields: dict[str, Any], said: str, saved_adapter
     assert ("set_budget(model" in text) == model.peft_config["default"].takes_budget()
 
 
-def test_the_loading_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_the_loading_code_runs(calibrated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an adapter whose thresholds were never fitted it does not set a budget, which would be refused."""
     base = save_base(tmp_path / "base")
     model = get_depth_routed_model(transformers.AutoModelForCausalLM.from_pretrained(base), DepthRouteConfig())
+    if calibrated:
+        calibrate(model, {"input_ids": tokens(2, 8)})
     model.save_pretrained(tmp_path / "adapter")
     card = make_card(tmp_path / "adapter", repo_id=None)
     source = re.search(r"```python\n(.*?)```", card.text, re.DOTALL)[1]
     assert str(tmp_path) not in card.content  # only the last part of a path is shown
+    assert ("set_budget" in source) == calibrated == ("**not calibrated**" not in card.text)
     source = source.replace('"base"', repr(str(base))).replace('"path/to/this/folder"', repr(str(tmp_path / "adapter")))
     exec(source.replace("Once upon a time", "the cat"), {})
     assert "the cat" in capsys.readouterr().out
