@@ -157,7 +157,7 @@ def test_the_loading_code_runs(calibrated: bool, tmp_path: Path, capsys: pytest.
     card = make_card(tmp_path / "adapter", repo_id=None)
     source = re.search(r"```python\n(.*?)```", card.text, re.DOTALL)[1]
     assert str(tmp_path) not in card.content  # only the last part of a path is shown
-    assert ("set_budget" in source) == calibrated == ("**not calibrated**" not in card.text)
+    assert ("\nhf_depthroute.set_budget" in source) == calibrated == ("**not calibrated**" not in card.text)
     source = source.replace('"base"', repr(str(base))).replace('"path/to/this/folder"', repr(str(tmp_path / "adapter")))
     exec(source.replace("Once upon a time", "the cat"), {})
     assert "the cat" in capsys.readouterr().out
