@@ -136,11 +136,11 @@ def aux_losses() -> list[str]:
     )
     return [
         "**Auxiliary losses** (`recipes/aux_losses`): 30 configs x 3 seeds on the embedded base, last 3 of 6 FFNs "
-        f"routed at budget 0.5, 400 steps; dense loss {study.info['base']['dense_loss']:.3f}. Of the papers' claims "
-        f"and open questions: {counted}; each with its numbers in "
+        f"routed at budget 0.5, 400 steps; dense loss {study.info['base']['dense_loss']:.3f}. The papers' "
+        f"claims (arXiv:2604.17228 and CGS) and open questions came out {counted}; each with its numbers in "
         "[the report](recipes/aux_losses/results/report.md). Top-k loss in nats, mean ± standard deviation over "
         f"seeds. A training step with the oracle takes {oracle[0]} of the time without it, and one with the JEPA gate "
-        f"{gate[0]} of one with the MLP gate ({oracle[1]} and {gate[1]} at the paper's shape).",
+        f"{gate[0]} of one with the MLP gate ({oracle[1]} and {gate[1]} at that paper's shape).",
         "",
         *table(["config", "what", "loss, first half", "loss at the end", "gradient norm"], rows),
     ]
@@ -176,7 +176,8 @@ def token_selective() -> list[str]:
          f"{100 * (tsa['hard_loss'] / dense - 1):+.1f} %"],
     ]  # fmt: skip
     return [
-        "**Token-selective routing** (`recipes/token_selective`): the paper's model on Tiny-Shakespeare from scratch, "
+        "**Token-selective routing** (`recipes/token_selective`): the model of the TSA paper "
+        "(arXiv:2605.05222) on Tiny-Shakespeare from scratch, "
         f"but {settings['steps']:,} steps of {settings['batch']} sequences and one seed, not 5,000 of 64.",
         "",
         *table(["", "alpha", "operations saved", "validation loss over dense"], rows),
@@ -241,7 +242,7 @@ def kv_cache() -> list[str]:
         f"**KV cache** (`recipes/router_tuning/kv_cache.py`): attention of {len(result['routed_layers'])} of 6 layers "
         f"skipped per sequence at budget 0.5 leaves {100 * saved:.0f} % of the cache out ({held}), and generation "
         f"{equal} a masked reference. At the shape of Llama-3-8B with 16 of 32 layers, 64 x 2,048 tokens, it counts "
-        f"{gib[0] - gib[1]:.0f} of {gib[0]:.0f} GiB; the paper reports 8 GB.",
+        f"{gib[0] - gib[1]:.0f} of {gib[0]:.0f} GiB; the Router-Tuning paper (arXiv:2410.13184) reports 8 GB.",
     ]
 
 
