@@ -88,7 +88,7 @@ class LowRankBranch(nn.Module):
         rank: `r`.
         bias: Whether the linear maps have a bias; they do when the base FFN's do.
         copy_values: False where nothing in front of the routed part is normed (post-norm layers): `norm` is the one
-            behind it, and only its kind is copied; the values start at one, a bias at zero.
+            after it, and only its kind is copied; the values start at one, a bias at zero.
     """
 
     def __init__(self, norm: nn.Module, width: int, rank: int, bias: bool, copy_values: bool = True) -> None:

@@ -136,7 +136,7 @@ def decide(
     """The bool mask of what runs full, and `p`, both in the shape of `scores`: `[B, T]`, or `[B, T, K]` pairs.
 
     Args:
-        plan: Of this forward pass.
+        plan: The plan of this forward pass.
         layer_index: Index of the decoder layer.
         scores: Float32.
         token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.

@@ -64,7 +64,7 @@ class DraftSearch:
         best: The fastest draft. Its `speedup` may be below 1: then plain generation is faster than every draft tried.
         table: The drafts of the last stage, fastest first, then those that did not come so far, fastest first. Times
             of different stages were not taken in the same rounds.
-        plain_tokens_per_second: Of generation with the full model, in the same rounds.
+        plain_tokens_per_second: The speed of generation with the full model, in the same rounds.
     """
 
     best: DraftResult

@@ -65,7 +65,7 @@ class _Draft:
     """Mixin of a draft view: what transformers' assisted generation asks of it, without the overhead of `generate`.
 
     Attributes:
-        confidence: A draft ends behind a token whose probability is lower.
+        confidence: A draft ends after a token whose probability is lower.
         drafted: Tokens drafted so far.
     """
 
@@ -101,7 +101,7 @@ class _Draft:
 
     @torch.no_grad()
     def _continue(self, ids: torch.Tensor, count: int, config: Any, processors: Any, cache: Any) -> Any:
-        """Up to `count` tokens behind `ids` `[1, T]`, and for each the scores `[1, V]` that it was drawn from."""
+        """Up to `count` tokens after `ids` `[1, T]`, and for each the scores `[1, V]` that it was drawn from."""
         if cache is None:
             cache = DynamicCache()  # also of sliding windows it keeps everything, so that it can be cropped
         ends = config.eos_token_id if isinstance(config.eos_token_id, list | tuple) else [config.eos_token_id]
@@ -146,7 +146,7 @@ def draft_view(
         drop: Indices of decoder layers that the draft leaves out whole, attention and KV cache included. The layers
             that remain are numbered anew.
         num_tokens: Tokens drafted before the full model looks.
-        confidence: End a draft early, behind a token that the draft gave a lower probability than this.
+        confidence: End a draft early, after a token that the draft gave a lower probability than this.
 
     Returns:
         A transformers model of the same class name, in eval mode.

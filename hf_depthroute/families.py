@@ -1,7 +1,7 @@
 """Where the parts of a decoder layer are and how they are put together, one table row per model family.
 
 A layer adds the updates of two sublayers, attention and FFN, to the residual stream `h`. With `n1`, `n2` the norms in
-front of them, `o1`, `o2` the norms behind them, and `c` a constant, the layouts are:
+front of them, `o1`, `o2` the norms after them, and `c` a constant, the layouts are:
 
     sequential   a = h + attention(n1(h));       out = a + ffn(n2(a))
     scaled       a = h + c attention(n1(h));     out = a + c ffn(n2(a))

@@ -108,7 +108,7 @@ def fused_loss_obstacle(model: nn.Module) -> str | None:
         return f"the forward pass of {type(base).__name__} is not known"
     change = logit_change(base)
     if change is not None:
-        return f"the model changes its logits behind the LM head ({change[0]} {change[1]:g})"
+        return f"the model changes its logits after the LM head ({change[0]} {change[1]:g})"
     if "_loss_function" in base.__dict__ or getattr(base, "loss_function", None) is not ForCausalLMLoss:
         return "the model has a loss function of its own"
     if type(head) is not nn.Linear or "forward" in head.__dict__:

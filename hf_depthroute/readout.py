@@ -1,4 +1,4 @@
-"""From the residual stream to logits, as the model does it: final norm, LM head, and what comes behind the head."""
+"""From the residual stream to logits, as the model does it: final norm, LM head, and what comes after the head."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ A site splits the layer's forward pass into what comes in front of the routed pa
     stream = enter(h);   after = full path or cheap path;   out = finish(after, stream)
 
 Layers with parallel attention and FFN have nothing in front: `stream` is `h`, and `finish` adds the sublayer that is
-not routed. Shapes: B batch, T positions, n rows, d model width. `normed` is the stream behind the site's norm.
+not routed. Shapes: B batch, T positions, n rows, d model width. `normed` is the stream after the site's norm.
 """
 
 from __future__ import annotations

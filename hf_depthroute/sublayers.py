@@ -49,7 +49,7 @@ def behind(layer: Any, family: Family, part: str, update: torch.Tensor) -> torch
 def template_norm(layer: Any, family: Family, part: str) -> tuple[Any, bool]:
     """A norm of the kind that a branch in place of `part` starts with, and whether its values mean the same there.
 
-    In front of `part` where there is one. A norm behind it is of the right kind, but scales something else.
+    In front of `part` where there is one. A norm after it is of the right kind, but scales something else.
     """
     front = family.ffn_norm if part == "ffn" else family.attention_norm
     if front is not None:

@@ -61,7 +61,7 @@ def test_logits_are_read_out_as_the_model_does(family: str) -> None:
     torch.testing.assert_close(changed, out.logits)
     if read_out.change is not None:
         assert gap(base.lm_head(last.last_hidden_state), out.logits) > 1e-2
-        assert "behind the LM head" in str(fused_loss_obstacle(base))
+        assert "after the LM head" in str(fused_loss_obstacle(base))
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere2", "gemma2", "olmo2"])

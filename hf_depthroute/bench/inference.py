@@ -55,7 +55,7 @@ class Workload:
         return self.input_ids.shape[1] - self.steps
 
     def sizes(self) -> dict[str, Any]:
-        """Of one timed forward pass, as `count_work` takes them; in decode the middle one."""
+        """The sizes of one timed forward pass, as `count_work` takes them; in decode the middle one's."""
         if self.steps:
             return {"batch": self.batch, "length": 1, "cached": self.prompt + self.steps // 2, "logits": 1}
         kept = self.prompt if self.logits == "all" else 1
@@ -73,11 +73,11 @@ def measure_inference(
     """Time every variant in every mode.
 
     Args:
-        variants: Of one model.
+        variants: The variants of one model.
         workload: Prefill or decode.
         modes: Some of `MODES`. Default: eager on CPUs, all on GPUs.
         rounds: Each times every variant and mode once.
-        peaks: Of the machine; measured when None.
+        peaks: The machine's peaks; measured when None.
 
     Returns:
         A JSON-ready dict. `dense_ms` (per decoding step), `dense_mode`, `dense_modes`, `dense_error` (relative),

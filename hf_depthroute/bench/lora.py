@@ -49,13 +49,13 @@ def measure_training(
 
     Args:
         base: The untouched model; it is not changed, but all of its parameters are frozen.
-        config: Of the routed adapter.
+        config: The routed adapter's.
         batch: Sequences.
         length: Tokens per sequence.
         loss: `"naive"`, or `"fused"`: logits are never materialised.
-        lora_rank: Of the LoRA adapter.
+        lora_rank: The LoRA adapter's rank.
         rounds: Each makes one step of either kind.
-        peaks: Of the machine; measured when None.
+        peaks: The machine's peaks; measured when None.
 
     Returns:
         A JSON-ready dict: `routed_ms`, `lora_ms`, `ratio` and `ratio_error` (routed over LoRA), tokens per second,
@@ -173,8 +173,8 @@ def measure_loading(base: Any, config: DepthRouteConfig, *, lora_rank: int = 8, 
 
     Args:
         base: The untouched model; copies of its modules around the same tensors get the adapters.
-        config: Of the routed adapter.
-        lora_rank: Of the LoRA adapter.
+        config: The routed adapter's.
+        lora_rank: The LoRA adapter's rank.
         rounds: Each does everything once.
 
     Returns:

@@ -25,7 +25,7 @@ def plot_result(folder: Path, result: Mapping[str, Any]) -> list[Path]:
 
     Args:
         folder: Made if it is not there.
-        result: Of `bench` or `run_cases`.
+        result: What `bench` or `run_cases` returned.
 
     Returns:
         The files written.

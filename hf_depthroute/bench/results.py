@@ -66,7 +66,7 @@ class Change:
     """One figure in both results. Lower is better for all of them.
 
     Attributes:
-        label: Of the measurement.
+        label: The measurement's label.
         figure: What was measured.
         old: Before.
         new: After.

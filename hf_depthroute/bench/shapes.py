@@ -74,8 +74,8 @@ def random_model(
 
     Args:
         shape: A key of `SHAPES`.
-        dtype: Of the weights.
-        seed: Of the weights.
+        dtype: The dtype of the weights.
+        seed: The seed of the weights.
         depth: Decoder layers; fewer than the shape's own where the machine does not hold them all.
         vocabulary: Rows of the embedding and the head; default: the shape's.
         device: Where the weights are made.

@@ -51,7 +51,7 @@ class Case:
         shape: A key of `SHAPES`.
         depth: Decoder layers; None for the shape's own.
         vocabulary: Rows of embedding and head; None for the shape's own.
-        dtype: Of the base's weights.
+        dtype: The dtype of the base's weights.
         layers: Routed layers, as in `DepthRouteConfig`.
         target: What is routed.
         gate: The gate.
@@ -62,8 +62,8 @@ class Case:
         batch: Sequences.
         length: Tokens of the prompt, or of a training sequence.
         steps: Decoding steps.
-        logits: Of a prompt: `"all"`, or the `"last"` position's.
-        loss: Of a training step, one of `LOSSES`.
+        logits: Which of a prompt's logits are computed: `"all"`, or the `"last"` position's.
+        loss: The loss of a training step, one of `LOSSES`.
         rounds: Rounds.
 
     Raises:
@@ -131,7 +131,7 @@ def read_suite(path: Path, **overrides: Any) -> tuple[str, list[Case]]:
     """The name and the cases of a suite file.
 
     Args:
-        path: Of the YAML file.
+        path: The YAML file.
         overrides: Fields of `Case` that hold for every case, whatever the file says; None leaves the file's. A depth
             also shortens `layers: last:N` in proportion, where the file asks for the whole depth.
 

@@ -26,7 +26,7 @@ class Peaks:
 
     Attributes:
         bytes_per_s: The higher rate of a copy (bytes read and written) and of a matrix-vector product (bytes read).
-        flops_per_s: Of a linear map of as many rows as features, 1,024 on CPUs and 8,192 on GPUs.
+        flops_per_s: What a linear map of as many rows as features reaches, 1,024 on CPUs and 8,192 on GPUs.
     """
 
     bytes_per_s: float

@@ -41,9 +41,9 @@ class DepthRouteLM(HFLM):
         adapter: Hub id or folder of the adapter; not with a `PeftModel`.
         budget: In (0, 1]; the adapter's by default.
         allow_base_mismatch: Load the adapter onto another base of the same shape.
-        dtype: Of the base, `"auto"` as stored.
+        dtype: The base's dtype, `"auto"` as stored.
         device: Default: a GPU if there is one.
-        **kwargs: Of `HFLM`, such as `batch_size`, `tokenizer`, `max_length`.
+        **kwargs: Arguments of `HFLM`, such as `batch_size`, `tokenizer`, `max_length`.
 
     Raises:
         ValueError: There is no adapter, or it does not route.

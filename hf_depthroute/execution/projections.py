@@ -150,9 +150,9 @@ def _stacked_weights(attention: Any) -> dict[str, float]:
 
 
 def _by_heads_part(attention: Any, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Of GPT-NeoX's fused projection, which has query, key and value of a head side by side, `[..., H, k]` of each.
+    """Parts `start:stop` of GPT-NeoX's fused projection, `[..., H, stop - start, k]`.
 
-    `start:stop` of the three, `[..., H, stop - start, k]`.
+    It has query, key and value of a head side by side, `[..., H, k]` of each.
     """
     fused, width = attention.query_key_value, attention.head_size
     if type(fused) is not nn.Linear:

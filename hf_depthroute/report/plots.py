@@ -64,7 +64,7 @@ def plot_expert_load(path: Path, loads: Mapping[str, Mapping[int, Sequence[float
     """Share of the (token, expert) pairs that goes to each expert, one panel per layer with experts.
 
     Args:
-        path: Of the PNG file.
+        path: The PNG file.
         loads: What each bar is called, such as `"before"`, to shares of every expert by layer index.
     """
     import matplotlib.pyplot as plt

@@ -50,7 +50,7 @@ def prepare_blocks(data: dict[str, Any], source: str, base: str, verbose: bool =
     """The blocks that a study's `data` asks for.
 
     Args:
-        data: Of the study file.
+        data: The study file's `data`.
         source: Its `blocks` or `dataset`, as found from here.
         base: Folder or Hub id of the model, whose tokenizer is used.
         verbose: Show the progress of `datasets`.

@@ -18,7 +18,7 @@ _NAMES = {"code": "code of hf_depthroute", "data": "data", "base": "base model"}
 
 
 def hash_code(package: Path) -> str:
-    """Of the package's source files that results depend on."""
+    """A hash of the package's source files that results depend on."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         relative = path.relative_to(package)
@@ -32,7 +32,7 @@ CODE = hash_code(PACKAGE)  # as it was when this process imported it
 
 
 def hash_model(model: Any) -> str:
-    """Of a model's configuration, parameters and buffers."""
+    """A hash of a model's configuration, parameters and buffers."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, value in sorted(model.state_dict().items()):
@@ -42,7 +42,7 @@ def hash_model(model: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries whose numerics matter."""
+    """The versions of the libraries whose numerics matter."""
     return {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
 
 

@@ -23,7 +23,7 @@ class RunSpec:
 
     Attributes:
         config: Name of the config.
-        seed: Of the adapter's weights, of the order of the data, and of whatever else is drawn.
+        seed: Draws the adapter's weights, the order of the data, and whatever else is drawn.
         steps: Optimizer steps; None where `iso_compute` has yet to say.
         adapter: Fields of `DepthRouteConfig`.
         training: Fields of `DepthRouteTrainingArguments`.

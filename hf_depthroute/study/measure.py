@@ -46,10 +46,10 @@ def measure(
 
     Args:
         model: A `PeftModel` with one depth-routed adapter.
-        blocks: Of the study.
-        arguments: Of the training.
+        blocks: The study's blocks of text.
+        arguments: The training arguments.
         rule: What the validation losses were evaluated with, `"topk"` or `"threshold"`.
-        rows: Of `metrics.jsonl`.
+        rows: The rows of `metrics.jsonl`.
     """
     inner = model.get_base_model()  # without the autocast that the Trainer wraps around a model's forward
     inner.eval()

@@ -44,7 +44,7 @@ class SharedSetting:
     Attributes:
         blocks: Path of the token blocks.
         base: Folder or Hub id.
-        fingerprint: Of the study.
+        fingerprint: The study's.
         dense_loss: Validation loss of the base.
         threads: CPU threads of a run.
     """

@@ -1,6 +1,6 @@
 """Triton kernels for the attention of a decoding step: one tile of queries per key-value head, splits over the keys.
 
-No key or value is read where no query is chosen, nor in front of the first and behind the last visible key.
+No key or value is read where no query is chosen, nor before the first and after the last visible key.
 
 Legend: as in `many_queries`.
 """

@@ -96,7 +96,7 @@ def _precision(x: torch.Tensor) -> str:
 
 
 def _compacted(mask: torch.Tensor) -> Rows:
-    """Of `mask` `[R, N]`, one byte each; the index is filled up to the count."""
+    """The rows of `mask` `[R, N]`, one byte each; the index is filled up to the count."""
     index = torch.empty_like(mask, dtype=torch.int32)
     count = mask.new_empty(len(mask), dtype=torch.int32)
     grid = (triton.cdiv(mask.shape[1], _COMPACT), len(mask))
@@ -280,7 +280,7 @@ def _attend_few(
 
 
 def _strides(allowed: torch.Tensor | None) -> tuple[int, int]:
-    """Of a sequence and of a query; a mask of one sequence serves all."""
+    """The strides of a sequence and of a query; a mask of one sequence serves all."""
     if allowed is None:
         return 0, 0
     return allowed.stride(0) if len(allowed) > 1 else 0, allowed.stride(2)

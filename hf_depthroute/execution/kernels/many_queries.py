@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["length", "T"])
 def visible_range(allowed, low, high, uneven, length, stride_b, stride_t, T, BLOCK: tl.constexpr):
-    """Of each row of a bool mask `allowed` `[B, T, S]`: first visible key, last + 1, and whether there is a gap.
+    """First visible key, last + 1, and whether there is a gap, for each row of a bool mask `allowed` `[B, T, S]`.
 
     Causal masks, padding, windows and packed documents are rows without a gap: the attention kernel then compares
     positions and need not read the mask for every head. Grid: (T, B).
@@ -149,7 +149,7 @@ def attend_many(
 ):
     """Tiles of chosen queries: `q`, `out` `[B, T, H, k]`, `index` `[B, T]` and `count` `[B]` from `compact`.
 
-    TABLE: 0, causal behind `past` keys; 1, a bool mask with its `visible_range`; 2, a float added to the scores.
+    TABLE: 0, causal after `past` keys; 1, a bool mask with its `visible_range`; 2, a float added to the scores.
     Grid: (tiles of T, H, B); the last tile, which sees most keys, comes first.
     """
     b = tl.program_id(2).to(tl.int64)

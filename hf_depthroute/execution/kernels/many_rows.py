@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["length"])
 def compact(mask, index, count, length, BLOCK: tl.constexpr):
-    """Of each row of `mask` `[R, length]` (one byte each): where it is true, ascending, and how often.
+    """Where each row of `mask` `[R, length]` (one byte each) is true, ascending, and how often.
 
     Grid: (blocks of `length`, R). Every program counts what stands in front of its block itself: reading so many
     bytes from the L2 cache again costs less than a second launch.

@@ -96,7 +96,7 @@ def attend_rows(
         allowed: `[B or 1, 1, T, S]`: bool, or a float that is added to the scores. None: query `t` sees keys
             `0 .. past + t`.
         past: Positions in front of the first query; without effect where `allowed` is given.
-        scaling: Of the scores.
+        scaling: What the scores are multiplied by.
 
     Returns:
         `[B, T, H, k]`.

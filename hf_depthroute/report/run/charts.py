@@ -25,7 +25,7 @@ class Series:
     Attributes:
         name: In the legend.
         kind: Its CSS class: `a`, `b`, `c` or `d`.
-        shape: Of its marks: `circle`, `square` or `diamond`.
+        shape: The shape of its marks: `circle`, `square` or `diamond`.
         points: `(x, y, what pointing at it shows)`, ascending in `x`.
     """
 

@@ -16,7 +16,7 @@ def text_pieces(tokenizer: Any, ids: Sequence[int], boundary: int | None = None)
     the decoded text.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         ids: `[T]`.
         boundary: A position that no piece reaches across, such as the end of a prompt.
 

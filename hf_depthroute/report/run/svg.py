@@ -31,9 +31,9 @@ class Chart:
     """An SVG picture with a title and a description for those who do not see it.
 
     Args:
-        key: Of the page's ids; unique.
-        width: Of the view box.
-        height: Of the view box.
+        key: A part of the page's ids; unique.
+        width: The view box's width.
+        height: The view box's height.
         title: What it shows.
         description: What can be read from it.
     """
