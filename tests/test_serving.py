@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -117,7 +119,7 @@ def test_serve_without_its_packages_says_what_to_install(capsys: pytest.CaptureF
 
 
 @pytest.mark.skipif(not is_serve_available(), reason='needs pip install "transformers[serving]"')
-def test_the_server_completes_as_generate_does(tmp_path: Path) -> None:
+def test_the_server_completes_as_generate_does_lists_the_model_and_ends_on_ctrl_c(tmp_path: Path) -> None:
     _, adapter, model = make_adapter(tmp_path)
     tokenizer = word_tokenizer()
     ids = torch.tensor([tokenizer("the cat sat on")["input_ids"]])
@@ -127,7 +129,11 @@ def test_the_server_completes_as_generate_does(tmp_path: Path) -> None:
     options = ["--port", "0", "--device", "cpu", "--continuous-batching", "--cb-num-blocks", "8"]
     command = [sys.executable, "-m", "hf_depthroute", "serve", str(adapter), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}  # it is killed in the end
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    server = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment,
+        # A test run in the background of a shell ignores Ctrl-C, and its children inherit that.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     assert server.stderr is not None
     seen: list[str] = []
     try:
@@ -144,8 +150,14 @@ def test_the_server_completes_as_generate_does(tmp_path: Path) -> None:
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             completion = json.load(answer)
+        with urllib.request.urlopen(f"{address}/v1/models", timeout=60) as answer:
+            models = json.load(answer)["data"]
+        server.send_signal(signal.SIGINT)
+        _, rest = server.communicate(timeout=60)
     finally:
         server.kill()
         server.communicate()
+    assert [(model["id"], model["object"]) for model in models] == [("adapter", "model")]
+    assert (server.returncode, rest.splitlines()[-1]) == (130, "error: interrupted")
     assert completion["choices"][0]["text"].strip() == expected.strip()
     assert any("as model 'adapter'" in line for line in seen)

@@ -6,10 +6,14 @@ complete model and an adapter, so it is given one: links to the base's files and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -52,7 +56,39 @@ def serve(
         link_model(_folder(base, _BASE_FILES), _folder(adapter, None), Path(root, name))
         os.chdir(root)  # the server calls the model by the path that it was given
         print(f"serving {adapter} on {base} as model {name!r}", file=sys.stderr)
-        app(["serve", name, *passed_on(context)], standalone_mode=False)
+        with _one_model(name):
+            app(["serve", name, *passed_on(context)], standalone_mode=False)
+
+
+@contextlib.contextmanager
+def _one_model(name: str) -> Iterator[None]:
+    """Let `transformers serve` list the model that is served, and end on Ctrl-C.
+
+    By itself it lists what lies in the Hub's cache, and its threads of continuous batching outlive it.
+    """
+    from transformers.cli.serving import server
+
+    owner = name.split("/")[0] if "/" in name else ""
+    model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": owner}
+    build: Any = server.build_server
+    states = []
+
+    def build_server(model_manager: Any, *handlers: Any, generation_state: Any, **others: Any) -> Any:
+        model_manager.get_gen_models = lambda: [model]
+        states.append(generation_state)
+        return build(model_manager, *handlers, generation_state=generation_state, **others)
+
+    server.build_server = build_server  # type: ignore[assignment]
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):  # its library's word for Ctrl-C
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        server.build_server = build
+        for state in states:
+            state.shutdown()
 
 
 def link_model(base: Path, adapter: Path, folder: Path) -> None:
