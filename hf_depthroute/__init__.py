@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from .cost import route_cost
     from .draft_search import search_draft
     from .drafting import draft_view, lossless_generate
+    from .presets import PRESETS, preset
     from .trace import record_routes, replay_routes
     from .trainer import DepthRouteCallback, DepthRouteTrainer, DepthRouteTrainingArguments
     from .tuner import get_depth_routed_model
 
 __all__ = [
+    "PRESETS",
     "DepthRouteCallback",
     "DepthRouteConfig",
     "DepthRouteTrainer",
@@ -34,6 +36,7 @@ __all__ = [
     "draft_view",
     "get_depth_routed_model",
     "lossless_generate",
+    "preset",
     "record_routes",
     "replay_routes",
     "route_cost",
@@ -50,6 +53,7 @@ _MODULES = {
     "cost": ("route_cost",),
     "draft_search": ("search_draft",),
     "drafting": ("draft_view", "lossless_generate"),
+    "presets": ("PRESETS", "preset"),
     "trace": ("record_routes", "replay_routes"),
     "trainer": ("DepthRouteCallback", "DepthRouteTrainer", "DepthRouteTrainingArguments"),
     "tuner": ("get_depth_routed_model",),

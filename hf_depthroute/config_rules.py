@@ -8,7 +8,7 @@ import math
 import re
 import reprlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import packages_distributions
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,12 @@ def check_known(given: dict[str, Any], known: list[str]) -> None:
             hint = f"did you mean {close[0]}?" if close else "was it saved by a newer version? Then upgrade."
             hint = OTHER_METHODS.get(str(name), hint)
             raise ConfigError(f"there is no field {reprlib.repr(name)} in DepthRouteConfig; {hint}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def check_format(version: Any, library: Any) -> None:

@@ -80,6 +80,18 @@ def one_thread_per_run() -> Iterator[None]:
         yield
 
 
+def test_preset_of_a_config_stands_between_the_study_and_its_own_fields(folder: Path) -> None:
+    (folder / "configs" / "tuned.yaml").write_text("preset: router-tuning\ntraining: {capacity_weight: 4.0}\n")
+    study = read_study(
+        study_file(folder, "tuned", adapter={"gate": "mlp", "layers": [1]}, training={"budget_weight": 2.0})
+    )
+    (spec, *_) = study.specs()
+    assert (spec.adapter["gate"], spec.adapter["layers"]) == ("linear", "before_last:half")
+    assert (spec.training["capacity_weight"], spec.training["budget_weight"]) == (4.0, 0.0)
+    study = read_study(study_file(folder, "g1", preset="router-tuning", adapter={"layers": [1]}))
+    assert (study.adapter["gate"], study.adapter["layers"]) == ("linear", [1])
+
+
 def save_blocks(path: Path, seed: int = 0) -> None:
     blocks = tokens(19, 16, seed).int()
     save_file({"train": blocks[:11].clone(), "validation": blocks[11:].clone()}, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 
 from ..config import ConfigError, DepthRouteConfig
+from ..config_rules import did_you_mean
+from ..presets import find_preset
 from ..trainer import DepthRouteTrainingArguments
-from .schema import BLOCKS, CONFIG, DATASET, STUDY, check_fields, did_you_mean, read_yaml
+from .schema import BLOCKS, CONFIG, DATASET, STUDY, check_fields, read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # it becomes a folder
 
@@ -184,8 +187,8 @@ def read_study(path: Path) -> Study:
         seeds=content["seeds"],
         thresholds=[float(value) for value in content.get("thresholds", [])],
         margin=float(content.get("margin", 0.005)),
-        adapter=content.get("adapter", {}),
-        training=content.get("training", {}),
+        adapter=_merged("adapter", content),
+        training=_merged("training", content),
         configs=configs,
     )
     for spec in study.specs():  # everything is refused before anything runs
@@ -215,12 +218,22 @@ def _read_config(path: Path, study: dict[str, Any]) -> StudyConfig:
         name=path.stem,
         label=content.get("label", path.stem),
         about=content.get("about", ""),
-        adapter={**study.get("adapter", {}), **content.get("adapter", {})},
-        training={**study.get("training", {}), **content.get("training", {})},
+        adapter=_merged("adapter", study, content),
+        training=_merged("training", study, content),
         steps=None if iso else steps,
         joint=content.get("joint", False),
         iso_compute=iso,
     )
+
+
+def _merged(part: str, *contents: dict[str, Any]) -> dict[str, Any]:
+    """`adapter` or `training` of several files, later ones over earlier ones; a file's fields over its own preset."""
+    merged: dict[str, Any] = {}
+    for content in contents:
+        if "preset" in content:
+            merged |= copy.deepcopy(getattr(find_preset(content["preset"]), part))
+        merged |= content.get(part, {})
+    return merged
 
 
 def _check_configs(path: Path, configs: list[StudyConfig]) -> None:

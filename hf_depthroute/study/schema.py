@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import types
 import typing
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..config import ConfigError, DepthRouteConfig
+from ..config_rules import did_you_mean
+from ..presets import find_preset
 from ..trainer import DepthRouteTrainingArguments, RoutingArguments
 from ..yaml_files import YamlError, read_mapping
 
@@ -20,11 +20,11 @@ Schema = dict[str, tuple[Any, float | None]]  # key -> type, lowest value
 STUDY: Schema = {
     "name": (str, None), "base": (str, None), "data": (dict, None), "steps": (int, 2), "batch_size": (int, 1),
     "eval_every": (int, 1), "seeds": (list[int], 0), "thresholds": (list[float], 0), "margin": (float, 0),
-    "adapter": (dict, None), "training": (dict, None), "configs": (list[str], None),
+    "preset": (str, None), "adapter": (dict, None), "training": (dict, None), "configs": (list[str], None),
 }  # fmt: skip
 CONFIG: Schema = {
-    "label": (str, None), "about": (str, None), "adapter": (dict, None), "training": (dict, None), "steps": (int, 2),
-    "joint": (bool, None), "iso_compute": (dict[str, str], None),
+    "label": (str, None), "about": (str, None), "preset": (str, None), "adapter": (dict, None),
+    "training": (dict, None), "steps": (int, 2), "joint": (bool, None), "iso_compute": (dict[str, str], None),
 }  # fmt: skip
 BLOCKS: Schema = {"blocks": (str, None)}
 DATASET: Schema = {
@@ -64,6 +64,11 @@ def check_fields(where: str, content: dict[str, Any], schema: Schema) -> None:
         if not _fits(value, kind) or (low is not None and any(not low <= v < 2**32 for v in values)):
             bound = "" if low is None else f" of at least {low:g}"
             raise ConfigError(f"{where}: {key}={value!r} must be {_WORDS[kind]}{bound}{_exponent_hint(value)}")
+    if "preset" in content:
+        try:
+            find_preset(content["preset"])
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
     hints = typing.get_type_hints(DepthRouteTrainingArguments)
     for part, allowed in (("adapter", ADAPTER_FIELDS), ("training", TRAINING_FIELDS)):
         for key, value in content.get(part, {}).items():
@@ -94,12 +99,6 @@ def _exponent_hint(value: Any) -> str:
     if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9]+e[-+]?[0-9]+", value):
         return f"; YAML reads {value} as text, write {float(value):.1e}"
     return ""
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
