@@ -201,7 +201,10 @@ def test_a_study_of_ones_own_gets_the_general_tables_only(tmp_path):
     assert [t.key for t in build_tables(study)] == ["oracle-auc", "cost", "fork-bias", "all-loss", "all-gates"]
     assert table(study, "all-loss")[0]["about"] == "my idea"
     assert verdicts == [] and len(untested(study)) == len(CLAIMS) + len(QUESTIONS)
-    assert "none of the pairs of configs" in (tmp_path / "out" / "report.html").read_text()
+    for page in ("report.html", "report.md"):
+        text = (tmp_path / "out" / page).read_text()
+        assert text.index("All runs: loss") < text.index("learning.png" if page == "report.md" else "Figures</h2>")
+        assert not any(word in text for word in ("Verdicts", "Not tested", "verdicts come about", CLAIMS[0].statement))
     assert (tmp_path / "out" / "learning.png").is_file()
 
 
@@ -532,6 +535,14 @@ def test_the_command_writes_the_report_next_to_the_results(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "reproduced" in out and "1 run is missing" in out and str(folder / "report/report.html") in out
     assert {"report.html", "report.md", "results.json"} <= {path.name for path in (folder / "report").iterdir()}
+
+
+def test_the_command_prints_the_losses_of_a_study_of_ones_own_and_no_claim(tmp_path, capsys):
+    folder = write_study(tmp_path, {"mine": {"endpoint": [3.0, 3.1, 3.2]}, "other": {"endpoint": 2.5}})
+    run(folder)
+    out = capsys.readouterr().out
+    assert "3.1000 ± 0.1000" in out and "2.5000" in out and "endpoint" in out and "seeds" in out
+    assert "claim" not in out and "verdict" not in out
 
 
 @pytest.mark.parametrize("arguments", [("absent",), ("file",), ("results", "--out", "file")])

@@ -56,8 +56,8 @@ def report(
     """Write one HTML page that loads nothing: about a routed model, or about a study.
 
     Of an adapter: loss, speed and arithmetic by budget, what every layer ran, scores with thresholds, and a text
-    coloured token by token. Of a study: verdicts on the papers' claims from paired seeds, tables and figures, and
-    report.md and results.json besides; a folder with only results.json is enough to write that report again.
+    coloured token by token. Of a study: losses, tables and figures, verdicts on the papers' claims whose configs it
+    has, and report.md and results.json besides; a folder with only results.json is enough to write it again.
 
     \b
     Example:
@@ -102,6 +102,7 @@ def _report_study(directory: Path, out: Path | None, debug: bool) -> None:
     loading.quiet(debug)
     from ..report.study.page import count_runs, write_report
     from ..report.study.results import ResultsError
+    from ..report.study.tables import loss_table
 
     folder = directory / "report" if out is None else out
     if folder.exists() and not folder.is_dir():
@@ -110,7 +111,10 @@ def _report_study(directory: Path, out: Path | None, debug: bool) -> None:
         study, verdicts = write_report(directory, folder)
     except ResultsError as error:
         raise CliError(str(error)) from error
-    loading.print_table(("verdict", "claim"), [(verdict.word, verdict.statement) for verdict in verdicts])
+    losses = loss_table(study)
+    loading.print_table(tuple(losses.columns), [tuple(row) for row in losses.rows])
+    if verdicts:
+        loading.print_table(("verdict", "claim"), [(verdict.word, verdict.statement) for verdict in verdicts])
     missing = sum(len(seeds) for seeds in study.missing().values())
     if missing:
         print(f"{count_runs(missing)} missing")

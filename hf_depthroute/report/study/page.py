@@ -13,7 +13,7 @@ from .claims import CONTRADICTED, REPRODUCED, REVERSED, SUPPORTED, UNDETECTABLE,
 from .plots import Plot, plot_study
 from .results import Run, Study, number, read_study, write_results
 from .rules import describe_rules
-from .tables import Table, build_tables
+from .tables import ALL_LOSSES, Table, build_tables
 from .values import read, significant, uneven_times
 
 # A symbol besides the colour; the word stands next to it.
@@ -73,6 +73,7 @@ def render_html(
         rules=describe_rules(study.info["margin"]),
         untested=untested(study),
         legend=_LEGEND,
+        first=_losses(tables),
         tables=tables,
         plots=plots,
         images=images,
@@ -83,25 +84,44 @@ def render_markdown(study: Study, verdicts: Sequence[Verdict], tables: Sequence[
     """The same text, with links to the figures."""
     lines = [f"# {_escape(_title(study))}", ""]
     lines += [f"* **{name}**: {_escape(value)}" for name, value in _facts(study)]
-    lines += ["", *(f"> **Note.** {_escape(note)}\n" for note in _notes(study)), "## Verdicts", ""]
-    lines += [_escape(_counts(verdicts)), ""]
+    lines += ["", *(f"> **Note.** {_escape(note)}\n" for note in _notes(study))]
+    legend = [_escape(_LEGEND), ""]
+    if verdicts:
+        lines += _verdict_lines(study, verdicts)
+    elif tables:
+        lines += ["## Losses", "", *legend, *_table_lines(_losses(tables))]
+    lines += ["## Figures", ""]
+    for plot in plots:
+        lines += [f"### {plot.title}", "", f"![{_escape(plot.alt)}]({plot.file})", "", plot.caption, ""]
+    lines += ["## Tables", "", *(legend if verdicts else [])]
+    for table in tables:
+        if verdicts or table is not _losses(tables):
+            lines += _table_lines(table)
+    return "\n".join(lines)
+
+
+def _verdict_lines(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
+    lines = ["## Verdicts", "", _escape(_counts(verdicts)), ""]
     for group, members in _groups(verdicts):
         lines += [f"### {_escape(group)}", ""]
         lines += [f"* {SYMBOLS[v.word]} **{v.word}**: {_escape(v.statement)} {_escape(v.sentence)}" for v in members]
         lines.append("")
     if untested(study):
         lines += ["### Not tested by this study", "", *(f"* {_escape(text)}" for text in untested(study)), ""]
-    lines += ["### How the verdicts come about", ""]
-    lines += [*(f"* {_escape(rule)}" for rule in describe_rules(study.info["margin"])), "", "## Figures", ""]
-    for plot in plots:
-        lines += [f"### {plot.title}", "", f"![{_escape(plot.alt)}]({plot.file})", "", plot.caption, ""]
-    lines += ["## Tables", "", _escape(_LEGEND), ""]
-    for table in tables:
-        ruled = [table.columns, ["---"] * len(table.columns), *table.rows]
-        lines += [f"### {_escape(table.title)}", ""]
-        lines += ["| " + " | ".join(_escape(cell) for cell in cells) + " |" for cells in ruled]
-        lines += ["", _escape(table.note), ""] if table.note else [""]
-    return "\n".join(lines)
+    rules = (f"* {_escape(rule)}" for rule in describe_rules(study.info["margin"]))
+    return [*lines, "### How the verdicts come about", "", *rules, ""]
+
+
+def _table_lines(table: Table) -> list[str]:
+    ruled = [table.columns, ["---"] * len(table.columns), *table.rows]
+    lines = [f"### {_escape(table.title)}", ""]
+    lines += ["| " + " | ".join(_escape(cell) for cell in cells) + " |" for cells in ruled]
+    return [*lines, "", _escape(table.note), ""] if table.note else [*lines, ""]
+
+
+def _losses(tables: Sequence[Table]) -> Table:
+    """The table that a study of none of the papers' configs begins with."""
+    return next(table for table in tables if table.key == ALL_LOSSES)
 
 
 def _title(study: Study) -> str:
@@ -196,8 +216,6 @@ def _seed(study: Study, name: str, seed: int) -> str:
 
 def _counts(verdicts: Sequence[Verdict]) -> str:
     words = [verdict.word for verdict in verdicts]
-    if not words:
-        return "This study has none of the pairs of configs that the papers' claims compare."
     claims = ", ".join(f"{words.count(w)} {w}" for w in (REPRODUCED, REVERSED, SUPPORTED, CONTRADICTED) if w in words)
     rest = f"{words.count(UNDETECTABLE)} {UNDETECTABLE}"
     return f"Of {len(words)} claims and open questions: {', '.join(filter(None, [claims, rest]))}."

@@ -24,6 +24,8 @@ from .values import (
     values,
 )
 
+ALL_LOSSES = "all-loss"  # key of the table of all runs' losses
+
 Cell = Callable[[Study, str], str]
 
 
@@ -93,6 +95,12 @@ def build_tables(study: Study) -> list[Table]:
     """All tables that have data, in the report's order."""
     tables = [build(study, layout) for layout in LAYOUTS if any(name in study.runs for name in layout.needs)]
     return [*tables, *_general_tables(study)]
+
+
+def loss_table(study: Study) -> Table:
+    """The losses of every config that has a finished run: mean ± spread over its seeds, and how many there are."""
+    names = [name for name in study.names if name in study.runs]
+    return build(study, Layout("losses", "Losses", names, LOSSES, names))
 
 
 def build(study: Study, layout: Layout) -> Table:
@@ -189,7 +197,7 @@ def _general_tables(study: Study) -> Iterator[Table]:
             "position alone. Correlation and agreement in sign are over positions, averaged over the routed layers."
         )
         yield build(study, Layout("fork-bias", "Bias of the layer-wide fork", biased, forks, biased, note))
-    everything = Layout("all-loss", "All runs: loss", names, ("name", *LOSSES, "hits", "about"), names)
+    everything = Layout(ALL_LOSSES, "All runs: loss", names, ("name", *LOSSES, "hits", "about"), names)
     yield build(study, everything)
     gates = ("name", "gate prob", "full ratio", "score variance", "q distance", "q cosine", "grad norm",
                "threshold loss", "threshold - top-k", "threshold ratio", "frequent", "rare")  # fmt: skip
