@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .shown import OneLine
+
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PEFT_TYPE = "DEPTH_ROUTE"
@@ -33,7 +35,7 @@ _COUNTER = ".depth_route_quantiles.updates"  # the one tensor of integers
 _MAX_NAME = 256
 
 
-class AdapterMismatchError(ValueError):
+class AdapterMismatchError(OneLine, ValueError):
     """An adapter does not belong to this model, or its files do not hold exactly what a save wrote."""
 
 

@@ -23,12 +23,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from .adapter_file import CONFIG_NAME, AdapterMismatchError, check_folder, read_config
 from .objective import RoutingObjective
 from .resources import disk_full, out_of_memory
+from .shown import OneLine, shown
 
 MARKER = "depth_route_complete.json"
 _ROUTING_STATE = "routing_state.json"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(OneLine, ValueError):
     """A checkpoint that training is to resume from is not whole. The message is one line."""
 
 
@@ -139,7 +140,7 @@ class CheckpointsMixin:
         if resume_from_checkpoint is True:
             found, skipped = last_complete(Path(str(self.args.output_dir)))
             for line in skipped:
-                warnings.warn(f"passed over {line}", stacklevel=2)
+                warnings.warn(f"passed over {shown(line)}", stacklevel=2)
             resume_from_checkpoint = True if found is None else str(found)
         elif resume_from_checkpoint:
             check_complete(Path(resume_from_checkpoint))

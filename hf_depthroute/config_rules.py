@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .adapter_file import FORMAT_VERSION
 from .gates import GATES
+from .shown import OneLine
 
 if TYPE_CHECKING:
     from .config import DepthRouteConfig
@@ -46,7 +47,7 @@ _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,255}")
 _LAYER_RULE = re.compile(r"(last|every|before_last):([1-9][0-9]{0,3})|before_last:half|all")
 
 
-class ConfigError(ValueError):
+class ConfigError(OneLine, ValueError):
     """A field of `DepthRouteConfig` has a value that cannot be used. The message is one line: field, value, range."""
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerState
 
+from .shown import say
+
 _NOT_SHOWN = ("epoch", "total_flos")
 
 
@@ -35,7 +37,7 @@ class LinePrinter(_Lines, PrinterCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_local_process_zero and logs:
-            print(self.line(state, logs), flush=True)
+            say(self.line(state, logs))
 
 
 class LineProgress(_Lines, ProgressCallback):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .hub import HubError, explain
+from .shown import OneLine
 
 if TYPE_CHECKING:
     import datasets
@@ -28,7 +29,7 @@ _STDLIB_SKIP = {
 _LOCAL_BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-class DataError(ValueError):
+class DataError(OneLine, ValueError):
     """The dataset, split, column or text that was asked for cannot be used. The message is one line.
 
     When the Hub is the reason, the cause is a `hf_depthroute.hub.HubError`.

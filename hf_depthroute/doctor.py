@@ -24,6 +24,7 @@ from .adapter_file import (
 from .calibration import NOT_FITTED
 from .config import ConfigError, DepthRouteConfig
 from .gates import GATES
+from .shown import shown
 
 _UPDATES = ".depth_route_quantiles.updates"
 _PART = re.compile(r"(\d+)\.routing\.depth_route_([a-z]+)\.(.+)")
@@ -35,6 +36,9 @@ class Finding:
 
     state: str
     text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", shown(self.text))
 
 
 def examine(folder: Path) -> Iterator[Finding]:

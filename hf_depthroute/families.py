@@ -27,8 +27,10 @@ from typing import Any
 
 from torch import nn
 
+from .shown import OneLine
 
-class UnsupportedModelError(ValueError):
+
+class UnsupportedModelError(OneLine, ValueError):
     """The model's architecture has no row in `FAMILIES`, or a variant of it that cannot be routed."""
 
 

@@ -6,10 +6,12 @@ import os
 import re
 from collections.abc import Iterator
 
+from .shown import OneLine
+
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{16,}")
 
 
-class HubError(RuntimeError):
+class HubError(OneLine, RuntimeError):
     """A model, adapter or dataset is neither a local path nor available on the Hub. The message is one line."""
 
 

@@ -30,6 +30,7 @@ from .holder import Routing
 from .loading import discard
 from .placement import kept_where_it_is
 from .saving import atomically, settle
+from .shown import say
 from .summary import routed_lines
 
 OURS = re.compile(rb'"peft_type"\s*:\s*"DEPTH_ROUTE"')
@@ -62,7 +63,7 @@ def _and_routed(count: Any) -> Any:
     def print_trainable_parameters(self: Any) -> None:
         count(self)
         for line in routed_lines(self):
-            print(line)
+            say(line)
 
     return print_trainable_parameters
 

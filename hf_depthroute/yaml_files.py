@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .shown import OneLine
+
 _MAX_BYTES = 1 << 20
 
 
-class YamlError(ValueError):
+class YamlError(OneLine, ValueError):
     """A file cannot be used. The message is one line and names the file."""
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation.scores import read_scores
+from ..shown import OneLine
 from .text import hub_id
 
 _MAX_BYTES = 64 << 20
 
 
-class ResultError(ValueError):
+class ResultError(OneLine, ValueError):
     """A result that a card is to show cannot be read, or is of another adapter. The message is one line."""
 
 

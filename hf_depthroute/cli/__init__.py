@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from ..hub import without_tokens
+from ..shown import say, say_block
 from ..version import __version__
 from .bench import bench
 from .card import card
@@ -38,7 +39,7 @@ app = typer.Typer(
 def _version(asked: bool) -> None:
     if asked:
         others = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "accelerate"))
-        print(f"hf-depthroute {__version__} ({others})")
+        say(f"hf-depthroute {__version__} ({others})")
         raise typer.Exit
 
 
@@ -82,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if "--debug" in arguments:
             import traceback
 
-            print(without_tokens(traceback.format_exc()), file=sys.stderr)
-        print(f"error: {message}", file=sys.stderr)
+            say_block(without_tokens(traceback.format_exc()), sys.stderr)
+        say(f"error: {message}", sys.stderr)
     if code == INTERRUPTED:
-        print("error: interrupted", file=sys.stderr)
+        say("error: interrupted", sys.stderr)
     sys.exit(code or 0)

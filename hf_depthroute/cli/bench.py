@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..shown import say, shown
 from . import options as o
 from .adapter import AnyAdapter, OldAdapter
 from .errors import CliError
@@ -147,7 +148,7 @@ def bench(
         from ..bench.plots import plot_result
 
         for path in plot_result(plot, result):
-            print(f"wrote {path}", file=sys.stderr)
+            say(f"wrote {path}", sys.stderr)
 
 
 def _compare(old: Path, new: Path, json_file: Path | None) -> None:
@@ -165,12 +166,12 @@ def _compare(old: Path, new: Path, json_file: Path | None) -> None:
     if json_file is not None:
         write_json(json_file, comparison.to_dict())
     for note in comparison.notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
     table = comparison_table(comparison)
     if table.rows:
         _print(table)
     else:
-        print("the results have no measurement in common")
+        say("the results have no measurement in common")
 
 
 def _run_suite(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -272,6 +273,7 @@ def _print(table: Any) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     if not console.is_terminal:
@@ -281,9 +283,9 @@ def _print(table: Any) -> None:
         text = number == 0 or not any(row[number][:1].isdigit() for row in table.rows)
         printed.add_column(name, justify="left" if text else "right")
     for row in table.rows:
-        printed.add_row(*row)
+        printed.add_row(*(Text(shown(cell)) for cell in row))
     console.print(printed)
 
 
 def _progress(line: str) -> None:
-    print(line, file=sys.stderr)
+    say(line, sys.stderr)

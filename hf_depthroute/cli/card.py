@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..shown import say, say_content
 from . import options as o
 from .adapter import Adapter, OldAdapter
 from .errors import ADAPTER, CliError
@@ -62,18 +63,18 @@ def card(
     with _explained(adapter):
         folder = Path(adapter) if local else _downloaded(adapter)
         if push_to is None and out is None:
-            print(f"wrote {write_card(folder, sources, **words)}")
+            say(f"wrote {write_card(folder, sources, **words)}")
             return
         text = str(make_card(folder, sources, **words, repo_id=None if local else adapter))
     if push_to is not None:
         with _of_repository(push_to):
             sent = push_folder(folder, push_to, results=sources, private=private or None, revision=revision, card=words)
-        print(f"sent {adapter} to {sent.repo_url.repo_id}: {sent.commit_url}")
+        say(f"sent {adapter} to {sent.repo_url.repo_id}: {sent.commit_url}")
     elif str(out) == "-":
-        print(text, end="")
+        say_content(text, end="")
     elif out is not None:
         out.write_text(text, encoding="utf-8")
-        print(f"wrote {out}")
+        say(f"wrote {out}")
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..shown import say
 from . import options as o
 from .adapter import Adapter, OldAdapter
 from .errors import ADAPTER, CliError
@@ -36,7 +37,7 @@ def doctor(
             folder = Path(huggingface_hub.snapshot_download(adapter, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
     fault = None
     for finding in examine(folder):
-        print(f"{finding.state:5}  {finding.text}")
+        say(f"{finding.state:5}  {finding.text}")
         fault = finding.text if finding.state == "fault" else fault
     if fault is not None:
         raise CliError(f"adapter {adapter}: {fault}", ADAPTER)

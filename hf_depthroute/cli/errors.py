@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..hub import without_tokens
+from ..shown import OneLine, shown
 
 OTHER = 1  # not foreseen; `--debug` shows where
 USAGE = 2  # command line, config or data
@@ -14,7 +15,7 @@ RESOURCES = 5  # memory, disk space
 INTERRUPTED = 130
 
 
-class CliError(Exception):
+class CliError(OneLine):
     """Stops a command with `message` (one line: field, value, remedy) and `code`."""
 
     def __init__(self, message: str, code: int = USAGE) -> None:
@@ -25,7 +26,7 @@ class CliError(Exception):
 def describe(error: BaseException) -> tuple[int, str]:
     """`(exit code, message)` of whatever ended a command. The message is one line."""
     code, message = _describe(error)
-    return code, without_tokens(" ".join(message.split()))
+    return code, shown(without_tokens(" ".join(message.split())))
 
 
 def _describe(error: BaseException) -> tuple[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..shown import say
 from . import options as o
 from .output import write_json
 
@@ -35,11 +36,11 @@ def families(json_file: o.JsonFile = None, debug: o.Debug = False) -> None:
     lines = [header, *(_cells(row) for row in table)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(header))]
     for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
-    print()
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+    say()
     for word, meaning in LEGEND.items():
-        print(f"{word:8}  {meaning}")
-    print("sequence  attention and block with granularity='sequence'; *: masked in layers with a sliding window")
+        say(f"{word:8}  {meaning}")
+    say("sequence  attention and block with granularity='sequence'; *: masked in layers with a sliding window")
 
 
 def _cells(row: Support) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..shown import say, say_content
 from . import options as o
 from .adapter import Adapter, OldAdapter
 from .errors import CliError
@@ -120,17 +121,17 @@ def generate(
     if lossless:
         arguments = {"budget": draft_budget, "drop": dropped, "num_tokens": draft_tokens or 5}
         ids, report = _lossless(routed, inputs.to(routed.device), None if draft_search else arguments, choice)
-        print(tokenizer.decode(ids[0], skip_special_tokens=True))
-        print(report, file=sys.stderr)
+        say_content(tokenizer.decode(ids[0], skip_special_tokens=True))
+        say(report, sys.stderr)
         return
     with routed.disable_adapter() if full else nullcontext(), torch.no_grad(), count_routes(routed) as counter:
         start = time.perf_counter()
         ids = routed.generate(**inputs.to(routed.device), **choice)
         seconds = time.perf_counter() - start
-    print(tokenizer.decode(ids[0], skip_special_tokens=True))
+    say_content(tokenizer.decode(ids[0], skip_special_tokens=True))
     shares = list(counter.full_ratio().values()) or [1.0]
     new = ids.shape[1] - length
-    print(f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio {sum(shares) / len(shares):.3f}", file=sys.stderr)
+    say(f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio {sum(shares) / len(shares):.3f}", sys.stderr)
 
 
 def _check_draft_options(lossless: bool, full: bool, budget: float | None, search: bool, named: list[str]) -> None:

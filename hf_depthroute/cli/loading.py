@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import tuner as tuner
+from ..shown import shown
 from .errors import ADAPTER, USAGE, CliError
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Non
     """A table on stdout; numbers to the right."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     if not console.is_terminal:
@@ -164,7 +166,7 @@ def print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Non
         column.justify = "right"
         column.no_wrap = True
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(shown(cell)) for cell in row))
     console.print(table)
 
 

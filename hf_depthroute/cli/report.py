@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..shown import say
 from . import options as o
 from .errors import CliError
 from .report_run import RunOptions, report_run
@@ -87,7 +88,7 @@ def report(
         prompt=prompt, max_new_tokens=max_new_tokens, eval_file=eval_file, bench_file=bench_file, speed=speed,
         repeats=repeats, title=title, dtype=dtype, out=out, allow_base_mismatch=allow_base_mismatch,
     )  # fmt: skip
-    print(report_run(run, debug))
+    say(report_run(run, debug))
 
 
 def _is_adapter(source: str) -> bool:
@@ -117,5 +118,5 @@ def _report_study(directory: Path, out: Path | None, debug: bool) -> None:
         loading.print_table(("verdict", "claim"), [(verdict.word, verdict.statement) for verdict in verdicts])
     missing = sum(len(seeds) for seeds in study.missing().values())
     if missing:
-        print(f"{count_runs(missing)} missing")
-    print(folder / "report.html")
+        say(f"{count_runs(missing)} missing")
+    say(folder / "report.html")

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..shown import say
 from . import options as o
 from .errors import CliError
 from .output import write_text
@@ -262,4 +263,4 @@ def _name(source: str) -> str:
 
 
 def _progress(what: str) -> None:
-    print(f"{what} ...", file=sys.stderr)
+    say(f"{what} ...", sys.stderr)

@@ -17,6 +17,7 @@ from typing import Any
 
 import typer
 
+from ..shown import say
 from . import options as o
 from .adapter import Adapter, OldAdapter, passed_on
 from .errors import CliError
@@ -55,7 +56,7 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="depthroute") as root:
         link_model(_folder(base, _BASE_FILES), _folder(adapter, None), Path(root, name))
         os.chdir(root)  # the server calls the model by the path that it was given
-        print(f"serving {adapter} on {base} as model {name!r}", file=sys.stderr)
+        say(f"serving {adapter} on {base} as model {name!r}", sys.stderr)
         with _one_model(name):
             app(["serve", name, *passed_on(context)], standalone_mode=False)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..hub import without_tokens
+from ..shown import say, say_block
 from . import options as o
 from .errors import OTHER, CliError
 
@@ -48,8 +49,8 @@ def study(
     failures = run_study(read, out, jobs, engine, names, numbers, debug)
     for name, failure in failures.items():
         if debug:
-            print(without_tokens(failure.traceback), file=sys.stderr)
-        print(without_tokens(f"{name} failed: {failure.reason}"), file=sys.stderr)
+            say_block(without_tokens(failure.traceback), sys.stderr)
+        say(without_tokens(f"{name} failed: {failure.reason}"), sys.stderr)
     if failures:
         count = f"{len(failures)} run{'s' if len(failures) > 1 else ''}"
         raise CliError(f"{count} failed; the same command repeats them and keeps the others", OTHER)

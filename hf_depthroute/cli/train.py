@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..shown import say
 from . import options as o
 from .errors import OTHER, RESOURCES, CliError
 from .output import check_out, staged, write_json
@@ -232,11 +233,11 @@ def train(
     if rows:
         dense, routed_row = rows[0], rows[-1]
         gap = "" if routed_row.gap is None else f", threshold - top-k {routed_row.gap:+.4f}"
-        print(
+        say(
             f"validation loss: dense {dense.loss:.4f}, routed {routed_row.loss:.4f} "
             f"({routed_row.full_ratio:.1%} of the tokens run full){gap}"
         )
-    print(f"saved {out} in {record['seconds']} s")
+    say(f"saved {out} in {record['seconds']} s")
 
 
 def _check_finite(model: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..shown import shown, shown_block
 from .plots import plot_quality, plot_speed, plot_training
 
 
@@ -29,7 +31,7 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
     machine, setting = bench["machine"], bench["setting"]
     prefill, decode = bench["prefill"], bench.get("decode")
     lines = [
-        f"# {results['title']}",
+        f"# {shown(results['title'])}",
         "",
         "## What routing costs and saves",
         "",
@@ -54,8 +56,10 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
         "",
         _table(["part", "budget", "time / dense", "FLOPs / dense", "eta", "tokens/s"], _speed_rows(bench)),
         "",
-        f"Machine: {machine['device']}, {machine['threads']} threads, {setting['dtype']}, "
-        f"torch {machine['torch']}, transformers {machine['transformers']}.",
+        shown(
+            f"Machine: {machine['device']}, {machine['threads']} threads, {setting['dtype']}, "
+            f"torch {machine['torch']}, transformers {machine['transformers']}."
+        ),
         "",
         "## Training",
         "",
@@ -69,10 +73,17 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
     if results.get("samples"):
         lines += ["## Samples", ""]
         for sample in results["samples"]:
-            lines += [f"{sample['label']}:", "", "```", sample["text"].rstrip(), "```", ""]
+            lines += sample_lines(sample)
     path = folder / "report.md"
     path.write_text("\n".join(lines))
     return path
+
+
+def sample_lines(sample: Mapping[str, str]) -> list[str]:
+    """A label and a text in a fence, which nothing in the text ends."""
+    text = shown_block(sample["text"].rstrip())
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 0)
+    return [f"{shown(sample['label'])}:", "", fence, text, fence, ""]
 
 
 def _cost_row(

@@ -24,6 +24,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from ..calibration import use_selection
 from ..evaluation.perplexity import mean_loss
+from ..shown import OneLine
 from ..trainer import DepthRouteTrainer
 from ..tuner import get_depth_routed_model
 from . import metrics
@@ -33,7 +34,7 @@ from .grid import RunSpec
 from .measure import autocast, measure
 
 
-class RunError(RuntimeError):
+class RunError(OneLine, RuntimeError):
     """A run cannot go on. The message is one line."""
 
 

@@ -24,6 +24,7 @@ import torch
 
 from ..config import ConfigError
 from ..evaluation.perplexity import mean_loss
+from ..shown import say
 from .data import Blocks, prepare_blocks, read_blocks, to_batches
 from .fingerprint import CODE, combine, explain, hash_model, versions
 from .folder import StudyError, finished_summary, locked, read_json, run_folder, write_bytes, write_json
@@ -84,10 +85,9 @@ def run_study(
             pass
         shared = _prepare(study, out, jobs, debug)
         pending = [spec for spec in specs if finished_summary(out, spec, shared.fingerprint) is None]
-        print(
+        say(
             f"{study.name}: {len(specs) - len(pending)} of {len(specs)} runs are complete; "
-            f"{jobs} at a time, {shared.threads} threads each",
-            flush=True,
+            f"{jobs} at a time, {shared.threads} threads each"
         )
         for spec in pending:
             if run_folder(out, spec).exists():

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from ..config import ConfigError
+from ..shown import say
 from .fingerprint import CODE
 from .folder import locked, run_folder, write_json
 from .grid import RunSpec
@@ -74,7 +75,7 @@ def execute(shared: SharedSetting, spec: RunSpec, start: Start) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / FAILED, {"reason": reason, "traceback": traceback.format_exc()})
             said = f"failed: {reason}"
-        print(f"[{start.complete()}/{len(start.selected)}] {spec.name} {said}", flush=True)
+        say(f"[{start.complete()}/{len(start.selected)}] {spec.name} {said}")
     gc.collect()  # a Trainer and its model hold each other
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

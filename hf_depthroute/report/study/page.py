@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...shown import shown
 from .claims import CONTRADICTED, REPRODUCED, REVERSED, SUPPORTED, UNDETECTABLE, Verdict, judge, untested
 from .plots import Plot, plot_study
 from .results import Run, Study, number, read_study, write_results
@@ -234,4 +235,4 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _escape(text: str) -> str:
     """Text as Markdown text: on one line, with nothing that starts markup, a link or a cell."""
-    return re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*\[\]|])", r"\\\1", shown(" ".join(text.split()))).replace("&", "&amp;").replace("<", "&lt;")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...shown import OneLine
+
 FORMAT = "hf-depthroute study 1"
 WINDOWS = 100  # points of a training series in results.json
 SERIES = ("grad_norm", "loss_lm", "gate_prob")
@@ -21,7 +23,7 @@ _SERIES_DIGITS = 5  # significant digits
 _SUMMARY_DIGITS = 7  # paired differences of losses need more than the figures do
 
 
-class ResultsError(ValueError):
+class ResultsError(OneLine, ValueError):
     """A folder without readable results; one line with the path, what is wrong and the remedy."""
 
 
