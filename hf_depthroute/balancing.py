@@ -1,5 +1,11 @@
 """Even load for the experts of a mixture-of-experts base: two losses of its own routers, and a bias without a loss.
 
+* the balance loss: "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding"
+  (arXiv:2006.16668), "Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient Sparsity"
+  (arXiv:2101.03961);
+* the router z-loss: "ST-MoE: Designing Stable and Transferable Sparse Expert Models" (arXiv:2202.08906);
+* the bias: "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv:2408.15664).
+
 Shapes: N tokens, E experts, K experts of a token, M layers with experts.
 """
 
@@ -26,8 +32,8 @@ def load_balance(trace: RouterTrace, dispatch: str = "top1") -> torch.Tensor:
     """Switch Transformer, GShard: `E * sum_i f_i P_i`, mean over layers. 1 where `f` and `P` are uniform.
 
     `P` is the mean router probability of an expert. `f`, without gradient, is the share of tokens whose most probable
-    expert it is (`"top1"`, the papers' definition), or the share of (token, expert) pairs that really go to it
-    (`"topk"`; the same for K = 1). Means run over real tokens, of all processes.
+    expert it is (`"top1"`, as in both papers), or the share of (token, expert) pairs that really go to it (`"topk"`;
+    the same for K = 1). Means run over real tokens, of all processes.
 
     Raises:
         ValueError: The routers do not choose by a softmax (DeepSeek-V3).

@@ -1,5 +1,15 @@
 """Losses of other routing methods, as functions of a `RouteTrace`; their rows are in `losses.LOSSES`.
 
+The methods:
+
+* Router-Tuning: "Router-Tuning: A Simple and Effective Approach for Enabling Dynamic-Depth in Transformers"
+  (arXiv:2410.13184);
+* Token-Selective Attention (TSA): "Adaptive Computation Depth via Learned Token Routing in Transformers"
+  (arXiv:2605.05222);
+* DLO: "DLO: Dynamic Layer Operation for Efficient Vertical Scaling of LLMs" (arXiv:2407.11030);
+* Mixture-of-Depths: "Mixture-of-Depths: Dynamically allocating compute in transformer-based language models"
+  (arXiv:2404.02258).
+
 Shapes: C routed layers, B batch, T positions. Means run over real tokens, of all processes.
 """
 
@@ -22,15 +32,15 @@ def capacity(trace: RouteTrace) -> torch.Tensor:
 
 
 def depth(trace: RouteTrace) -> torch.Tensor:
-    """Token-selective attention: `mean_l mean(p)`, the active fraction. The paper's weight is 0.001."""
+    """Token-Selective Attention: `mean_l mean(p)`, the active fraction. Its paper's weight is 0.001."""
     return mean_probability(trace).mean()
 
 
 def similarity(trace: RouteTrace) -> torch.Tensor | None:
     """DLO: `BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence that the full path changes most.
 
-    That are those with the lowest cosine between the stream before and after the full path. None where the trace has
-    no cosines: it was made in inference, or by routed experts.
+    These are the tokens with the lowest cosine between the stream before and after the full path. None where the trace
+    has no cosines: it was made in inference, or by routed experts.
     """
     records = list(trace.values())
     if not all("similarity" in record.extras for record in records):

@@ -1,5 +1,8 @@
 """What a skipped token gets in place of the FFN's update.
 
+The low-rank branch with its own norm is that of "Revisiting Auxiliary Losses for Conditional Depth Routing: An
+Empirical Study" (arXiv:2604.17228).
+
 Shapes: N rows, d model width, r rank.
 """
 

@@ -79,8 +79,8 @@ class BudgetController(nn.Module):
 
         theta <- theta + step * sign(load - budget)
 
-    The bias of the loss-free method, on the other side of the comparison: `u - theta >= 0` decides, and no gradient
-    reaches it.
+    The bias of "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv:2408.15664), on the other
+    side of the comparison: `u - theta >= 0` decides, and no gradient reaches it.
     """
 
     def __init__(self) -> None:

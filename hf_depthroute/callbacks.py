@@ -135,7 +135,7 @@ def routed_loss(
     """A training step's loss, `plain` plus the routing losses; with the outputs if they are wanted.
 
     Args:
-        objective: Of the trainer's model.
+        objective: The objective of the trainer's model.
         trainer: The trainer.
         plain: Its own `compute_loss`.
         model: What is called, in training mode.

@@ -62,9 +62,9 @@ class DepthRouteConfig(PeftConfig):
             (early exit: the LM head's confidence; a token that has left stays out) and `"none"` (static: the routed
             layers are skipped by every token). Any other row of `gates.GATES` is a value too.
         gate_hidden: Width of the MLP gate's hidden layer. Default: a quarter of the model's width.
-        gate_input: `"normed"` (what the sublayer sees) or `"residual"` (the stream in front of its norm, as in the
-            paper). On a pretrained base whose residual norms grow with depth, `"normed"` ends at a lower loss with
-            either gate: see `recipes/stories260k`. The halting gate always reads the stream.
+        gate_input: `"normed"` (what the sublayer sees) or `"residual"` (the stream in front of its norm, as in
+            arXiv:2604.17228). On the pretrained base of `recipes/stories260k` `"normed"` ended at a lower loss with
+            the MLP and with the JEPA gate. The halting gate always reads the stream.
         gate_temperature: `tau` in `p = sigmoid(u / tau)`. It scales the gradient and the losses, never the decision.
             Default: 2; for linear and halting 1.
         context_dim: JEPA gate: width of the compressed context.
@@ -78,9 +78,9 @@ class DepthRouteConfig(PeftConfig):
         selection: The training rule. `"topk"`: the `ceil(budget * n)` highest scores of each sequence. `"threshold"`:
             the inference rule, in training too. `"soft"`: both paths weighted by `p`. `"gumbel"`: the threshold on
             scores with logistic noise. `"controller"`: a threshold that moves by a fixed step against the sign of the
-            layer's load error, without any budget loss. Default: top-k where it can be; threshold for the gates linear
-            and exit, for sequences and for a global budget; soft for halting. Inference is always causal: a token runs
-            in full iff its score reaches the layer's threshold.
+            layer's load error; it needs no budget loss (`budget_weight=0`). Default: top-k where it can be; threshold
+            for the gates linear and exit, for sequences and for a global budget; soft for halting. Inference is always
+            causal: a token runs in full iff its score reaches the layer's threshold.
         threshold: `"budget"`: every layer compares with the quantile of its scores that the budget asks for, from a
             table that training tracks and `calibrate` sets. A number: all layers compare with it, whatever the
             budget. Default: the budget; for linear and halting, where `selection` is left out too, 0 (`p >= 0.5`).
@@ -95,9 +95,9 @@ class DepthRouteConfig(PeftConfig):
         gate_package: Written by the library, like the next one, for a gate from another package: that package's name.
         gate_module: The module of the gate's class. Both are shown where the gate is not known, and never imported.
         base_architecture: Written by the library, like the next three: what the base is, and some of its weights.
-        format_version: Of the saved files. A newer one than this library knows is refused.
+        format_version: The version of the saved files' form. A newer one than this library knows is refused.
         library_version: The version that saved the adapter.
-        weights_hash: Of the saved tensors; loading compares it.
+        weights_hash: The hash of the saved tensors; loading compares it.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.

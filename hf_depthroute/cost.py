@@ -1,8 +1,8 @@
 """What a routed model costs, counted: FLOPs dense, routed and ideal, parameters, and bytes of the KV cache.
 
-Two accountings. FLOPs are whole-model, two per weight and token plus attention. `ffn_ratio` is the paper's: units of
-one full FFN (or whatever is routed) on one token at one routed layer, weights only,
-`rho + (1 - rho) * branch / FFN + gate / FFN`.
+Two accountings. FLOPs are whole-model, two per weight and token plus attention. `ffn_ratio` is that of "Revisiting
+Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228): units of one full FFN (or
+whatever is routed) on one token at one routed layer, weights only, `rho + (1 - rho) * branch / FFN + gate / FFN`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class RouteCost:
         flops_dense: The base model.
         flops_routed: With routers and cheap branches, at the given share of full tokens.
         flops_ideal: The same share, with routers and branches that cost nothing.
-        ffn_ratio: Mean over routed layers of the paper's cost of the routed part; 1 is the dense part.
-        parameters_base: Of the base model.
-        parameters_adapter: Of the adapter, the frozen projection included.
+        ffn_ratio: Mean over routed layers of the cost of the routed part, in FFNs as above; 1 is the dense part.
+        parameters_base: The number of the base model's parameters.
+        parameters_adapter: The adapter's, the frozen projection included.
         parameters_trainable: The part of the adapter that trains.
         kv_bytes: KV cache after the pass, all layers. Only whole sequences whose attention is skipped leave it smaller.
     """
@@ -123,7 +123,7 @@ def route_cost(
 
 
 def attention_sizes(config: Any) -> tuple[float, int]:
-    """Of one attention layer: FLOPs of one query and one key (both products, all heads), and values cached per token.
+    """FLOPs of one query and one key (both products, all heads) in an attention layer, and values cached per token.
 
     Falcon caches the keys of one head or those of every query head, repeated; DeepSeek a latent vector.
     """

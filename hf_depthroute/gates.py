@@ -6,6 +6,11 @@ and one row of `GATES`, from this package or from another one. A class declares
     outputs         names of what it returns beside the scores, kept in the trace
     sizes           fields of `DepthRouteConfig` that set how many weights it has; none where left out
     scores_experts  whether it can return one score per expert; no where left out
+
+The MLP and the JEPA gate (G1, G3) are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical
+Study" (arXiv:2604.17228); the linear gate is that of "Router-Tuning: A Simple and Effective Approach for Enabling
+Dynamic-Depth in Transformers" (arXiv:2410.13184); the halting gate that of "Adaptive Computation Depth via Learned
+Token Routing in Transformers" (arXiv:2605.05222), Token-Selective Attention (TSA).
 """
 
 from __future__ import annotations
@@ -257,5 +262,5 @@ class TargetProjection(nn.Linear):
 
 
 def default_hidden(width: int) -> int:
-    """Hidden width of the MLP gate when the config names none: `d/4`, as in the paper."""
+    """Hidden width of the MLP gate when the config names none: `d/4`, as in arXiv:2604.17228."""
     return max(1, width // 4)

@@ -1,5 +1,11 @@
 """Routing losses, computed from a `RouteTrace`. Adding a loss is one function and one row of `LOSSES`.
 
+`budget`, `alive`, `jepa`, `util` and `rank` are the losses of "Revisiting Auxiliary Losses for Conditional Depth
+Routing: An Empirical Study" (arXiv:2604.17228). `cgs` is that of "Counterfactual Gate Supervision Does Not Fix Gating
+Credit Assignment in Engram-Style Conditional Memory" (FARS, Analemma;
+gitlab.com/fars-a/counterfactual-gate-supervision). The losses of other methods are in `baselines`, `balancing` and
+`exits`.
+
 Shapes: C routed layers, B batch, T positions, V vocabulary. Means run over real tokens, of all processes.
 """
 

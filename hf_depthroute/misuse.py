@@ -38,7 +38,7 @@ def warn_of_training(decoder: nn.Module, holders: Iterable[Routing], inputs: tor
 
     Args:
         decoder: The stack of decoder layers, in training mode.
-        holders: Of its active routed layers.
+        holders: The holders of its active routed layers.
         inputs: Ids or embeddings that it is called with.
     """
     holders = list(holders)

@@ -6,12 +6,13 @@ The utility of running layer `l` full at position `t` is
 
     u*_{l,t} = CE~cheap_{l,t} - CE~full_{l,t},     CE~_{l,t} = sum_{delta=0}^{W-1} gamma^delta CE_{l,t+delta}
 
-where the two trajectories fork at layer `l`. With `"all_full"` (the paper's) every other routed layer, before and after
-the fork, runs full; with `"on_policy"` every other one follows the current gate.
+where the two trajectories fork at layer `l`. With `"all_full"` every other routed layer, before and after the fork,
+runs full; with `"on_policy"` every other one follows the current gate.
 
-The layer-wide fork (the paper's) forks all positions of layer `l` at once, two trajectories per layer; a token's
-utility then also holds what its neighbours' forks do to it through later attention. The exact fork changes one
-position at a time, and is the measure of that bias.
+The layer-wide fork with `"all_full"` is the oracle of "Revisiting Auxiliary Losses for Conditional Depth Routing: An
+Empirical Study" (arXiv:2604.17228), which names `"on_policy"` as the variant to try. It forks
+all positions of layer `l` at once, two trajectories per layer; a token's utility then also holds what its neighbours'
+forks do to it through later attention. The exact fork changes one position at a time, and is the measure of that bias.
 """
 
 from __future__ import annotations

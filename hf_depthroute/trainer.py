@@ -30,8 +30,9 @@ __all__ = [
 class DepthRouteTrainingArguments(TrainingArguments, RoutingArguments):
     """`transformers.TrainingArguments` plus `RoutingArguments`.
 
-    The optimizer's defaults are the paper's: AdamW, lr 2e-4, weight decay 0.01, clip 1.0, cosine to 1 % of lr. Set
-    `warmup_steps` to fit the length of your run (the paper: 1,000 of 20,000).
+    The optimizer's defaults are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical
+    Study" (arXiv:2604.17228): AdamW, lr 2e-4, weight decay 0.01, clip 1.0, cosine to 1 % of lr. Set `warmup_steps` to
+    fit the length of your run (there: 1,000 of 20,000).
     """
 
     learning_rate: float = field(default=2e-4, metadata={"help": "peak learning rate"})

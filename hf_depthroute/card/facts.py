@@ -42,7 +42,7 @@ class Facts:
     parameters: Trained parameters, counted in the weights or, where they are missing, as recorded; None if neither.
     thresholds: `{layer: score}`; empty where no threshold of a budget decides.
     calibrated: Whether the thresholds have seen text; None where it is not known.
-    weights_hash: Of the weights; None where it is not known.
+    weights_hash: The hash of the weights; None where it is not known.
     training: The record of the run, as in `training.json`.
     """
 
@@ -58,7 +58,7 @@ class Facts:
 
     @property
     def digest(self) -> str:
-        """Of everything that decides what the adapter does."""
+        """A hash of everything that decides what the adapter does."""
         content = {name: value for name, value in self.config.to_dict().items() if name not in _PASSING}
         text = json.dumps(content, sort_keys=True, default=str) + str(self.weights_hash)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -56,8 +56,8 @@ def make_card(
         training: The record of the run; by default `training.json` in the folder, or what the model remembers.
         repo_id: The Hub's id that the loading code names.
         model_name: The title. Default: after the repository, or the base.
-        language: Of the metadata, such as `"en"`.
-        license: Of the metadata, such as `"apache-2.0"`; not guessed.
+        language: The metadata's language, such as `"en"`.
+        license: The metadata's licence, such as `"apache-2.0"`; not guessed.
         tags: More tags.
         datasets: Hub ids of the training data; by default what the record says.
 

@@ -63,12 +63,12 @@ def push_folder(
         folder: As `save_pretrained` leaves it; its README.md is not changed.
         repo_id: `user/name`, or `name` in the token's own namespace. Created if it does not exist.
         results: As for `make_card`.
-        private: Of a repository that is created.
+        private: Whether a repository that is created is private.
         token: As in `huggingface_hub`; by default that of `hf auth login` or HF_TOKEN.
         revision: Branch; created if it does not exist.
         create_pr: Open a pull request instead.
-        commit_message: Of the commit.
-        commit_description: Of the commit.
+        commit_message: The commit's first line.
+        commit_description: The rest of its message.
         card: More arguments of `write_card`.
 
     Returns:

@@ -22,7 +22,7 @@ _ARGUMENTS = (
 
 @dataclass
 class Run:
-    """Of one adapter: the record of its training, in the form of `training.json`, and results as for `make_card`."""
+    """The record of an adapter's training, in the form of `training.json`, and its results as for `make_card`."""
 
     training: dict[str, Any] | None = None
     results: list[Any] = field(default_factory=list)

@@ -32,8 +32,8 @@ class CardMixin:
         """Write `README.md` in `output_dir`.
 
         Args:
-            language: Of the metadata.
-            license: Of the metadata; not guessed from the base's.
+            language: The metadata's language.
+            license: The metadata's licence; not guessed from the base's.
             tags: More tags.
             model_name: The title.
             dataset: Hub ids of the training data. Default: what the training dataset says.

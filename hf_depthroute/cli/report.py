@@ -56,8 +56,8 @@ def report(
 ) -> None:
     """Write one HTML page that loads nothing: about a routed model, or about a study.
 
-    Of an adapter: loss, speed and arithmetic by budget, what every layer ran, scores with thresholds, and a text
-    coloured token by token. Of a study: losses, tables and figures, verdicts on the papers' claims whose configs it
+    An adapter's page has loss, speed and arithmetic by budget, what every layer ran, scores with thresholds, and a text
+    coloured token by token. A study's has losses, tables and figures, verdicts on the papers' claims whose configs it
     has, and report.md and results.json besides; a folder with only results.json is enough to write it again.
 
     \b

@@ -222,7 +222,7 @@ def _samples(given: RunOptions, tokenizer: Any, batches: list[dict[str, Any]], b
 def _measure_speed(
     routed: Any, untouched: Any, budgets: list[float], batches: list[dict[str, Any]], repeats: int
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """Of the first blocks of the text; the reason where it cannot be measured."""
+    """The measured speed on the first blocks of the text; the reason where it cannot be measured."""
     from ..bench.single import bench
 
     prompts = batches[0]["input_ids"][:_TIMED_BLOCKS]

@@ -1,5 +1,7 @@
 """What is measured of a run, as functions of what was recorded. Nothing here runs a model.
 
+"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
+
 Shapes: N tokens, C routed layers.
 """
 

@@ -1,6 +1,8 @@
 """The papers' claims and open questions, and what a study says to each.
 
-Claims are of conditional_depth_routing (its sections are named) and of counterfactual gate supervision (CGS).
+Claims are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228;
+"the paper", its sections are named), and about CGS those of "Counterfactual Gate Supervision Does Not Fix Gating Credit
+Assignment in Engram-Style Conditional Memory" (FARS, Analemma; gitlab.com/fars-a/counterfactual-gate-supervision).
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ _CLAIM_WORDS = {HOLDS: REPRODUCED, OPPOSITE: REVERSED, OPEN: UNDETECTABLE}
 _QUESTION_WORDS = {HOLDS: SUPPORTED, OPPOSITE: CONTRADICTED, OPEN: UNDETECTABLE}
 
 FIRST_HALF, WHOLE, BEST, ENDPOINT = "avg_first_half", "avg_whole", "best", "endpoint"
+SOURCES = (  # what the report calls the paper
+    'of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228) and, about '
+    'CGS, of "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory"'
+)
 AUC, GRADIENT = "layers/oracle_auc", "grad_norm_mean"
 
 

@@ -1,4 +1,7 @@
-"""`report.html` (one self-contained file), `report.md`, the figures and `results.json` of a study."""
+"""`report.html` (one self-contained file), `report.md`, the figures and `results.json` of a study.
+
+"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...shown import shown
-from .claims import CONTRADICTED, REPRODUCED, REVERSED, SUPPORTED, UNDETECTABLE, Verdict, judge, untested
+from .claims import CONTRADICTED, REPRODUCED, REVERSED, SOURCES, SUPPORTED, UNDETECTABLE, Verdict, judge, untested
 from .plots import Plot, plot_study
 from .results import Run, Study, number, read_study, write_results
 from .rules import describe_rules
@@ -219,7 +222,7 @@ def _counts(verdicts: Sequence[Verdict]) -> str:
     words = [verdict.word for verdict in verdicts]
     claims = ", ".join(f"{words.count(w)} {w}" for w in (REPRODUCED, REVERSED, SUPPORTED, CONTRADICTED) if w in words)
     rest = f"{words.count(UNDETECTABLE)} {UNDETECTABLE}"
-    return f"Of {len(words)} claims and open questions: {', '.join(filter(None, [claims, rest]))}."
+    return f"{len(words)} claims and open questions {SOURCES}: {', '.join(filter(None, [claims, rest]))}."
 
 
 def _groups(verdicts: Sequence[Verdict]) -> list[tuple[str, list[Verdict]]]:

@@ -1,4 +1,7 @@
-"""What the figures of a study share: styles, labels, and means over seeds."""
+"""What the figures of a study share: styles, labels, and means over seeds.
+
+"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def make_figure(
 
 
 def core_configs(study: Study) -> list[str]:
-    """The paper's core configs; of a study without them the first five."""
+    """The paper's core configs; the first five of a study without them."""
     return [name for name in CORE if name in study.runs] or [name for name in study.names if name in study.runs][:5]
 
 

@@ -2,6 +2,7 @@
 
 Every rule compares runs of the same seed, needs at least `MIN_SEEDS` common seeds, and returns a `Finding` whose
 sentence holds the numbers behind the answer. `describe_rules` says the same in words, for the report.
+"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
 """
 
 from __future__ import annotations

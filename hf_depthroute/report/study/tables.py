@@ -1,5 +1,6 @@
 """The tables of a study's report: the paper's six, those its open questions ask for, and all runs.
 
+"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
 A table is plain text cells; `page` renders it to HTML and Markdown.
 """
 

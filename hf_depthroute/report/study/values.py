@@ -2,6 +2,7 @@
 
 A metric is a path into `summary.json`: `endpoint`, `cost/training_ffn_ratio`, `layers/3/oracle_auc`. Without a layer,
 `layers/oracle_auc` is the mean over the routed layers. `frequent_minus_rare` and `threshold_minus_topk` are derived.
+"The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
 """
 
 from __future__ import annotations
