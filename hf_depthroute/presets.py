@@ -29,8 +29,8 @@ class Preset:
     """A row of `PRESETS`.
 
     Attributes:
-        title: Of the paper.
-        identifier: Where to find it.
+        title: The paper's title.
+        identifier: Where to find the paper.
         adapter: Fields of `DepthRouteConfig`.
         training: Fields of `DepthRouteTrainingArguments`; of the losses all weights, so that no default joins in.
         note: How the paper ran it, and what is not as in the paper here.
@@ -65,8 +65,8 @@ _DEPTH_ROUTING_TRAINING: dict[str, Any] = {
 _DEPTH_ROUTING_LOSSES = {"util": 1.0, "rank": 0.2, "budget": 1.0, "alive": 0.5}
 
 _ROUTER_TUNING: dict[str, Any] = {
-    "title": "Router-Tuning: A Simple and Effective Approach for Dynamic Depth",
-    "identifier": "anonymous ACL submission",
+    "title": "Router-Tuning: A Simple and Effective Approach for Enabling Dynamic-Depth in Transformers",
+    "identifier": "arXiv:2410.13184",
     "training": _losses(capacity=0.1) | {"learning_rate": 2e-4},
 }
 _ROUTER_TUNING_ADAPTER: dict[str, Any] = {
