@@ -17,7 +17,7 @@ from .calibration import active_routings
 from .config import DepthRouteConfig, check_budget
 from .execution.projections import STYLES
 from .families import find_decoder, find_family
-from .gates import MLPGate
+from .gates import GATES, MLPGate
 from .holder import HOLDER, Routing
 
 
@@ -34,6 +34,7 @@ class RouteCost:
         parameters_adapter: The adapter's, the frozen projection included.
         parameters_trainable: The part of the adapter that trains.
         kv_bytes: KV cache after the pass, all layers. Only whole sequences whose attention is skipped leave it smaller.
+        remark: One line where the adapter cannot pay for itself: why not, and what to make smaller; None where it can.
     """
 
     flops_dense: float
@@ -44,6 +45,7 @@ class RouteCost:
     parameters_adapter: int
     parameters_trainable: int
     kv_bytes: int
+    remark: str | None = None
 
 
 def route_cost(
@@ -91,7 +93,7 @@ def route_cost(
     per_layer = float(batch_size * (cached + length) * cached_values * dtype_bytes)
     kv_bytes = per_layer * len(layers)
     routed = ideal = dense
-    ratios = []
+    ratios, spent = [], _Spent()
     for holder in holders:
         name, c = holder.active_name(), holder.active_config()
         layer = layers[holder.layer_index]
@@ -104,8 +106,10 @@ def route_cost(
         gate = gate / length if c.granularity == "sequence" else gate
         has_branch = name in holder.depth_route_branch
         branch = _weights_per_token(holder.depth_route_branch[name], config) if has_branch else 0
-        ideal -= tokens * (1 - share) * (2.0 * part + core)
-        routed -= tokens * ((1 - share) * (2.0 * (part - branch) + core) - 2.0 * gate)
+        saved, cheap = (1 - share) * (2.0 * part + core), (1 - share) * 2.0 * branch
+        ideal -= tokens * saved
+        routed -= tokens * (saved - cheap - 2.0 * gate)
+        spent = _Spent(spent.saved + saved, spent.gates + 2.0 * gate, spent.branches + cheap)
         ratios.append(share + ((1 - share) * branch + gate) / max(part, 1.0))
         if _skips_sequences(c):
             kv_bytes -= (1 - share) * per_layer
@@ -119,6 +123,38 @@ def route_cost(
         parameters_adapter=sum(p.numel() for p in adapter.values()),
         parameters_trainable=sum(p.numel() for p in adapter.values() if p.requires_grad),
         kv_bytes=round(kv_bytes),
+        remark=_remark(holders[0], spent, routed / dense),
+    )
+
+
+def cost_remark(model: nn.Module) -> str | None:
+    """`RouteCost.remark` of the active adapter at its own budget, in prefill; None where nothing is routed."""
+    if not any(isinstance(part, Routing) and part.adapter() is not None for part in model.modules()):
+        return None
+    return route_cost(model).remark
+
+
+@dataclass(frozen=True)
+class _Spent:
+    """FLOPs of one token, summed over the routed layers."""
+
+    saved: float = 0.0
+    gates: float = 0.0
+    branches: float = 0.0
+
+
+def _remark(holder: Routing, spent: _Spent, ratio: float) -> str | None:
+    """Why an adapter that leaves something out costs more than it saves."""
+    if spent.saved == 0 or spent.saved > spent.gates + spent.branches:
+        return None
+    config = holder.active_config()
+    names = getattr(GATES[config.gate], "sizes", ()) if spent.gates >= spent.branches else ("branch_rank",)
+    smaller = ", ".join(f"{name} (now {getattr(config, name)})" for name in names)
+    advice = f"make {smaller} smaller" if smaller else "take a gate with fewer weights, such as gate='linear'"
+    return (
+        f"this adapter cannot pay for itself: {ratio:.3g} of the dense FLOPs. Per token its layers save "
+        f"{spent.saved:,.0f} FLOPs and spend {spent.gates:,.0f} on gates and {spent.branches:,.0f} on cheap branches; "
+        f"{advice}, or lower the budget"
     )
 
 

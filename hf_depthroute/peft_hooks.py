@@ -26,6 +26,7 @@ from .adapter_file import WEIGHTS_NAME, AdapterMismatchError, check_folder, read
 from .card.push import with_card
 from .card.saved import instead_of_pefts
 from .config import ConfigError, DepthRouteConfig
+from .cost import cost_remark
 from .holder import Routing
 from .loading import discard
 from .placement import kept_where_it_is
@@ -62,7 +63,8 @@ def _and_routed(count: Any) -> Any:
     @functools.wraps(count)
     def print_trainable_parameters(self: Any) -> None:
         count(self)
-        for line in routed_lines(self):
+        remark = cost_remark(self)
+        for line in [*routed_lines(self), *([remark] if remark else [])]:
             say(line)
 
     return print_trainable_parameters

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import build_base
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, route_cost
 from hf_depthroute.config import ConfigError
@@ -49,6 +49,46 @@ def test_experts_count_by_the_share_a_token_meets():
     per_expert = 3 * 32 * 64
     skipped = 4 * (2 * per_expert + 4 * 32)  # 4 layers, top-2 of 4 experts, and the experts' own router
     assert cost.flops_dense - cost.flops_ideal == 2 * 0.5 * skipped
+
+
+def narrow(**fields):
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_hidden_layers": 4}
+    with torch.device("meta"):
+        base = LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes))
+        return get_depth_routed_model(base, DepthRouteConfig(layers="last:2", **fields))
+
+
+def test_an_adapter_that_cannot_pay_for_itself_says_so_with_what_to_make_smaller():
+    cost = route_cost(narrow(gate="jepa"))
+    assert cost.flops_routed > cost.flops_dense
+    saved = 2 * 0.5 * 2 * 3 * 64 * 160
+    assert f"{cost.flops_routed / cost.flops_dense:.3g} of the dense FLOPs" in cost.remark
+    assert f"save {saved:,.0f} FLOPs and spend " in cost.remark
+    assert "make context_dim (now 128), summary_dim (now 64), action_dim (now 16) smaller" in cost.remark
+    assert "\n" not in cost.remark
+
+
+def test_remark_is_about_the_larger_part():
+    wide = route_cost(narrow(branch_rank=256))
+    assert wide.flops_routed > wide.flops_dense and "make branch_rank (now 256) smaller" in wide.remark
+    assert "make gate_hidden (now 250) smaller" in route_cost(narrow(gate_hidden=250, budget=0.9)).remark
+    read_out = narrow(gate="exit", target="block", branch="none")
+    assert "such as gate='linear'" in route_cost(read_out, budget=0.9).remark
+
+
+def test_an_adapter_that_saves_has_no_remark():
+    for model in (
+        narrow(),
+        narrow(gate="linear", budget=0.99, branch="none"),
+        narrow(gate="none"),
+        paper_model("jepa"),
+    ):
+        cost = route_cost(model)
+        assert cost.remark is None and cost.flops_routed < cost.flops_dense
+
+
+def test_a_full_budget_has_no_remark_because_it_runs_no_gate():
+    assert route_cost(narrow(gate="jepa"), budget=1.0).remark is None
 
 
 def test_measured_shares_override_the_budget():

@@ -7,6 +7,7 @@ from models import build_base, build_routed, routed
 from peft import LoraConfig, get_peft_model
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
+from hf_depthroute.cost import cost_remark
 from hf_depthroute.summary import routing_summary
 
 
@@ -17,6 +18,17 @@ def test_trainable_parameters_are_printed_with_what_is_routed(capsys: pytest.Cap
     assert routing == (
         "routed: 3 of 4 layers (1-3): ffn per token, budget 0.25, gate mlp, branch lowrank; adapter 'default'"
     )
+
+
+def test_adapter_that_costs_more_than_it_saves_is_printed_with_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(gate="jepa"))
+    model.print_trainable_parameters()
+    remark = capsys.readouterr().out.splitlines()[-1]
+    assert remark == cost_remark(model)
+    assert remark.startswith("this adapter cannot pay for itself: ") and "context_dim (now 128)" in remark
+    with model.disable_adapter():
+        assert cost_remark(model) is None
+    assert cost_remark(model.unload()) is None
 
 
 def test_every_adapter_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
