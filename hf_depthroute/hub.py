@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .shown import OneLine
 
@@ -46,7 +47,7 @@ def explain(error: BaseException, what: str, access: str = "read") -> HubError |
         if isinstance(cause, errors.HfHubHTTPError):
             status = getattr(cause.response, "status_code", None)
             if status in (401, 403):
-                return HubError(f"{what}: {_refused(access)}")
+                return HubError(f"{what}: {_refused(access, status)}")
             if isinstance(cause, errors.RepositoryNotFoundError):
                 return HubError(f"{what}: neither a local path nor on the Hub (404); check the spelling")
             if not isinstance(cause, errors.RemoteEntryNotFoundError):
@@ -60,6 +61,18 @@ def explain(error: BaseException, what: str, access: str = "read") -> HubError |
                 "check the network, or give a local path"
             )
     return None
+
+
+@contextmanager
+def explained(what: str, access: str = "read") -> Iterator[None]:
+    """Whatever the Hub's client raises inside the block, as a `HubError` about `what`; the arguments of `explain`."""
+    try:
+        yield
+    except Exception as error:
+        found = explain(error, what, access)
+        if found is None:
+            raise
+        raise found from error
 
 
 def without_tokens(text: str) -> str:
@@ -89,7 +102,7 @@ def offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE) or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "TRUE", "YES")
 
 
-def _refused(access: str) -> str:
+def _refused(access: str, status: int) -> str:
     from huggingface_hub import get_token
 
     # Without a token the Hub answers 401 for what is private and for what does not exist alike.
@@ -97,4 +110,5 @@ def _refused(access: str) -> str:
         return "the Hub takes nothing without a token; run `hf auth login` or set HF_TOKEN"
     if get_token() is None:
         return "the Hub refused access (no token): it is private or does not exist; run `hf auth login` or set HF_TOKEN"
-    return f"the Hub refused the token; check that it is valid and may {access} this repository, or run `hf auth login`"
+    remedy = f"check that it is valid and may {access} this repository, or run `hf auth login`"
+    return f"the Hub refused the token ({status}); {remedy}"

@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import io
 import json
+import os
 import sys
 import time
 import urllib.request
@@ -32,6 +33,7 @@ from hf_depthroute.card import add_results
 from hf_depthroute.cli import main
 from hf_depthroute.evaluation import evaluate_budgets
 from hf_depthroute.holder import Routing
+from hf_depthroute.study.run import load_base
 
 BASE = "someone/tiny-llama"
 CONFIG = hf_depthroute.DepthRouteConfig(layers=[1, 3], budget=0.5)
@@ -105,7 +107,13 @@ def load(folder: Path) -> dict[str, Any]:
     if asked:
         card.validate()
     broken = ModelCard(card.content.replace("base_model: someone/", "base_model: ../someone/"))
+    private = peft.PeftModel.from_pretrained(base(), folder / "adapter")
+    constants.HF_TOKEN_PATH, before = str(folder / "no-token"), os.environ.pop("HF_TOKEN", None)
+    nobody = refusal(lambda: private.push_to_hub("me/router"))
+    os.environ |= {} if before is None else {"HF_TOKEN": before}
     errors = {
+        "no token": nobody,
+        "no base": refusal(lambda: load_base("me/absent")),
         "card": refusal(broken.validate) if asked else None,
         "repository": refusal(lambda: peft.PeftModel.from_pretrained(base(), "me/absent")),
         "revision": refusal(lambda: peft.PeftModel.from_pretrained(base(), "me/router", revision="absent")),
@@ -133,6 +141,7 @@ def without(folder: Path) -> dict[str, Any]:
     wanted = load_file(folder / "logits.safetensors")["second"]
     constants.HF_HUB_OFFLINE = True
     untouched = base()
+    adapted = peft.PeftModel.from_pretrained(base(), folder / "adapter")
     constants.HF_HUB_OFFLINE = False
     before = logits(untouched)
 
@@ -141,6 +150,10 @@ def without(folder: Path) -> dict[str, Any]:
             "absent": cli("generate", "--adapter", "me/never-downloaded", "--prompt", "the"),
             "cached": cli("generate", "--adapter", "me/router", "--prompt", "the", "--max-new-tokens", 2),
             "push": cli("card", folder / "adapter", "--push-to", "me/router"),
+            "python": {
+                "push": refusal(lambda: adapted.push_to_hub("me/router")),
+                "base": refusal(lambda: load_base("me/never-downloaded")),
+            },
         }
 
     dead = commands()

@@ -166,6 +166,19 @@ def test_the_libraries_name_what_is_missing(story: Story) -> None:
     assert "403" in story.push["foreign"]
 
 
+def test_python_says_what_the_command_line_says(story: Story) -> None:
+    """In one line, whatever the Hub's client raised, for a push and for the lookup of a base."""
+    said = story.load["errors"]
+    assert story.push["foreign"].startswith("HubError: repository someone/tiny-llama: the Hub refused the token (403)")
+    assert said["no token"].startswith("HubError: repository me/router: the Hub takes nothing without a token")
+    assert said["no base"].startswith("HubError: model me/absent: neither a local path nor on the Hub (404)")
+    for how, message in (("dead", "the Hub cannot be reached"), ("offline", "HF_HUB_OFFLINE is set")):
+        found = story.without[how]["python"]
+        assert found["push"].startswith("HubError: repository me/router: ") and message in found["push"], found
+        assert found["base"].startswith("HubError: model me/never-downloaded: ") and message in found["base"], found
+        assert all(len(line.splitlines()) == 1 for line in found.values())
+
+
 def test_offline_what_is_cached_works(story: Story) -> None:
     found = story.without["offline"]
     assert found["same"]

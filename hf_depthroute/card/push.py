@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..adapter_file import CONFIG_NAME, WEIGHTS_NAME
+from ..hub import explained
 from .facts import TRAINING_NAME
 from .page import CARD_NAME, routed_name, write_card
 from .record import remembered
@@ -76,7 +77,7 @@ def push_folder(
 
     Raises:
         ResultError: As `make_card`, and before anything is sent.
-        huggingface_hub.errors.HfHubHTTPError: The Hub refused.
+        HubError: The Hub refused, cannot be reached, or is not to be asked (HF_HUB_OFFLINE); in one line.
     """
     from huggingface_hub import HfApi
 
@@ -90,20 +91,21 @@ def push_folder(
                     target.parent.mkdir(exist_ok=True)
                     shutil.copy2(file, target)
         write_card(stage, results, **(card or {}))  # before the Hub is asked for anything
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not revision.startswith("refs/pr/"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        _card_of_the_hub(api, repo_id, revision, stage / CARD_NAME)
-        write_card(stage, results, **{"repo_id": repo_id, **(card or {})})
-        return api.upload_folder(
-            repo_id=repo_id,
-            folder_path=stage,
-            allow_patterns=[*SENT, *(f"*/{name}" for name in SENT)],
-            revision=revision,
-            create_pr=create_pr,
-            commit_message=commit_message or "Upload adapter",
-            commit_description=commit_description,
-        )
+        with explained(f"repository {repo_id}", access="write"):
+            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            if revision is not None and not revision.startswith("refs/pr/"):
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            _card_of_the_hub(api, repo_id, revision, stage / CARD_NAME)
+            write_card(stage, results, **{"repo_id": repo_id, **(card or {})})
+            return api.upload_folder(
+                repo_id=repo_id,
+                folder_path=stage,
+                allow_patterns=[*SENT, *(f"*/{name}" for name in SENT)],
+                revision=revision,
+                create_pr=create_pr,
+                commit_message=commit_message or "Upload adapter",
+                commit_description=commit_description,
+            )
 
 
 def _card_of_the_hub(api: Any, repo_id: str, revision: str | None, path: Path) -> None:

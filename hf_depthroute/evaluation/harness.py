@@ -23,6 +23,7 @@ from lm_eval.tasks import TaskManager
 
 from ..base_fingerprint import allow_base_mismatch as allowed
 from ..calibration import active_routings, set_budget
+from ..hub import explained
 from ..trace import count_routes
 from .scores import read_scores
 
@@ -187,9 +188,11 @@ def _load(base: str | None, adapter: str, mismatch: bool, dtype: str) -> tuple[s
     import peft
     import transformers
 
-    name = base or peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    with explained(f"adapter {adapter}"):
+        name = base or peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
     if not name:
         raise ValueError(f"adapter {adapter} does not name its base model; pass pretrained=")
-    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    with allowed() if mismatch else nullcontext():
+    with explained(f"model {name}"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    with explained(f"adapter {adapter}"), allowed() if mismatch else nullcontext():
         return name, peft.PeftModel.from_pretrained(model, adapter)

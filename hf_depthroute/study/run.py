@@ -24,6 +24,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from ..calibration import use_selection
 from ..evaluation.perplexity import mean_loss
+from ..hub import explained
 from ..shown import OneLine
 from ..trainer import DepthRouteTrainer
 from ..tuner import get_depth_routed_model
@@ -114,7 +115,8 @@ def train_run(shared: SharedSetting, spec: RunSpec, folder: Path) -> dict[str, A
 
 def load_base(base: str) -> Any:
     """The base model in float32, on the GPU if there is one; lower precision is left to autocast."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with explained(f"model {base}"):
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
