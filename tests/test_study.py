@@ -7,6 +7,7 @@ import fcntl
 import json
 import multiprocessing
 import random
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from hf_depthroute.cli import main
 from hf_depthroute.config import ConfigError
 from hf_depthroute.data import DataError
-from hf_depthroute.study import runner
+from hf_depthroute.study import progress, runner
 from hf_depthroute.study.fingerprint import PACKAGE, hash_code
 from hf_depthroute.study.folder import StudyError
 from hf_depthroute.study.grid import read_study
@@ -452,12 +453,29 @@ def test_text_is_packed_once(folder, monkeypatch):
 # The command
 
 
+def test_the_command_says_how_far_each_run_is_and_takes_other_steps(folder, capfd, monkeypatch):
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    study = study_file(folder, "bare", "long", seeds=[42])
+    with pytest.raises(SystemExit) as ended:
+        main(["study", str(study), "--out", str(folder / "out"), "--steps", "4"])
+    out, err = capfd.readouterr()
+    assert ended.value.code == 0, err
+    assert "miniature: reading the data" in err
+    assert "[run 1 of 2] bare, seed 42: starts, 4 steps\n" in err
+    for step in (1, 2, 3, 4):
+        assert re.search(rf"^\[run 1 of 2\] bare, seed 42: step {step}/4 \| loss [\d.]+ \| \d+:\d\d left$", err, re.M)
+    assert "[run 2 of 2] long, seed 42: step 8/8 |" in err  # 12 of the file's 6, twice as many
+    assert "step" not in out.split("complete;")[1]
+    assert read_study(study, 4).eval_every == 2 and read_study(study, 3).eval_every == 1
+
+
 def test_the_command_prints_one_line_per_run_and_ends_with_what_failed(folder, capfd):
     def study(*arguments: object) -> tuple[int, list[str], list[str]]:
         with pytest.raises(SystemExit) as ended:
             main(["study", str(study_file(folder, "g1", "bad")), "--out", str(folder / "out"), *map(str, arguments)])
         out, err = capfd.readouterr()
-        return int(ended.value.code or 0), out.splitlines(), err.splitlines()
+        told = [line for line in err.splitlines() if not line.startswith(("miniature: reading", "[run "))]
+        return int(ended.value.code or 0), out.splitlines(), told
 
     code, out, err = study("--only", "g1", "--seeds", 42)
     assert (code, err) == (0, []) and len(out) == 2 and out[1].startswith("[1/1] g1/42 endpoint ")

@@ -21,17 +21,22 @@ def study(
     engine: Annotated[str, typer.Option(help="processes (of this machine) or ray.")] = "processes",
     only: Annotated[str | None, typer.Option(help="Configs to run, comma-separated. Default: all.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Some of the study's seeds, comma-separated.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=2, help="Steps of every run instead of the file's, such as 20 to try a study. Default: its."),
+    ] = None,
     debug: o.Debug = False,
 ) -> None:
     """Train and measure every config with every seed.
 
-    Complete runs are never repeated, and results of other code, data, base or settings are never mixed: such a
-    folder is refused. Configs and seeds can be added to a study later.
+    Runs say on stderr how far they are. Complete runs are never repeated, and results of other code, data, base or
+    settings are never mixed: such a folder is refused. Configs and seeds can be added to a study later.
 
     \b
     Example:
       hf-depthroute study recipes/aux_losses/study.yaml --out results --jobs 2
       hf-depthroute study recipes/aux_losses/study.yaml --out results --only g1,g3 --seeds 42
+      hf-depthroute study recipes/aux_losses/study.yaml --out trial --steps 20
     """
     out = out.expanduser()
     if out.is_file():
@@ -44,7 +49,7 @@ def study(
     from ..study.grid import read_study
     from ..study.runner import run_study
 
-    read = read_study(file)
+    read = read_study(file, steps)
     loading.load_config(read.resolve(read.base))
     failures = run_study(read, out, jobs, engine, names, numbers, debug)
     for name, failure in failures.items():

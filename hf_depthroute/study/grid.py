@@ -154,8 +154,13 @@ class Study:
         return str(self.folder / path) if (self.folder / path).exists() else path
 
 
-def read_study(path: Path) -> Study:
+def read_study(path: Path, steps: int | None = None) -> Study:
     """Read and check a study file and the configs it names.
+
+    Args:
+        path: The study file.
+        steps: Optimizer steps instead of the file's, at least 2. The steps that configs name themselves change by the
+            same factor, and `eval_every` falls to half of the steps where it is more.
 
     Raises:
         ConfigError: A file cannot be read, is no mapping, repeats a key, or has an unknown key or a value that cannot
@@ -174,7 +179,11 @@ def read_study(path: Path) -> Study:
             raise ConfigError(f"{path}: {key} must not be empty, and not repeat anything")
     if content["steps"] < 2 * content["eval_every"]:
         raise ConfigError(f"{path}: eval_every={content['eval_every']} must be at most half of steps")
-    configs = [_read_config(path.parent / name, content) for name in content["configs"]]
+    factor = 1.0
+    if steps is not None:
+        factor = steps / content["steps"]
+        content |= {"steps": steps, "eval_every": min(content["eval_every"], steps // 2)}
+    configs = [_read_config(path.parent / name, content, factor) for name in content["configs"]]
     _check_configs(path, configs)
     study = Study(
         folder=path.parent,
@@ -200,7 +209,7 @@ def read_study(path: Path) -> Study:
     return study
 
 
-def _read_config(path: Path, study: dict[str, Any]) -> StudyConfig:
+def _read_config(path: Path, study: dict[str, Any], factor: float) -> StudyConfig:
     content = read_yaml(path)
     check_fields(str(path), content, CONFIG)
     if not _NAME.fullmatch(path.stem):
@@ -212,6 +221,8 @@ def _read_config(path: Path, study: dict[str, Any]) -> StudyConfig:
         if "steps" in content:
             raise ConfigError(f"{path}: steps does not go with iso_compute, which sets them")
     steps = content.get("steps", study["steps"])
+    if factor != 1 and "steps" in content:
+        steps = max(round(factor * steps), 2 * study["eval_every"])
     if steps < 2 * study["eval_every"]:
         raise ConfigError(f"{path}: steps={steps} must be at least twice the study's eval_every")
     return StudyConfig(

@@ -33,6 +33,7 @@ from .data import OrderedBlocks, draw_order, read_blocks, to_batches
 from .folder import write_json
 from .grid import RunSpec
 from .measure import autocast, measure
+from .progress import RunPrinter
 
 
 class RunError(OneLine, RuntimeError):
@@ -61,8 +62,8 @@ class SharedSetting:
     threads: int
 
 
-def train_run(shared: SharedSetting, spec: RunSpec, folder: Path) -> dict[str, Any]:
-    """Train and measure one run into `folder`, which must not exist.
+def train_run(shared: SharedSetting, spec: RunSpec, folder: Path, label: str | None = None) -> dict[str, Any]:
+    """Train and measure one run into `folder`, which must not exist; with a `label`, print how far it is.
 
     Returns:
         The content of its `summary.json`.
@@ -98,6 +99,8 @@ def train_run(shared: SharedSetting, spec: RunSpec, folder: Path) -> dict[str, A
             callbacks=[recorder],
         )
         trainer.remove_callback(PrinterCallback)
+        if label is not None:
+            trainer.add_callback(RunPrinter(label))
         trainer.train()
 
     summary = {

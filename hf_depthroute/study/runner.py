@@ -15,6 +15,7 @@ import datetime
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,6 +84,7 @@ def run_study(
     with locked(out / ".lock", f"--out {out}: another start of this study is running; wait for it to end"):
         with locked(out / ".workers", f"--out {out}: runs of an earlier start are still going; wait", _PATIENCE):
             pass
+        print(f"{study.name}: reading the data and measuring the dense base", file=sys.stderr, flush=True)
         shared = _prepare(study, out, jobs, debug)
         pending = [spec for spec in specs if finished_summary(out, spec, shared.fingerprint) is None]
         say(

@@ -50,6 +50,11 @@ class Start:
         """How many of the runs are."""
         return sum((folder / "summary.json").exists() for folder in self.selected)
 
+    def label(self, spec: RunSpec) -> str:
+        """`"[run 3 of 8] g3, seed 42"`."""
+        number = self.selected.index(run_folder(self.out, spec)) + 1
+        return f"[run {number} of {len(self.selected)}] {spec.config}, seed {spec.seed}"
+
 
 def execute(shared: SharedSetting, spec: RunSpec, start: Start) -> None:
     """Train a run and print a line about it; what goes wrong is not raised, but written to the run's folder."""
@@ -64,7 +69,7 @@ def execute(shared: SharedSetting, spec: RunSpec, start: Start) -> None:
         began = time.monotonic()
         try:
             _check(start)
-            summary = train_run(shared, spec, folder)
+            summary = train_run(shared, spec, folder, start.label(spec))
             said = f"endpoint {summary['endpoint']:.3f} in {time.monotonic() - began:.0f} s"
             if summary["refresh_over_forward"] is not None:
                 said += f"; a refresh of the labels costs {summary['refresh_over_forward']:.1f} forward passes"
