@@ -1,14 +1,18 @@
-"""`RoutingArguments`: loss weights and schedules of a training run."""
+"""`RoutingArguments`: loss weights and schedules of a training run.
+
+Name, default and help of every one stand here once: the options of `hf-depthroute train` and the default weights of
+`LOSSES` are read from these fields. The module imports nothing heavy, so that `--help` answers at once.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
-from .balancing import DISPATCHES
-from .config import ConfigError, check_budget
-from .losses import JEPA_TARGETS, LOSSES
-from .oracle import ORACLES
+JEPA_TARGETS = ("paired", "deranged")
+ORACLES = ("all_full", "on_policy")
+DISPATCHES = ("top1", "topk")
 
 
 @dataclass
@@ -55,50 +59,49 @@ class RoutingArguments:
         temperature_schedule_steps: Length of the temperature schedule in optimizer steps; 0 for none.
     """
 
-    lm_weight: float = field(default=LOSSES["lm"].weight, metadata={"help": "weight of the language-model loss"})
-    jepa_weight: float = field(default=LOSSES["jepa"].weight, metadata={"help": "weight of the JEPA loss"})
-    jepa_targets: str = field(default="paired", metadata={"help": f"one of {JEPA_TARGETS}"})
-    util_weight: float = field(default=LOSSES["util"].weight, metadata={"help": "weight of the utility regression"})
-    rank_weight: float = field(default=LOSSES["rank"].weight, metadata={"help": "weight of the pairwise ranking"})
-    budget_weight: float = field(default=LOSSES["budget"].weight, metadata={"help": "weight of the budget loss"})
-    alive_weight: float = field(default=LOSSES["alive"].weight, metadata={"help": "weight of the alive loss"})
-    alive_min: float = field(default=0.05, metadata={"help": "p_min of the alive loss"})
-    cgs_weight: float = field(default=LOSSES["cgs"].weight, metadata={"help": "weight of counterfactual supervision"})
-    z_weight: float = field(default=LOSSES["z"].weight, metadata={"help": "weight of the z-loss"})
-    distill_weight: float = field(default=LOSSES["distill"].weight, metadata={"help": "weight of KL(dense || routed)"})
-    capacity_weight: float = field(default=LOSSES["capacity"].weight, metadata={"help": "weight of the capacity loss"})
-    depth_weight: float = field(default=LOSSES["depth"].weight, metadata={"help": "weight of the active fraction"})
-    similarity_weight: float = field(
-        default=LOSSES["similarity"].weight, metadata={"help": "weight of the labels by similarity"}
-    )
-    predictor_weight: float = field(
-        default=LOSSES["predictor"].weight, metadata={"help": "weight of the causal predictor's loss"}
-    )
-    exit_weight: float = field(default=LOSSES["exit"].weight, metadata={"help": "weight of the early exits' loss"})
-    balance_weight: float = field(default=LOSSES["balance"].weight, metadata={"help": "weight of expert balance"})
-    balance_dispatch: str = field(default="top1", metadata={"help": f"one of {DISPATCHES}"})
-    router_z_weight: float = field(
-        default=LOSSES["router_z"].weight, metadata={"help": "weight of the expert routers' z-loss"}
-    )
+    lm_weight: float = field(default=1.0, metadata={"help": "Weight of the language-model loss."})
+    jepa_weight: float = field(default=1.0, metadata={"help": "Weight of the JEPA loss (JEPA gate only)."})
+    jepa_targets: str = field(default="paired", metadata={"help": "paired, or deranged (an ablation)."})
+    util_weight: float = field(default=1.0, metadata={"help": "Weight of the regression on the oracle's labels."})
+    rank_weight: float = field(default=0.2, metadata={"help": "Weight of the ranking by the oracle's labels."})
+    budget_weight: float = field(default=1.0, metadata={"help": "Weight of the budget loss."})
+    alive_weight: float = field(default=0.5, metadata={"help": "Weight of the alive loss."})
+    alive_min: float = field(default=0.05, metadata={"help": "Mean probability below which the alive loss begins."})
+    cgs_weight: float = field(default=0.0, metadata={"help": "Weight of counterfactual gate supervision."})
+    z_weight: float = field(default=0.0, metadata={"help": "Weight of the z-loss on the scores' scale."})
+    distill_weight: float = field(default=0.0, metadata={"help": "Weight of KL(dense || routed)."})
+    capacity_weight: float = field(default=0.0, metadata={"help": "Weight of Router-Tuning's ReLU(share - budget)."})
+    depth_weight: float = field(default=0.0, metadata={"help": "Weight of the mean active probability (TSA)."})
+    similarity_weight: float = field(default=0.0, metadata={"help": "Weight of the labels by similarity (DLO)."})
+    predictor_weight: float = field(default=1.0, metadata={"help": "Weight of the causal predictor's loss."})
+    exit_weight: float = field(default=0.0, metadata={"help": "Weight of the early exits' loss; for gate exit."})
+    balance_weight: float = field(default=0.0, metadata={"help": "Weight of the base's expert balance (Switch)."})
+    balance_dispatch: str = field(default="top1", metadata={"help": "Fractions that are balanced: top1 or topk."})
+    router_z_weight: float = field(default=0.0, metadata={"help": "Weight of the base's router z-loss."})
     loss_weights: dict[str, float] | str | None = field(
-        default=None, metadata={"help": "weights of rows added to LOSSES, by name"}
+        default=None,
+        metadata={"help": "JSON: weights of rows that were added to LOSSES, by name.", "option": str | None},
     )
-    controller_step: float = field(default=0.01, metadata={"help": "step of the threshold controller"})
-    fused_loss: bool = field(default=True, metadata={"help": "compute the language-model loss without logits"})
-    oracle: str = field(default="none", metadata={"help": f"labels of util and rank: none, or one of {ORACLES}"})
-    oracle_window: int = field(default=8, metadata={"help": "tokens whose loss a label looks at"})
-    oracle_gamma: float = field(default=0.5, metadata={"help": "decay of the window"})
-    oracle_warmup: int = field(default=100, metadata={"help": "first optimizer step with labels"})
-    oracle_interval: int = field(default=5, metadata={"help": "steps between refreshes of the labels"})
-    cgs_warmup: int = field(default=500, metadata={"help": "first step with counterfactual supervision"})
-    cgs_interval: int = field(default=4, metadata={"help": "steps between its refreshes"})
-    budget_start: float = field(default=1.0, metadata={"help": "budget at step 0 of the budget schedule"})
-    budget_schedule_steps: int = field(default=0, metadata={"help": "steps of the budget schedule; 0 for none"})
-    temperature_start: float = field(default=2.0, metadata={"help": "gate temperature at step 0 of its schedule"})
-    temperature_schedule_steps: int = field(default=0, metadata={"help": "steps of the temperature schedule"})
+    controller_step: float = field(default=0.01, metadata={"help": "Step of the threshold controller."})
+    fused_loss: bool = field(default=True, metadata={"help": "Compute the loss without logits where possible."})
+    oracle: str = field(default="none", metadata={"help": "Labels of util and rank: none, all_full or on_policy."})
+    oracle_window: int = field(default=8, metadata={"help": "Tokens whose loss a label looks at."})
+    oracle_gamma: float = field(default=0.5, metadata={"help": "Decay of that window."})
+    oracle_warmup: int = field(default=100, metadata={"help": "First step with labels."})
+    oracle_interval: int = field(default=5, metadata={"help": "Steps between refreshes of the labels."})
+    cgs_warmup: int = field(default=500, metadata={"help": "First step with counterfactual gate supervision."})
+    cgs_interval: int = field(default=4, metadata={"help": "Steps between refreshes of its labels."})
+    budget_start: float = field(default=1.0, metadata={"help": "Budget at step 0 of the budget schedule."})
+    budget_schedule_steps: int = field(default=0, metadata={"help": "Steps of the budget schedule; 0 for none."})
+    temperature_start: float = field(default=2.0, metadata={"help": "Gate temperature at step 0 of its schedule."})
+    temperature_schedule_steps: int = field(
+        default=0, metadata={"help": "Steps of the temperature schedule; 0 for none."}
+    )
 
     def check(self) -> None:
         """Raise `ConfigError` on a value out of range."""
+        from .config_rules import ConfigError, check_budget
+
         check_budget(self.budget_start)
         self.loss_weights = self._read_loss_weights()
         numbers = {f"{name}_weight": weight for name, weight in self.weights().items()}
@@ -122,6 +125,8 @@ class RoutingArguments:
 
     def weights(self) -> dict[str, float]:
         """The weight of every row of `LOSSES`."""
+        from .losses import LOSSES
+
         outside = self.loss_weights if isinstance(self.loss_weights, dict) else {}
         return {
             name: getattr(self, f"{name}_weight") if hasattr(self, f"{name}_weight") else outside.get(name, term.weight)
@@ -129,7 +134,10 @@ class RoutingArguments:
         }
 
     def _read_loss_weights(self) -> dict[str, float] | None:
-        given = self.loss_weights
+        from .config_rules import ConfigError
+        from .losses import LOSSES
+
+        given: Any = self.loss_weights
         if isinstance(given, str):
             try:
                 given = json.loads(given)

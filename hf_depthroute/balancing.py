@@ -25,8 +25,6 @@ from .families import find_decoder, find_family
 from .injection import token_mask_of
 from .moe import RouterTrace, by_groups, count_pairs, real_rows, routers
 
-DISPATCHES = ("top1", "topk")
-
 
 def load_balance(trace: RouterTrace, dispatch: str = "top1") -> torch.Tensor:
     """Switch Transformer, GShard: `E * sum_i f_i P_i`, mean over layers. 1 where `f` and `P` are uniform.

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from . import baselines
+from .arguments import RoutingArguments
 from .averages import cosine, gate_logits, mean_probability, real_tokens, stack, token_mean
 from .balancing import load_balance, router_z
 from .calibration import track_thresholds
@@ -31,7 +32,6 @@ from .trace import RouteTrace
 
 __all__ = ["LOSSES", "LossInputs", "LossTerm", "diagnostics", "mean_probability", "routing_losses", "token_mean"]
 
-JEPA_TARGETS = ("paired", "deranged")
 _RANKED = 256  # positions of a sequence that the rank loss compares with each other
 
 
@@ -192,22 +192,22 @@ def router_z_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 
 LOSSES: dict[str, LossTerm] = {
-    "lm": LossTerm(1.0, lm_loss),
-    "jepa": LossTerm(1.0, jepa_loss),
-    "util": LossTerm(1.0, util_loss),
-    "rank": LossTerm(0.2, rank_loss),
-    "budget": LossTerm(1.0, budget_loss),
-    "alive": LossTerm(0.5, alive_loss),
-    "cgs": LossTerm(0.0, cgs_loss),
-    "z": LossTerm(0.0, z_loss),
-    "distill": LossTerm(0.0, distill_loss),
-    "capacity": LossTerm(0.0, lambda inputs: baselines.capacity(inputs.trace)),
-    "depth": LossTerm(0.0, lambda inputs: baselines.depth(inputs.trace)),
-    "similarity": LossTerm(0.0, lambda inputs: baselines.similarity(inputs.trace)),
-    "predictor": LossTerm(1.0, lambda inputs: baselines.predictor(inputs.trace)),
-    "exit": LossTerm(0.0, exit_loss),
-    "balance": LossTerm(0.0, balance_loss),
-    "router_z": LossTerm(0.0, router_z_loss),
+    "lm": LossTerm(RoutingArguments.lm_weight, lm_loss),
+    "jepa": LossTerm(RoutingArguments.jepa_weight, jepa_loss),
+    "util": LossTerm(RoutingArguments.util_weight, util_loss),
+    "rank": LossTerm(RoutingArguments.rank_weight, rank_loss),
+    "budget": LossTerm(RoutingArguments.budget_weight, budget_loss),
+    "alive": LossTerm(RoutingArguments.alive_weight, alive_loss),
+    "cgs": LossTerm(RoutingArguments.cgs_weight, cgs_loss),
+    "z": LossTerm(RoutingArguments.z_weight, z_loss),
+    "distill": LossTerm(RoutingArguments.distill_weight, distill_loss),
+    "capacity": LossTerm(RoutingArguments.capacity_weight, lambda inputs: baselines.capacity(inputs.trace)),
+    "depth": LossTerm(RoutingArguments.depth_weight, lambda inputs: baselines.depth(inputs.trace)),
+    "similarity": LossTerm(RoutingArguments.similarity_weight, lambda inputs: baselines.similarity(inputs.trace)),
+    "predictor": LossTerm(RoutingArguments.predictor_weight, lambda inputs: baselines.predictor(inputs.trace)),
+    "exit": LossTerm(RoutingArguments.exit_weight, exit_loss),
+    "balance": LossTerm(RoutingArguments.balance_weight, balance_loss),
+    "router_z": LossTerm(RoutingArguments.router_z_weight, router_z_loss),
 }
 
 

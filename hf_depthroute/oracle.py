@@ -28,9 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .arguments import ORACLES
 from .forks import Prefix, observe_prefix, run_forks, token_losses
-
-ORACLES = ("all_full", "on_policy")
 
 
 @dataclass(frozen=True)
