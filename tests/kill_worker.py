@@ -1,12 +1,13 @@
 """Saves and trains in forked children that are killed with signal 9, and says what was left; for test_kill.py.
 
-    python kill_worker.py saves|renames|writers|checkpoints FOLDER ROUNDS
+    python kill_worker.py saves|renames|writers|checkpoints|overwrites FOLDER ROUNDS
 
 Prints one JSON object.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -76,18 +77,25 @@ def saves(folder: Path, rounds: int) -> dict[str, int]:
     return dict(found)
 
 
-def dying(model: PeftModel, folder: Path, call: str, at: int) -> None:
-    """Save, and die at the call number `at` of `os.<call>`."""
+def dies(call: str, at: int, folder: Path | None = None) -> None:
+    """Let the call number `at` of `os.<call>` kill the process; given a folder, of those with a target in it."""
     real, count = getattr(os, call), 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
+        if folder is not None and Path(args[-1]).parent != folder:
+            return real(*args, **kwargs)
         if count == at:
             os.kill(os.getpid(), signal.SIGKILL)
         count += 1
         return real(*args, **kwargs)
 
     setattr(os, call, counted)
+
+
+def dying(model: PeftModel, folder: Path, call: str, at: int) -> None:
+    """Save, and die at the call number `at` of `os.<call>`."""
+    dies(call, at)
     model.save_pretrained(folder)
 
 
@@ -163,6 +171,54 @@ def checkpoints(folder: Path, rounds: int) -> dict[str, Any]:
         same = all(torch.equal(value, state[name]) for name, value in expected.items())
         found["equal at the end" if same else "different at the end"] += 1
     return dict(found)
+
+
+def overwrites(folder: Path, rounds: int) -> dict[str, Any]:
+    """Die at every rename of `train --overwrite`, in a folder that holds more than the adapter."""
+    from text_models import save_base, write_text
+
+    from hf_depthroute.cli import main
+
+    base, text, out = save_base(folder / "base"), write_text(folder / "text.txt"), folder / "out"
+
+    def command(*words: object) -> int:
+        try:
+            main([str(word) for word in words])
+        except SystemExit as ended:
+            return int(ended.code or 0)
+
+    def train(seed: int, at: int | None = None) -> int:
+        def run() -> None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            if at is not None:
+                dies("replace", at, out)
+            arguments = ("--model", base, "--dataset", text, "--out", out, "--overwrite", "--seed", seed)
+            assert command("train", *arguments, "--steps", 1, "--batch-size", 1, "--length", 16) == 0
+
+        return os.waitstatus_to_exitcode(os.waitpid(child(run), 0)[1])
+
+    def weights() -> bytes:
+        return (out / "adapter_model.safetensors").read_bytes()
+
+    names = {}
+    for seed in (2, 1):
+        train(seed)
+        names[weights()] = f"seed {seed}"
+    (out / ".git").mkdir()
+    (out / ".git" / "config").write_text("[core]")
+    before = {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()}
+    found: dict[str, Any] = {}
+    for at in range(rounds):
+        for name, content in before.items():
+            (out / name).write_bytes(content)
+        ended = train(2, at)
+        with contextlib.redirect_stdout(sys.stderr):
+            doctor = command("doctor", out)
+        found[str(at)] = [names.get(weights(), "another"), doctor, (out / ".git" / "config").read_text()]
+        if ended != -signal.SIGKILL:
+            found["ended"] = ended
+            break
+    return found
 
 
 if __name__ == "__main__":

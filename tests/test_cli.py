@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from text_models import save_base, word_tokenizer, write_text
 
 from hf_depthroute import __version__
 from hf_depthroute.cli import errors, main
-from hf_depthroute.cli.output import staged
+from hf_depthroute.cli.output import made
 
 REPOSITORY = Path(__file__).parent.parent
 PROMPT = ("--prompt", "the", "--max-new-tokens", 4)
@@ -434,12 +435,46 @@ def test_an_existing_folder_is_kept_without_overwrite(run: Run, train_arguments:
     assert (tmp_path / "out" / "notes").read_text() == "mine"
 
 
-def test_overwrite_replaces_an_adapter_whole(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
+def test_overwrite_replaces_the_files_of_an_adapter_and_no_others(
+    run: Run, train_arguments: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that a person works in, as `--out .`"""
     assert run(*train_arguments).code == 0
-    (tmp_path / "out" / "left-over").touch()
-    assert run(*train_arguments, "--overwrite").code == 0
-    assert not (tmp_path / "out" / "left-over").exists()
+    out = tmp_path / "out"
+    own = {".git/config": "[core]", "text.txt": "the cat sat", "data/rows.jsonl": "{}", "runs/run-1/events": "x"}
+    for name, content in own.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(content)
+    weights = (out / "adapter_model.safetensors").read_bytes()
+    monkeypatch.chdir(out)
+    ended = run(*train_arguments, "--out", ".", "--overwrite", "--seed", 3)
+    assert ended.code == 0, ended.err
+    assert {name: (out / name).read_text() for name in own} == own
+    assert (out / "adapter_model.safetensors").read_bytes() != weights
+    assert json.loads((out / "training.json").read_text())["arguments"]["seed"] == 3
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert run("doctor", ".").code == 0
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["generate", *PROMPT, "--adapter"]], ids=["doctor", "generate"])
+def test_an_adapter_that_a_killed_overwriting_hid_is_put_back(
+    command: list[object], run: Run, train_arguments: list[object], adapter: Path, tmp_path: Path
+) -> None:
+    """Earlier versions renamed the old folder before they renamed the new one."""
+    before = {path.name: path.read_bytes() for path in adapter.iterdir()}
+    hidden = adapter.with_name(".adapter.previous-4711")
+    adapter.rename(hidden)
+    ended = run(*command, adapter)
+    assert ended.code == 0
+    assert "was left as .adapter.previous-4711 by a run that was killed; put back" in ended.err
+    assert {path.name: path.read_bytes() for path in adapter.iterdir()} == before
+    adapter.rename(hidden)
+    assert "pass --overwrite" in run(*train_arguments, "--out", adapter).err
+    adapter.rename(hidden)
+    shutil.copytree(hidden, adapter.with_name(".adapter.previous-4712"))
+    ended = run("doctor", adapter)
+    assert ended.code == errors.ADAPTER
+    assert ".adapter.previous-4711, .adapter.previous-4712" in ended.error
 
 
 @pytest.mark.parametrize(
@@ -491,16 +526,16 @@ def test_a_full_disk_names_the_path_and_the_size(
     assert re.search(rf"{tmp_path / 'out'}: disk full; the adapter needs about [\d,]+ bytes", ended.error)
 
 
-def test_a_staged_folder_takes_its_place_only_when_whole(tmp_path: Path) -> None:
+def test_a_folder_that_stays_empty_is_removed_when_the_work_fails(tmp_path: Path) -> None:
     out = tmp_path / "a" / "b" / "out"
-    with pytest.raises(ZeroDivisionError), staged(out) as folder:
-        (folder / "half").touch()
+    with pytest.raises(ZeroDivisionError), made(out):
+        assert out.is_dir()
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
-    with staged(out) as folder:
-        (folder / "whole").touch()
-        assert not out.exists()
-    assert [path.name for path in out.iterdir()] == ["whole"]
+    with pytest.raises(ZeroDivisionError), made(out):
+        (out / "checkpoint").touch()
+        raise ZeroDivisionError
+    assert [path.name for path in out.iterdir()] == ["checkpoint"]
 
 
 def test_a_killed_training_leaves_no_adapter(train_arguments: list[object], tmp_path: Path) -> None:
@@ -526,7 +561,7 @@ def test_a_killed_training_leaves_no_adapter(train_arguments: list[object], tmp_
     assert "Traceback" not in interrupted.out + interrupted.err
     assert not (tmp_path / "SIGINT").exists()
     assert killed.code == -signal.SIGKILL
-    assert not (tmp_path / "SIGKILL" / "out").exists()
+    assert list((tmp_path / "SIGKILL" / "out").iterdir()) == []
 
 
 # Adapters that do not fit: exit code 4

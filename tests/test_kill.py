@@ -64,6 +64,14 @@ def test_a_killed_run_resumes_to_the_end_of_an_uninterrupted_one(tmp_path: Path)
     assert found["equal at the end"] >= 1
 
 
+def test_training_over_an_adapter_that_dies_at_any_rename_leaves_one_of_them_and_all_else(tmp_path: Path) -> None:
+    found = worker("overwrites", tmp_path, 30)
+    assert found.pop("ended") == 0
+    assert len(found) > 6  # the adapter, the card, the tokenizer and the record
+    assert {name for name, _, _ in found.values()} == {"seed 1", "seed 2"}
+    assert {(doctor, kept) for _, doctor, kept in found.values()} == {(0, "[core]")}
+
+
 # In one process -----------------------------------------------------------------------------------------------------
 
 

@@ -197,11 +197,12 @@ def routed_name(model: Any) -> str | None:
 
 def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
     """The evaluation at the end of `hf-depthroute train`, in the form of `eval --json`."""
-    arguments = record.get("arguments") or {}
+    arguments, held_out = record.get("arguments") or {}, record.get("held_out_blocks")
+    split = f"{arguments.get('split')}, {held_out} blocks held out" if held_out else None
     return {
         "dataset": arguments.get("eval_dataset") or arguments.get("dataset"),
         "dataset_name": None if arguments.get("eval_dataset") else arguments.get("dataset_name"),
-        "split": arguments.get("validation_split") or "train",
+        "split": split or arguments.get("validation_split") or "train",
         "length": arguments.get("length"),
         "rows": record["evaluation"],
     }

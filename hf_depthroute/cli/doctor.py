@@ -8,6 +8,7 @@ from ..shown import say
 from . import options as o
 from .adapter import Adapter, OldAdapter
 from .errors import ADAPTER, CliError
+from .output import restore_hidden
 
 
 def doctor(
@@ -28,13 +29,17 @@ def doctor(
     loading.quiet(debug)
     from ..adapter_file import CONFIG_NAME, WEIGHTS_NAME
     from ..doctor import examine
+    from ..saving import settle
 
     folder = Path(adapter)
+    restore_hidden(folder)
     if not folder.is_dir():
         import huggingface_hub
 
         with loading.explained(f"adapter {adapter}", adapter, code=ADAPTER):
             folder = Path(huggingface_hub.snapshot_download(adapter, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
+    else:
+        settle(folder)  # a save that was killed, as loading does
     fault = None
     for finding in examine(folder):
         say(f"{finding.state:5}  {finding.text}")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .. import tuner as tuner
 from ..shown import shown
 from .errors import ADAPTER, USAGE, CliError
+from .output import restore_hidden
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,7 @@ def load_adapter_config(adapter: str) -> DepthRouteConfig:
     from ..config import DepthRouteConfig
 
     folder = Path(adapter)
+    restore_hidden(folder)
     if folder.is_dir():
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             if not (folder / name).is_file():
@@ -105,14 +107,14 @@ def load_adapter_config(adapter: str) -> DepthRouteConfig:
     return config
 
 
-def load_adapter(base: Any, adapter: str, allow_base_mismatch: bool = False) -> PeftModel:
+def load_adapter(base: Any, adapter: str, allow_base_mismatch: bool = False, is_trainable: bool = False) -> PeftModel:
     """`base` with the adapter on it, in eval mode."""
     import peft
 
     from ..base_fingerprint import allow_base_mismatch as allowed
 
     with explained(f"adapter {adapter}", adapter, code=ADAPTER), allowed() if allow_base_mismatch else nullcontext():
-        return peft.PeftModel.from_pretrained(base, adapter).eval()
+        return peft.PeftModel.from_pretrained(base, adapter, is_trainable=is_trainable).eval()
 
 
 def base_of(adapter: str, config: DepthRouteConfig, model: str | None) -> str:

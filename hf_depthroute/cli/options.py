@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -62,13 +64,45 @@ def _as_option(path: Path, key: str, value: Any, flag: bool) -> Any:
     return str(value)
 
 
+def options_of(*classes: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for every field of some dataclasses, which it takes as `**fields`.
+
+    Name, type and default are the field's, and its metadata holds the help. `"flag": True` there makes a boolean that
+    is False by default an option without its negation.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind != p.VAR_KEYWORD]
+        added = []
+        for owner in classes:
+            types = get_type_hints(owner)
+            for field in fields(owner):
+                assert field.default is not MISSING
+                words = [f"--{field.name.replace('_', '-')}"] if field.metadata.get("flag") else []
+                kind: Any = types[field.name]
+                option = Annotated[kind, typer.Option(*words, help=field.metadata["help"])]
+                added.append(
+                    inspect.Parameter(field.name, own[0].KEYWORD_ONLY, default=field.default, annotation=option)
+                )
+        parameters = [*(p.replace(kind=p.KEYWORD_ONLY) for p in own), *added]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def given(context: typer.Context) -> set[str]:
+    """Names of the options that the command line or the YAML file sets."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+
+
 def command_words(context: typer.Context, leave_out: Sequence[str] = ()) -> list[str]:
     """The command line that repeats this call without its YAML file: every option that is not at its default."""
-    words = ["hf-depthroute", str(context.info_name)]
+    words, set_here = ["hf-depthroute", str(context.info_name)], given(context)
     for parameter in context.command.params:
         name, value = parameter.name or "", context.params.get(parameter.name or "")
-        source = context.get_parameter_source(name)
-        if name in (*_NOT_IN_YAML, *leave_out) or source is None or source.name == "DEFAULT" or value is None:
+        if name in (*_NOT_IN_YAML, *leave_out) or name not in set_here or value is None:
             continue
         if getattr(parameter, "is_flag", False):
             words.append((parameter.opts if value else parameter.secondary_opts or parameter.opts)[0])

@@ -3,65 +3,101 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
+import re
 import shutil
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import CliError
+from .errors import ADAPTER, RESOURCES, CliError
+
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+_LOGS = "runs"  # TensorBoard's; every run adds a file of its own
 
 
-def check_out(out: Path, overwrite: bool) -> Path:
+def check_out(out: Path, overwrite: bool, resume: bool = False) -> Path:
     """The absolute output folder, if it may be written.
 
+    Overwriting replaces the files of the adapter that is there; everything else in the folder stays.
+
     Raises:
-        CliError: It is a file; it is not empty and `overwrite` is not given; or it holds something else than an
-            adapter, which is never replaced.
+        CliError: It is a file; it holds checkpoints and `resume` is not given; it is not empty and `overwrite` is not
+            given; or it holds something else than an adapter.
     """
     resolved = out.expanduser().resolve()
     if resolved.is_file():
         raise CliError(f"--out {out}: is a file; name a folder")
-    if resolved.is_dir() and any(resolved.iterdir()):
+    restore_hidden(resolved)
+    held = sorted(entry.name for entry in resolved.iterdir()) if resolved.is_dir() else []
+    checkpoints = [name for name in held if _CHECKPOINT.fullmatch(name)]
+    if checkpoints and not resume:
+        raise CliError(
+            f"--out {out}: holds {checkpoints[0]} of a run that did not end; pass --resume to go on with it, or remove "
+            "its checkpoints"
+        )
+    if not checkpoints and any(name != _LOGS for name in held):
         if not overwrite:
             raise CliError(f"--out {out}: already exists and is not empty; pass --overwrite or name another folder")
-        if not (resolved / "adapter_config.json").is_file():
+        if "adapter_config.json" not in held:
             raise CliError(f"--out {out}: holds files but no adapter; --overwrite replaces adapters only")
-    parent = next(folder for folder in resolved.parents if folder.exists())
+    parent = next(folder for folder in (resolved, *resolved.parents) if folder.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
         raise CliError(f"--out {out}: no permission to write in {parent}")
     return resolved
 
 
-@contextlib.contextmanager
-def staged(out: Path) -> Iterator[Path]:
-    """A folder next to `out` to write into; it becomes `out` when the block ends, and vanishes when the block fails.
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse a folder in which `needed` bytes cannot be written, before hours are spent on them.
 
-    A `kill -9` leaves the staging folder behind (its name starts with a dot and says "partial"), never half an `out`.
+    Raises:
+        CliError: With code 5: there is less space, or no file can be made there.
     """
-    made = [folder for folder in (out.parent, *out.parent.parents) if not folder.exists()]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    previous = out.with_name(f".{out.name}.previous-{os.getpid()}")
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CliError(f"--out {folder}: needs about {needed:,} bytes and only {free:,} are free there", RESOURCES)
     try:
-        staging.mkdir()
-        yield staging
-        if out.exists():
-            out.rename(previous)
-        try:
-            staging.rename(out)
-        except OSError:
-            if previous.exists():
-                previous.rename(out)
-            raise
-        shutil.rmtree(previous, ignore_errors=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise CliError(f"--out {folder}: no file can be made there: {error.strerror}", RESOURCES) from error
+
+
+@contextlib.contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """Make a folder and those above it; of these, what is empty is removed again when the block fails."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        for folder in made:
+        for path in missing:
             with contextlib.suppress(OSError):
-                folder.rmdir()
+                path.rmdir()
         raise
+
+
+def restore_hidden(folder: Path) -> None:
+    """Put back an adapter that is not in its place: earlier versions renamed it while they replaced it.
+
+    One that was killed between its two renames left `.NAME.previous-PID` beside the folder.
+
+    Raises:
+        CliError: There are several, and it is not known which one to take.
+    """
+    pattern = f".{glob.escape(folder.name)}.previous-*"
+    if folder.exists() or not folder.name or not folder.parent.is_dir():
+        return
+    hidden = [path for path in sorted(folder.parent.glob(pattern)) if (path / "adapter_config.json").is_file()]
+    if len(hidden) > 1:
+        names = ", ".join(path.name for path in hidden)
+        raise CliError(f"{folder}: is not there, but {names} beside it are adapters; rename one of them", ADAPTER)
+    if hidden:
+        hidden[0].rename(folder)
+        print(f"note: {folder} was left as {hidden[0].name} by a run that was killed; put back", file=sys.stderr)
 
 
 def write_json(path: Path, content: Any) -> None:

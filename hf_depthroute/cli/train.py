@@ -5,23 +5,29 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..arguments import RoutingArguments
 from ..shown import say
 from . import options as o
-from .errors import OTHER, RESOURCES, CliError
-from .output import check_out, staged, write_json
+from .adapter_options import AdapterOptions
+from .errors import RESOURCES, CliError
+from .output import check_out, check_space, made, write_json
 
 
+@o.options_of(AdapterOptions, RoutingArguments)
 def train(
     context: typer.Context,
-    model: o.Model,
     dataset: o.Dataset,
-    out: Annotated[Path, typer.Option(help="Folder for the adapter; made when training is done.")],
+    out: Annotated[Path, typer.Option(help="Folder for the adapter; its files are made when training is done.")],
+    model: Annotated[
+        str | None, typer.Option(help="Hub id or folder of the base model; with --adapter, its own.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="Go on training this adapter instead of a new one.")] = None,
     config: o.ConfigFile = None,
     dataset_name: o.DatasetName = None,
     split: Annotated[str, typer.Option(help="Split to train on.")] = "train",
@@ -29,45 +35,11 @@ def train(
     streaming: o.Streaming = False,
     validation_split: Annotated[str | None, typer.Option(help="Split to evaluate on at the end.")] = None,
     eval_dataset: Annotated[str | None, typer.Option(help="Dataset to evaluate on at the end.")] = None,
-    validation_blocks: Annotated[int, typer.Option(min=1, help="Blocks to evaluate on.")] = 64,
-    layers: Annotated[str | None, typer.Option(help="last:N, every:N, all or 2,3,5. Default: the last third.")] = None,
-    target: Annotated[str, typer.Option(help="ffn, attention, block or experts.")] = "ffn",
-    granularity: Annotated[str, typer.Option(help="token or sequence.")] = "token",
-    gate: Annotated[str, typer.Option(help="mlp, jepa, linear, halting, random, exit or none.")] = "mlp",
-    gate_input: Annotated[str, typer.Option(help="normed or residual.")] = "normed",
-    gate_hidden: Annotated[int | None, typer.Option(help="Hidden width of the MLP gate. Default: d/4.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Gate temperature tau. Default: 2, or 1.")] = None,
-    branch: Annotated[str, typer.Option(help="lowrank or none.")] = "lowrank",
-    branch_rank: Annotated[int | None, typer.Option(help="Rank of the cheap branch. Default: d/8.")] = None,
-    budget: Annotated[float, typer.Option(help="Fraction of tokens that run in full, in (0, 1].")] = 0.5,
-    budget_scope: Annotated[str, typer.Option(help="layer, or global (the mean over layers holds it).")] = "layer",
-    selection: Annotated[
-        str | None, typer.Option(help="Training rule: topk, threshold, soft, gumbel or controller.")
-    ] = None,
-    threshold: Annotated[float | None, typer.Option(help="A fixed score threshold instead of a budget's.")] = None,
-    scale_by_gate: Annotated[bool, typer.Option("--scale-by-gate", help="Multiply the full update by p.")] = False,
-    causal_rule: Annotated[str, typer.Option(help="Inference rule: quantile or predictor.")] = "quantile",
-    expert_gates: Annotated[str, typer.Option(help="Target experts: per_expert or per_layer.")] = "per_expert",
-    jepa_weight: Annotated[float, typer.Option(help="Weight of the JEPA loss (JEPA gate only).")] = 1.0,
-    budget_weight: Annotated[float, typer.Option(help="Weight of the budget loss.")] = 1.0,
-    alive_weight: Annotated[float, typer.Option(help="Weight of the alive loss.")] = 0.5,
-    oracle: Annotated[str, typer.Option(help="Labels of util and rank: none, all_full or on_policy.")] = "none",
-    util_weight: Annotated[float, typer.Option(help="Weight of the regression on the oracle's labels.")] = 1.0,
-    rank_weight: Annotated[float, typer.Option(help="Weight of the ranking by the oracle's labels.")] = 0.2,
-    oracle_warmup: Annotated[int, typer.Option(help="First step with labels.")] = 100,
-    oracle_interval: Annotated[int, typer.Option(help="Steps between refreshes of the labels.")] = 5,
-    cgs_weight: Annotated[float, typer.Option(help="Weight of counterfactual gate supervision.")] = 0.0,
-    cgs_warmup: Annotated[int, typer.Option(help="First step with counterfactual gate supervision.")] = 500,
-    z_weight: Annotated[float, typer.Option(help="Weight of the z-loss on the scores' scale.")] = 0.0,
-    distill_weight: Annotated[float, typer.Option(help="Weight of KL(dense || routed).")] = 0.0,
-    capacity_weight: Annotated[float, typer.Option(help="Weight of Router-Tuning's ReLU(share - budget).")] = 0.0,
-    depth_weight: Annotated[float, typer.Option(help="Weight of the mean active probability (TSA).")] = 0.0,
-    similarity_weight: Annotated[float, typer.Option(help="Weight of the labels by similarity (DLO).")] = 0.0,
-    predictor_weight: Annotated[float, typer.Option(help="Weight of the causal predictor's loss.")] = 1.0,
-    controller_step: Annotated[float, typer.Option(help="Step of the threshold controller.")] = 0.01,
-    balance_weight: Annotated[float, typer.Option(help="Weight of the base's expert balance (Switch).")] = 0.0,
-    router_z_weight: Annotated[float, typer.Option(help="Weight of the base's router z-loss.")] = 0.0,
-    jepa_targets: Annotated[str, typer.Option(help="paired, or deranged (an ablation).")] = "paired",
+    validation_blocks: Annotated[int, typer.Option(min=1, help="Blocks to evaluate on, at most.")] = 64,
+    hold_out: Annotated[
+        float,
+        typer.Option(min=0.0, max=0.9, help="Share of the text to evaluate on where neither is given; 0 for none."),
+    ] = 0.05,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1000,
     batch_size: o.BatchSize = 8,
     accumulate: Annotated[int, typer.Option(min=1, help="Batches per optimizer step.")] = 1,
@@ -78,172 +50,133 @@ def train(
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 (frozen base and autocast).")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of the adapter and of the data order.")] = 0,
     logging_steps: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 50,
-    report_to: Annotated[str, typer.Option(help="none, or integrations of the Trainer such as tensorboard.")] = "none",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the adapter in --out.")] = False,
+    report_to: Annotated[
+        str, typer.Option(help="none, or integrations of the Trainer, comma-separated, such as tensorboard or trackio.")
+    ] = "none",
+    save_steps: Annotated[
+        int, typer.Option(min=0, help="Steps between checkpoints in --out, for --resume; 0 for none.")
+    ] = 500,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last whole checkpoint in --out, with the same options.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the adapter in --out; other files there stay.")
+    ] = False,
     debug: o.Debug = False,
+    **options: Any,
 ) -> None:
     """Train a routed adapter and calibrate it.
 
-    Writes the adapter, the tokenizer and training.json to --out, all at once at the end: an error or Ctrl-C leaves
-    nothing behind.
+    Writes the adapter, the tokenizer and training.json to --out, all at once at the end. What an error or Ctrl-C leaves
+    behind are whole checkpoints, for --resume; they are removed when the adapter has been saved.
 
     \b
     Example:
       hf-depthroute train --model Qwen/Qwen2.5-0.5B --dataset python-stdlib --layers last:12 --budget 0.5 \\
         --steps 500 --validation-split validation --out routed
     """
-    out = check_out(out, overwrite)
+    out = check_out(out, overwrite, resume)
     from . import loading
 
     loading.quiet(debug)
     import torch
     import transformers
 
-    from ..calibration import calibrate, thresholds
+    from ..calibration import active_routings, calibrate, thresholds
     from ..card.record import remember_training
-    from ..config import DepthRouteConfig
-    from ..data import load_text, pack
     from ..evaluation import evaluate_budgets
     from ..resources import disk_full
+    from ..saving import staged_save
     from ..trainer import DepthRouteTrainer, DepthRouteTrainingArguments
     from ..tuner import get_depth_routed_model
     from ..versions import versions
+    from . import training as t
 
     # Everything that can be refused is refused before the weights are loaded.
-    adapter_config = DepthRouteConfig(
-        layers=o.parse_layers(layers),
-        target=target,
-        granularity=granularity,
-        gate=gate,
-        gate_input=gate_input,
-        gate_hidden=gate_hidden,
-        gate_temperature=temperature,
-        branch=branch,
-        branch_rank=branch_rank,
-        budget=budget,
-        budget_scope=budget_scope,
-        selection=selection,
-        threshold=threshold,
-        scale_by_gate=scale_by_gate,
-        causal_rule=causal_rule,
-        expert_gates=expert_gates,
-        seed=seed,
-    )
+    adapter_config = t.new_or_saved_config(context.params, o.given(context))
     loading.check_dtype(dtype, ("float32", "bfloat16"))
     if not 0 < lr < float("inf"):
         raise CliError(f"--lr {lr}: must be a finite number above 0")
-    training: dict[str, Any] = {
-        "learning_rate": lr,
-        "jepa_weight": jepa_weight,
-        "budget_weight": budget_weight,
-        "alive_weight": alive_weight,
-        "oracle": oracle,
-        "util_weight": util_weight,
-        "rank_weight": rank_weight,
-        "oracle_warmup": oracle_warmup,
-        "oracle_interval": oracle_interval,
-        "cgs_weight": cgs_weight,
-        "cgs_warmup": cgs_warmup,
-        "z_weight": z_weight,
-        "distill_weight": distill_weight,
-        "capacity_weight": capacity_weight,
-        "depth_weight": depth_weight,
-        "similarity_weight": similarity_weight,
-        "predictor_weight": predictor_weight,
-        "controller_step": controller_step,
-        "balance_weight": balance_weight,
-        "router_z_weight": router_z_weight,
-        "jepa_targets": jepa_targets,
-        "max_steps": steps,
-        "warmup_steps": steps // 20 if warmup_steps is None else warmup_steps,
-        "per_device_train_batch_size": batch_size,
-        "gradient_accumulation_steps": accumulate,
-        "seed": seed,
-        "bf16": dtype == "bfloat16",
-        "use_cpu": not torch.cuda.is_available(),
-        "logging_steps": logging_steps,
-        "report_to": [name.strip() for name in report_to.split(",")],
-        "save_strategy": "no",
-    }
+    checkpoints = 0 < save_steps < steps
     with _reported("training arguments"):
-        checked = DepthRouteTrainingArguments(output_dir=str(out), **training)
-        for integration in transformers.integrations.get_reporting_integration_callbacks(checked.report_to):
+        arguments = DepthRouteTrainingArguments(
+            output_dir=str(out),
+            learning_rate=lr,
+            max_steps=steps,
+            warmup_steps=steps // 20 if warmup_steps is None else warmup_steps,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=accumulate,
+            seed=seed,
+            bf16=dtype == "bfloat16",
+            use_cpu=not torch.cuda.is_available(),
+            logging_steps=logging_steps,
+            report_to=[name.strip() for name in report_to.split(",")],
+            save_strategy="steps" if checkpoints else "no",
+            save_steps=max(1, save_steps),
+            save_total_limit=2,
+            **{field.name: options[field.name] for field in fields(RoutingArguments)},
+        )
+        for integration in transformers.integrations.get_reporting_integration_callbacks(arguments.report_to):
             integration()  # says whether its package is installed
-    base_config = loading.load_config(model)
+    base_name = loading.base_of(adapter or "", adapter_config, model)
+    base_config = loading.load_config(base_name)
     adapter_config.routed_layers(base_config.num_hidden_layers)
     loading.check_length(length, base_config)
-    text = load_text(dataset, split=split, name=dataset_name, column=column, streaming=streaming, verbose=debug)
-    validation_text = None
-    if validation_split or eval_dataset:
-        validation_text = load_text(
-            eval_dataset or dataset,
-            split=validation_split or "train",
-            name=None if eval_dataset else dataset_name,
-            column=column,
-            streaming=streaming,
-            verbose=debug,
-        )
-    tokenizer = loading.load_tokenizer(model, base_config)
-    packed = pack(text, tokenizer, length, verbose=debug)
-    validation = None
-    if validation_text is not None:
-        packed_validation = pack(validation_text, tokenizer, length, verbose=debug)
-        validation = loading.to_batches(packed_validation, batch_size, validation_blocks)
+    tokenizer = loading.load_tokenizer(base_name, base_config)
+    packed, validation, held_out = t.packed_blocks(context.params, tokenizer)
 
     started = time.time()
     transformers.set_seed(seed)
-    routed = get_depth_routed_model(loading.load_model(model, dtype), adapter_config)
-    with staged(out) as staging:
+    base = loading.load_model(base_name, dtype)
+    if adapter is None:
+        routed = get_depth_routed_model(base, adapter_config)
+    else:
+        routed = loading.load_adapter(base, adapter, is_trainable=True)
+    adapter_config = active_routings(routed)[0].active_config()
+    checkpoint = t.checkpoint_to_resume(out, adapter_config) if resume else None
+    t.say_what_it_costs(routed, length)
+    with made(out):
+        check_space(out, t.bytes_needed(routed, tokenizer, checkpoints))
         with _reported("training arguments"):
             trainer = DepthRouteTrainer(
                 model=routed,
-                args=DepthRouteTrainingArguments(output_dir=str(staging), **training),
+                args=arguments,
                 train_dataset=packed,
                 data_collator=transformers.default_data_collator,
             )
-        trainer.train()
-        _check_finite(routed)
+        trainer.train(None if checkpoint is None else str(checkpoint))
+        t.check_finite(routed)
         full_ratio = {}
         if adapter_config.takes_budget():
             full_ratio = calibrate(routed, loading.to_batches(packed, batch_size, calibration_blocks))
-        rows = [] if validation is None else evaluate_budgets(routed, validation, None, [budget])
+        rows = [] if validation is None else evaluate_budgets(routed, validation, None, [adapter_config.budget])
         record = {
-            "command": o.command_words(context, leave_out=("out", "overwrite")),
-            "arguments": {name: _plain(value) for name, value in context.params.items()},
+            "command": o.command_words(context, leave_out=("out", "overwrite", "resume")),
+            "arguments": {name: _plain(value) for name, value in context.params.items()} | {"model": base_name},
             "seconds": round(time.time() - started, 1),
             "trainable_parameters": sum(p.numel() for p in routed.parameters() if p.requires_grad),
             "calibrated_full_ratio": {str(index): ratio for index, ratio in full_ratio.items()},
             "thresholds": {str(index): value for index, value in thresholds(routed).items()},
+            "held_out_blocks": held_out,
             "evaluation": [asdict(row) for row in rows],
             "log_history": trainer.state.log_history,
             "versions": versions(),
         }
         remember_training(routed, record)
         try:
-            routed.save_pretrained(str(staging))
-            tokenizer.save_pretrained(staging)
-            record["weights_hash"] = loading.load_adapter_config(str(staging)).weights_hash
-            write_json(staging / "training.json", record)
+            with staged_save(out) as stage:
+                routed.save_pretrained(str(stage))
+                tokenizer.save_pretrained(stage)
+                record["weights_hash"] = loading.load_adapter_config(str(stage)).weights_hash
+                write_json(stage / "training.json", record)
         except Exception as error:
             if not disk_full(error):
                 raise
-            size = sum(p.numel() * p.element_size() for p in routed.parameters() if p.requires_grad)
-            raise CliError(f"{out}: disk full; the adapter needs about {size + 2**20:,} bytes", RESOURCES) from error
-
-    if rows:
-        dense, routed_row = rows[0], rows[-1]
-        gap = "" if routed_row.gap is None else f", threshold - top-k {routed_row.gap:+.4f}"
-        say(
-            f"validation loss: dense {dense.loss:.4f}, routed {routed_row.loss:.4f} "
-            f"({routed_row.full_ratio:.1%} of the tokens run full){gap}"
-        )
+            size = t.bytes_needed(routed, tokenizer, checkpoints=False)
+            raise CliError(f"{out}: disk full; the adapter needs about {size:,} bytes", RESOURCES) from error
+        t.remove_checkpoints(out)
+    t.say_results(rows)
     say(f"saved {out} in {record['seconds']} s")
-
-
-def _check_finite(model: Any) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not parameter.isfinite().all():
-            raise CliError(f"training diverged: {name} is not finite, nothing was saved; lower --lr", OTHER)
 
 
 @contextlib.contextmanager

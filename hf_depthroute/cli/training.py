@@ -1,0 +1,157 @@
+"""The steps of `train` before and after the training itself: text, the adapter to train, what it may cost."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..calibration import active_routings
+from ..checkpoints import checkpoints_in, last_complete
+from ..config import DepthRouteConfig
+from ..cost import route_cost
+from ..data import load_text, pack
+from . import loading
+from .adapter_options import AdapterOptions, config_fields
+from .errors import OTHER, CliError
+
+if TYPE_CHECKING:
+    from ..evaluation import BudgetRow
+
+# Not part of what an adapter computes: where it comes from, and what a save writes.
+_NOT_COMPARED = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "base_architecture")
+
+
+def new_or_saved_config(options: dict[str, Any], given: set[str]) -> DepthRouteConfig:
+    """The configuration that the options describe, or that of the adapter that `--adapter` names.
+
+    Raises:
+        CliError: Options of a new adapter beside `--adapter`, or an adapter that cannot be read.
+        ConfigError: An option is out of range.
+    """
+    adapter = options["adapter"]
+    if adapter is None:
+        if options["model"] is None:
+            raise CliError("Missing option '--model' (see hf-depthroute train --help)")
+        return DepthRouteConfig(**config_fields(options), seed=options["seed"])
+    fixed = sorted(given & set(AdapterOptions.__dataclass_fields__))
+    if fixed:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in fixed)
+        raise CliError(f"{names}: defines a new adapter; with --adapter it is what {adapter} says")
+    return loading.load_adapter_config(adapter)
+
+
+def read_text(options: dict[str, Any], validation: bool) -> Any:
+    """The text to train on; or the text to evaluate on, None where no option names one."""
+    split, other = options["validation_split"], options["eval_dataset"]
+    if validation and not (split or other):
+        return None
+    return load_text(
+        (validation and other) or options["dataset"],
+        split=(split or "train") if validation else options["split"],
+        name=None if validation and other else options["dataset_name"],
+        column=options["column"],
+        streaming=options["streaming"],
+        verbose=options["debug"],
+    )
+
+
+def hold_out(packed: Any, share: float, most: int) -> tuple[Any, Any]:
+    """`(blocks to train on, blocks to evaluate on)`: the last `share` of a dataset, the first ones of a stream.
+
+    Args:
+        packed: From `pack`.
+        share: In [0, 1). At least one block is held out if there are two; with 0 none is, and the second is None.
+        most: No more blocks than that.
+    """
+    whole = hasattr(packed, "__len__")
+    length = len(packed) if whole else sum(1 for _ in itertools.islice(packed, round(most / share) if share else 0))
+    if share == 0 or length < 2:
+        return packed, None
+    count = min(most, max(1, round(share * length)), length - 1)
+    if not whole:
+        return packed.skip(count), packed.take(count)
+    return packed.select(range(length - count)), packed.select(range(length - count, length))
+
+
+def packed_blocks(options: dict[str, Any], tokenizer: Any) -> tuple[Any, list[Any] | None, int]:
+    """Blocks to train on, batches to evaluate on, and how many blocks of the training text these are."""
+    length, verbose, most = options["length"], options["debug"], options["validation_blocks"]
+    packed = pack(read_text(options, validation=False), tokenizer, length, verbose=verbose)
+    other = read_text(options, validation=True)
+    if other is not None:
+        blocks, held_out = pack(other, tokenizer, length, verbose=verbose), 0
+    else:
+        packed, blocks = hold_out(packed, options["hold_out"], most)
+        held_out = 0 if blocks is None else sum(1 for _ in blocks)
+    if blocks is None:
+        print("nothing to evaluate on: pass --validation-split, --eval-dataset or --hold-out to compare with the base")
+        return packed, None, 0
+    batches = loading.to_batches(blocks, options["batch_size"], most)
+    if held_out:
+        print(f"held out {held_out} blocks of the text to evaluate on (--hold-out, or name a --validation-split)")
+    return packed, batches, held_out
+
+
+def checkpoint_to_resume(out: Path, config: DepthRouteConfig) -> Path | None:
+    """The last whole checkpoint in `out`; None where there is none at all.
+
+    Raises:
+        CheckpointError: There are some, and none is whole.
+        CliError: It is of an adapter with another configuration than `config`, that of the model that is to train.
+    """
+    found, skipped = last_complete(out) if out.is_dir() else (None, [])
+    for line in skipped:
+        print(f"passed over {line}")
+    if found is None:
+        print(f"no checkpoint in {out}: training begins at the first step")
+        return None
+    saved, wanted = loading.load_adapter_config(str(found)).to_dict(), config.to_dict()
+    for name, value in saved.items():
+        if name not in _NOT_COMPARED and value != wanted.get(name):
+            raise CliError(f"--resume: {found} was trained with {name}={value}, not {wanted.get(name)}; give it again")
+    print(f"going on from {found}")
+    return found
+
+
+def remove_checkpoints(out: Path) -> None:
+    """Of the run whose adapter has been saved."""
+    for checkpoint in checkpoints_in(out):
+        shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def bytes_needed(model: Any, tokenizer: Any, checkpoints: bool) -> int:
+    """About what a run writes: the adapter and the tokenizer, and up to three checkpoints with two Adam moments."""
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return trained * (10 if checkpoints else 1) + 64 * len(tokenizer) + 2**20
+
+
+def say_what_it_costs(model: Any, length: int) -> None:
+    """A line where routers and branches cost more than what is skipped."""
+    cost = route_cost(model, length=length)
+    ratio = cost.flops_routed / cost.flops_dense
+    if ratio >= 1:
+        budget = active_routings(model)[0].active_config().budget
+        print(
+            f"note: this adapter cannot pay for itself: at budget {budget:g} it costs {ratio:.2f} of the base's FLOPs; "
+            "a smaller gate or branch, or a lower budget, would"
+        )
+
+
+def say_results(rows: Sequence[BudgetRow]) -> None:
+    """The dense base beside the adapter, on the text to evaluate on."""
+    if rows:
+        dense, routed = rows[0], rows[-1]
+        gap = "" if routed.gap is None else f", threshold - top-k {routed.gap:+.4f}"
+        print(
+            f"validation loss: dense {dense.loss:.4f}, routed {routed.loss:.4f} "
+            f"({routed.full_ratio:.1%} of the tokens run full){gap}"
+        )
+
+
+def check_finite(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.isfinite().all():
+            raise CliError(f"training diverged: {name} is not finite, nothing was saved; lower --lr", OTHER)
