@@ -79,7 +79,7 @@ def options_of(*classes: type) -> Callable[[Callable[..., None]], Callable[..., 
             for field in fields(owner):
                 assert field.default is not MISSING
                 words = [f"--{field.name.replace('_', '-')}"] if field.metadata.get("flag") else []
-                kind: Any = types[field.name]
+                kind: Any = field.metadata.get("option", types[field.name])
                 option = Annotated[kind, typer.Option(*words, help=field.metadata["help"])]
                 added.append(
                     inspect.Parameter(field.name, own[0].KEYWORD_ONLY, default=field.default, annotation=option)
