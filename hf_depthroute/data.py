@@ -28,6 +28,8 @@ _STDLIB_SKIP = {
 
 _LOCAL_BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
+_SAVED_TO_DISK = ("state.json", "dataset_dict.json")
+
 
 class DataError(OneLine, ValueError):
     """The dataset, split, column or text that was asked for cannot be used. The message is one line.
@@ -81,7 +83,7 @@ def load_text(
 
     Args:
         source: `"python-stdlib"`, a local `.txt` (each line is a text) / `.jsonl` / `.json` / `.csv` / `.parquet` file,
-            a folder that `datasets` can load, or a dataset id on the Hub.
+            a folder that `save_to_disk` made or that `datasets` can load, or a dataset id on the Hub.
         split: A split, or a slice of one in the syntax of `datasets` (`"train[:90%]"`; not when streaming). A local
             file is one split, `"train"`.
         name: The Hub dataset's configuration, such as `"sample-10BT"`.
@@ -178,6 +180,8 @@ def _load(source: str, split: str, name: str | None, streaming: bool) -> Any:
     else:
         arguments = {"path": str(path.resolve()) if path.is_dir() else source, "name": name}
     try:
+        if any((path / name).is_file() for name in _SAVED_TO_DISK):
+            return _from_disk(path, split, streaming)
         return datasets.load_dataset(**arguments, split=split, streaming=streaming)
     except Exception as error:  # datasets has no common base class for what goes wrong
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -188,6 +192,17 @@ def _load(source: str, split: str, name: str | None, streaming: bool) -> Any:
                 raise DataError(str(hub)) from hub
         reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         raise DataError(f"dataset {source}: {_first_line(reason or error)}") from error
+
+
+def _from_disk(path: Path, split: str, streaming: bool) -> Any:
+    """A split, or a slice of one, of what `save_to_disk` wrote: a `DatasetDict`, or a `Dataset`, which is `"train"`."""
+    import datasets
+
+    saved = datasets.load_from_disk(str(path))
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({key: len(part) for key, part in splits.items()})
+    dataset = datasets.concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
+    return dataset.to_iterable_dataset() if streaming else dataset
 
 
 def _hub_error(error: Exception, source: str) -> HubError | None:

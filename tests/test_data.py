@@ -57,6 +57,25 @@ def test_every_file_type_gives_the_same_texts(suffix: str, tmp_path: Path) -> No
     assert loaded["text"][:] == ["a b", "c d"]
 
 
+def test_what_save_to_disk_wrote_is_loaded_with_its_splits(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_dict({"body": [f"text {i}" for i in range(10)]})
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": table, "test": table.select(range(2))}).save_to_disk(tmp_path / "two")
+    for streaming in (False, True):
+
+        def texts(folder: str, split: str, streaming: bool = streaming) -> list[str]:
+            rows = load_text(str(tmp_path / folder), split=split, column="body", streaming=streaming)
+            return [row["text"] for row in rows]
+
+        assert texts("one", "train[80%:]") == ["text 8", "text 9"]
+        assert len(texts("two", "train")) == 10 and texts("two", "test") == ["text 0", "text 1"]
+        assert len(texts("two", "train[:3]+test")) == 5
+    for folder in ("one", "two"):
+        with pytest.raises(DataError) as caught:
+            load_text(str(tmp_path / folder), split="validation")
+        assert "validation" in only_line(caught) and "train" in only_line(caught)
+
+
 def test_nothing_is_written_next_to_the_file(text_file: Path, own_cache: Path) -> None:
     pack(load_text(str(text_file)), word_tokenizer(), 8)
     assert list(text_file.parent.iterdir()) == [text_file]

@@ -13,7 +13,7 @@ from typing import Any
 from .errors import CliError
 from .options import parse_layers
 
-OTHER_NAMES = {"gate_temperature": "temperature"}  # fields whose option has another name
+OTHER_NAMES = {"gate_temperature": "temperature", "learning_rate": "lr"}  # fields whose option has another name
 
 
 @dataclass
@@ -39,7 +39,9 @@ class AdapterOptions:
     selection: str | None = field(
         default=None, metadata={"help": "Training rule: topk, threshold, soft, gumbel or controller."}
     )
-    threshold: str | None = field(default=None, metadata={"help": "A fixed score threshold instead of a budget's."})
+    threshold: str | None = field(
+        default=None, metadata={"help": "A fixed score threshold, or budget. Default: the budget's, or 0."}
+    )
     scale_by_gate: bool = field(default=False, metadata={"help": "Multiply the full update by p.", "flag": True})
     causal_rule: str = field(default="quantile", metadata={"help": "Inference rule: quantile or predictor."})
     expert_gates: str = field(default="per_expert", metadata={"help": "Target experts: per_expert or per_layer."})
@@ -58,8 +60,7 @@ def config_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         CliError: A list or a number cannot be read.
     """
     options = {name: values[name] for name in AdapterOptions.__dataclass_fields__}
-    for name, option in OTHER_NAMES.items():
-        options[name] = options.pop(option)
+    options["gate_temperature"] = options.pop(OTHER_NAMES["gate_temperature"])
     modules = options["modules_to_save"]
     return options | {
         "layers": parse_layers(options["layers"]),
@@ -69,11 +70,11 @@ def config_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _threshold(text: str | None) -> float | None:
+def _threshold(text: str | None) -> float | str | None:
     try:
         return None if text is None else float(text)
-    except ValueError as error:
-        raise CliError(f"--threshold {text!r}: must be a number") from error
+    except ValueError:
+        return text  # the configuration knows which words it takes
 
 
 def _dropped(text: str | None) -> list[list[int]] | None:

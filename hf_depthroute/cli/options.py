@@ -181,7 +181,10 @@ AllowBaseMismatch = Annotated[
     typer.Option("--allow-base-mismatch", help="Load the adapter onto a base of its shape with other weights."),
 ]
 Dataset = Annotated[
-    str, typer.Option(help="python-stdlib, a .txt/.jsonl/.json/.csv/.parquet file, a folder, or a Hub id.")
+    str,
+    typer.Option(
+        help="python-stdlib, a .txt/.jsonl/.json/.csv/.parquet file, a folder (also of save_to_disk), or a Hub id."
+    ),
 ]
 DatasetName = Annotated[str | None, typer.Option(help="Configuration of the Hub dataset, such as sample-10BT.")]
 Column = Annotated[str, typer.Option(help="Column that holds the text.")]

@@ -14,7 +14,7 @@ import typer
 from ..arguments import RoutingArguments
 from ..shown import say
 from . import options as o
-from .adapter_options import AdapterOptions
+from .adapter_options import OTHER_NAMES, AdapterOptions
 from .errors import RESOURCES, CliError
 from .output import check_out, check_space, made, write_json
 
@@ -28,6 +28,9 @@ def train(
         str | None, typer.Option(help="Hub id or folder of the base model; with --adapter, its own.")
     ] = None,
     adapter: Annotated[str | None, typer.Option(help="Go on training this adapter instead of a new one.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="A published method, such as router-tuning; options given beside it override it.")
+    ] = None,
     config: o.ConfigFile = None,
     dataset_name: o.DatasetName = None,
     split: Annotated[str, typer.Option(help="Split to train on.")] = "train",
@@ -93,29 +96,31 @@ def train(
     from . import training as t
 
     # Everything that can be refused is refused before the weights are loaded.
-    adapter_config = t.new_or_saved_config(context.params, o.given(context))
+    given = o.given(context)
+    adapter_values, training_values = t.preset_values(preset, given)
+    adapter_config = t.new_or_saved_config(context.params, given, adapter_values)
     loading.check_dtype(dtype, ("float32", "bfloat16"))
     if not 0 < lr < float("inf"):
         raise CliError(f"--lr {lr}: must be a finite number above 0")
     checkpoints = 0 < save_steps < steps
+    values: dict[str, Any] = {
+        "output_dir": str(out),
+        "learning_rate": lr,
+        "max_steps": steps,
+        "warmup_steps": steps // 20 if warmup_steps is None else warmup_steps,
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": accumulate,
+        "seed": seed,
+        "bf16": dtype == "bfloat16",
+        "use_cpu": not torch.cuda.is_available(),
+        "logging_steps": logging_steps,
+        "report_to": [name.strip() for name in report_to.split(",")],
+        "save_strategy": "steps" if checkpoints else "no",
+        "save_steps": max(1, save_steps),
+        "save_total_limit": 2,
+    } | {field.name: options[field.name] for field in fields(RoutingArguments)}
     with _reported("training arguments"):
-        arguments = DepthRouteTrainingArguments(
-            output_dir=str(out),
-            learning_rate=lr,
-            max_steps=steps,
-            warmup_steps=steps // 20 if warmup_steps is None else warmup_steps,
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=accumulate,
-            seed=seed,
-            bf16=dtype == "bfloat16",
-            use_cpu=not torch.cuda.is_available(),
-            logging_steps=logging_steps,
-            report_to=[name.strip() for name in report_to.split(",")],
-            save_strategy="steps" if checkpoints else "no",
-            save_steps=max(1, save_steps),
-            save_total_limit=2,
-            **{field.name: options[field.name] for field in fields(RoutingArguments)},
-        )
+        arguments = DepthRouteTrainingArguments(**values | training_values)
         for integration in transformers.integrations.get_reporting_integration_callbacks(arguments.report_to):
             integration()  # says whether its package is installed
     base_name = loading.base_of(adapter or "", adapter_config, model)
@@ -152,7 +157,11 @@ def train(
         rows = [] if validation is None else evaluate_budgets(routed, validation, None, [adapter_config.budget])
         record = {
             "command": o.command_words(context, leave_out=("out", "overwrite", "resume")),
-            "arguments": {name: _plain(value) for name, value in context.params.items()} | {"model": base_name},
+            "arguments": {
+                **{name: _plain(value) for name, value in context.params.items()},
+                **{OTHER_NAMES.get(name, name): v for name, v in (adapter_values | training_values).items()},
+                "model": base_name,
+            },
             "seconds": round(time.time() - started, 1),
             "trainable_parameters": sum(p.numel() for p in routed.parameters() if p.requires_grad),
             "calibrated_full_ratio": {str(index): ratio for index, ratio in full_ratio.items()},

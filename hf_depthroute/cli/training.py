@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import shutil
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ from ..checkpoints import checkpoints_in, last_complete
 from ..config import DepthRouteConfig
 from ..cost import route_cost
 from ..data import load_text, pack
+from ..presets import find_preset
 from . import loading
-from .adapter_options import AdapterOptions, config_fields
+from .adapter_options import OTHER_NAMES, AdapterOptions, config_fields
 from .errors import OTHER, CliError
 
 if TYPE_CHECKING:
@@ -24,8 +26,24 @@ if TYPE_CHECKING:
 _NOT_COMPARED = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "base_architecture")
 
 
-def new_or_saved_config(options: dict[str, Any], given: set[str]) -> DepthRouteConfig:
-    """The configuration that the options describe, or that of the adapter that `--adapter` names.
+def preset_values(name: str | None, given: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of a published method, the fields of the adapter and of the training arguments that no option in `given` sets.
+
+    Raises:
+        ConfigError: There is no such preset.
+    """
+    if name is None:
+        return {}, {}
+    row = find_preset(name)
+    adapter, training = (
+        {field: copy.deepcopy(value) for field, value in values.items() if OTHER_NAMES.get(field, field) not in given}
+        for values in (row.adapter, row.training)
+    )
+    return adapter, training
+
+
+def new_or_saved_config(options: dict[str, Any], given: set[str], preset: dict[str, Any]) -> DepthRouteConfig:
+    """The configuration that the options and the preset describe, or that of the adapter that `--adapter` names.
 
     Raises:
         CliError: Options of a new adapter beside `--adapter`, or an adapter that cannot be read.
@@ -35,8 +53,8 @@ def new_or_saved_config(options: dict[str, Any], given: set[str]) -> DepthRouteC
     if adapter is None:
         if options["model"] is None:
             raise CliError("Missing option '--model' (see hf-depthroute train --help)")
-        return DepthRouteConfig(**config_fields(options), seed=options["seed"])
-    fixed = sorted(given & set(AdapterOptions.__dataclass_fields__))
+        return DepthRouteConfig(**{**config_fields(options), **preset}, seed=options["seed"])
+    fixed = sorted(given & {"preset", *AdapterOptions.__dataclass_fields__})
     if fixed:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in fixed)
         raise CliError(f"{names}: defines a new adapter; with --adapter it is what {adapter} says")

@@ -1,0 +1,252 @@
+"""`hf-depthroute train`: every field is an option, a run goes on, and it says what the adapter is worth."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import transformers
+import typer
+from peft import PeftConfig
+from safetensors.torch import load_file
+from text_models import save_base, write_text
+
+from hf_depthroute import DepthRouteConfig, RoutingArguments
+from hf_depthroute.checkpoints import MARKER
+from hf_depthroute.cli import app, errors, main
+from hf_depthroute.cli.adapter_options import OTHER_NAMES, AdapterOptions
+from hf_depthroute.cli.training import hold_out
+from hf_depthroute.losses import LOSSES
+from hf_depthroute.presets import PRESETS
+
+Run = Callable[..., tuple[int, str, str]]
+# Written by the library, or fixed: trainable_token_indices must stay None.
+FILLED = {"base_architecture", "format_version", "library_version", "weights_hash", "gate_package", "gate_module"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture
+def train(base: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """`train("--steps", 3) -> (code, stdout, stderr)`, into `tmp_path / "out"`."""
+    level = transformers.logging.get_verbosity()
+    start = ["train", "--dataset", text, "--out", tmp_path / "out", "--batch-size", 2, "--length", 16, "--steps", 2]
+
+    def call(*words: object, model: Path | None = base) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in (*start, *(() if model is None else ("--model", model)), *words)])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    yield call
+    transformers.logging.set_verbosity(level)
+    transformers.logging.enable_progress_bar()
+
+
+def record(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "training.json").read_text())
+    return content
+
+
+def config(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    return content
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+# Options
+
+
+def test_every_training_argument_and_every_adapter_field_is_an_option() -> None:
+    command = typer.main.get_command(app).commands["train"]
+    defaults = {parameter.name: parameter.default for parameter in command.params}
+    for field in dataclasses.fields(RoutingArguments):
+        assert (field.name, defaults.get(field.name, "absent")) == (field.name, field.default)
+    inherited = {field.name for field in dataclasses.fields(PeftConfig)}
+    written = inherited | FILLED | {"trainable_token_indices"}
+    own = {field.name: field.default for field in dataclasses.fields(DepthRouteConfig) if field.name not in written}
+    assert {OTHER_NAMES.get(name, name): value for name, value in own.items() if name != "seed"} == {
+        field.name: field.default for field in dataclasses.fields(AdapterOptions)
+    }
+    assert own["seed"] == defaults["seed"]
+
+
+def test_the_default_weight_of_a_loss_stands_in_its_field() -> None:
+    assert {name: term.weight for name, term in LOSSES.items()} == RoutingArguments().weights()
+
+
+def test_what_an_option_sets_arrives_also_from_yaml(train: Run, tmp_path: Path) -> None:
+    """The exit gate trains by its exit loss, which had no option."""
+    (tmp_path / "train.yaml").write_text("exit-weight: 0.75\nfused-loss: false\ncontext-dim: 8\n")
+    words = ("--gate", "exit", "--target", "block", "--lm-weight", 0.25, "--threshold", 0.5, "--alive-min", 0.01)
+    code, out, err = train(*words, "--config", tmp_path / "train.yaml", "--logging-steps", 1)
+    assert code == 0, err
+    assert "exit " in out
+    assert any("loss_exit" in entry for entry in record(tmp_path / "out")["log_history"])
+    saved = config(tmp_path / "out")
+    assert (saved["gate"], saved["threshold"], saved["context_dim"]) == ("exit", 0.5, 8)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--threshold", "half"), "threshold='half'"),
+        (("--dropped-experts", "0;1"), "--dropped-experts '0;1': write whole numbers"),
+        (("--dropped-experts", "0,1/2"), "dropped_experts goes with target='experts'"),
+        (("--oracle-gamma", "2"), "oracle_gamma=2.0"),
+        (("--loss-weights", "{"), "is not JSON"),
+        (("--preset", "router-tunning"), "did you mean"),
+        (("--hold-out", "1"), "Invalid value '1' for '--hold-out'"),
+    ],
+)
+def test_a_wrong_value_of_a_field_is_named(words: tuple[str, ...], message: str, train: Run) -> None:
+    code, _, err = train(*words)
+    assert code == errors.USAGE
+    assert message in err
+
+
+def test_a_preset_is_the_method_and_options_override_it(train: Run, tmp_path: Path) -> None:
+    row = PRESETS["conditional-depth-routing-jepa"]
+    code, _, err = train("--preset", "conditional-depth-routing-jepa", "--budget", 0.25, "--alive-weight", 0.1)
+    assert code == 0, err
+    saved = config(tmp_path / "out")
+    assert {name: saved[name] for name in row.adapter} == {**row.adapter, "budget": 0.25}
+    used = record(tmp_path / "out")["arguments"]
+    assert (used["oracle"], used["util_weight"], used["alive_weight"], used["lr"]) == ("all_full", 1.0, 0.1, 2e-4)
+    assert "--preset conditional-depth-routing-jepa" in " ".join(record(tmp_path / "out")["command"])
+
+
+# Going on
+
+
+def test_resume_ends_where_an_uninterrupted_run_ends(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--steps", 5, "--save-steps", 2, "--gate", "jepa")
+    assert train(*words)[0] == 0
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+    whole = weights(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+
+    step = transformers.Trainer.training_step
+    with monkeypatch.context() as patch:
+
+        def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == 4:
+                raise KeyboardInterrupt
+            return step(self, *args, **kwargs)
+
+        patch.setattr(transformers.Trainer, "training_step", fail)
+        assert train(*words)[0] == errors.INTERRUPTED
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"checkpoint-2", "checkpoint-4"}
+    code, _, err = train(*words)
+    assert code == errors.USAGE and "pass --resume" in err
+    code, _, err = train(*words, "--resume", "--budget", 0.75)
+    assert code == errors.USAGE and "checkpoint-4 was trained with budget=0.5, not 0.75" in err
+    (tmp_path / "out" / "checkpoint-4" / MARKER).unlink()
+    code, out, err = train(*words, "--resume")
+    assert code == 0, err
+    assert "passed over checkpoint-4" in out and "going on from" in out and "checkpoint-2" in out
+    assert weights(tmp_path / "out") == whole
+    assert "--resume" not in record(tmp_path / "out")["command"]
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_resume_without_a_checkpoint_begins_and_says_so(train: Run) -> None:
+    code, out, err = train("--resume")
+    assert code == 0, err
+    assert "training begins at the first step" in out
+
+
+def test_an_adapter_is_trained_on(train: Run, base: Path, tmp_path: Path) -> None:
+    assert train("--layers", "1,3", "--budget", 0.25, "--lr", "1e-2")[0] == 0
+    first = tmp_path / "first"
+    (tmp_path / "out").rename(first)
+    code, _, err = train("--adapter", first, "--steps", 1, "--lr", "1e-9", model=None)
+    assert code == 0, err
+    saved, arguments = config(tmp_path / "out"), record(tmp_path / "out")["arguments"]
+    assert (saved["layers"], saved["budget"]) == ([1, 3], 0.25)
+    assert (arguments["adapter"], arguments["model"]) == (str(first), str(base))
+    one, two = (load_file(folder / "adapter_model.safetensors") for folder in (first, tmp_path / "out"))
+    trained = [name for name in one if "branch" in name and name.endswith("weight")]
+    assert trained and all((one[name] - two[name]).abs().max() < 1e-6 for name in trained)
+    assert weights(first) != weights(tmp_path / "out")
+
+
+@pytest.mark.parametrize("words", [("--budget", "0.5"), ("--preset", "dlo"), ("--gate", "mlp", "--layers", "all")])
+def test_an_adapter_that_is_trained_on_keeps_its_configuration(words: tuple[str, ...], train: Run) -> None:
+    code, _, err = train("--adapter", "adapter", *words, model=None)
+    assert code == errors.USAGE
+    assert words[0] in err and "with --adapter it is what adapter says" in err
+
+
+# Before training and after it
+
+
+def test_too_little_space_is_found_before_training(train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trains(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("training has begun")
+
+    monkeypatch.setattr(transformers.Trainer, "train", trains)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**9, 10**9 - 4096, 4096))
+    code, _, err = train()
+    assert code == errors.RESOURCES
+    assert "bytes and only 4,096 are free there" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_validation_text_a_part_is_held_out_and_compared(train: Run, tmp_path: Path) -> None:
+    for words in ((), ("--streaming", "--overwrite")):
+        code, out, err = train(*words, "--validation-blocks", 2)
+        assert code == 0, err
+        assert "held out" in out
+        assert "validation loss: dense" in out and "of the tokens run full" in out
+        held_out = record(tmp_path / "out")["held_out_blocks"]
+        assert 1 <= held_out <= 2
+        assert f"{held_out} blocks held out" in (tmp_path / "out" / "README.md").read_text()
+    code, out, _ = train("--hold-out", 0, "--overwrite")
+    assert code == 0
+    assert "pass --validation-split, --eval-dataset or --hold-out" in out and "validation loss" not in out
+
+
+def test_what_is_held_out_is_not_trained_on() -> None:
+    rows = datasets.Dataset.from_dict({"row": list(range(100))})
+    for packed in (rows, rows.to_iterable_dataset()):
+        train, validation = hold_out(packed, 0.05, most=4)
+        kept, held = ([row["row"] for row in part] for part in (train, validation))
+        assert len(held) == 4 and sorted(kept + held) == list(range(100))
+    assert hold_out(rows, 0.0, 4) == (rows, None)
+    assert hold_out(rows.select([0]), 0.5, 4)[1] is None
+    assert [len(part) for part in hold_out(rows.select([0, 1]), 0.01, 4)] == [1, 1]
+
+
+def test_a_data_set_saved_to_disk_is_trained_on(train: Run, text: Path, tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": text.read_text().splitlines()})
+    rows.save_to_disk(tmp_path / "rows")
+    code, _, err = train("--dataset", tmp_path / "rows", "--split", "train[:80%]")
+    assert code == 0, err
+
+
+def test_an_adapter_that_cannot_pay_for_itself_is_said(train: Run) -> None:
+    code, out, err = train("--gate", "jepa", "--layers", "all")
+    assert code == 0, err
+    assert "cannot pay for itself" in out
+    assert "cannot pay for itself" not in train("--gate", "linear", "--branch", "none", "--overwrite")[1]
