@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..shown import say
 from .errors import ADAPTER, RESOURCES, CliError
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
@@ -97,7 +98,7 @@ def restore_hidden(folder: Path) -> None:
         raise CliError(f"{folder}: is not there, but {names} beside it are adapters; rename one of them", ADAPTER)
     if hidden:
         hidden[0].rename(folder)
-        print(f"note: {folder} was left as {hidden[0].name} by a run that was killed; put back", file=sys.stderr)
+        say(f"note: {folder} was left as {hidden[0].name} by a run that was killed; put back", file=sys.stderr)
 
 
 def write_json(path: Path, content: Any) -> None:

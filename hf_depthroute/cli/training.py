@@ -15,6 +15,7 @@ from ..config import DepthRouteConfig
 from ..cost import route_cost
 from ..data import load_text, pack
 from ..presets import find_preset
+from ..shown import say
 from . import loading
 from .adapter_options import OTHER_NAMES, AdapterOptions, config_fields
 from .errors import OTHER, CliError
@@ -105,11 +106,11 @@ def packed_blocks(options: dict[str, Any], tokenizer: Any) -> tuple[Any, list[An
         packed, blocks = hold_out(packed, options["hold_out"], most)
         held_out = 0 if blocks is None else sum(1 for _ in blocks)
     if blocks is None:
-        print("nothing to evaluate on: pass --validation-split, --eval-dataset or --hold-out to compare with the base")
+        say("nothing to evaluate on: pass --validation-split, --eval-dataset or --hold-out to compare with the base")
         return packed, None, 0
     batches = loading.to_batches(blocks, options["batch_size"], most)
     if held_out:
-        print(f"held out {held_out} blocks of the text to evaluate on (--hold-out, or name a --validation-split)")
+        say(f"held out {held_out} blocks of the text to evaluate on (--hold-out, or name a --validation-split)")
     return packed, batches, held_out
 
 
@@ -122,9 +123,9 @@ def checkpoint_to_resume(out: Path, config: DepthRouteConfig) -> Path | None:
     """
     found, skipped = last_complete(out) if out.is_dir() else (None, [])
     for line in skipped:
-        print(f"passed over {line}")
+        say(f"passed over {line}")
     if found is None:
-        print(f"no checkpoint in {out}: training begins at the first step")
+        say(f"no checkpoint in {out}: training begins at the first step")
         return None
     saved, wanted = loading.load_adapter_config(str(found)).to_dict(), config.to_dict()
     for name, value in saved.items():
@@ -152,7 +153,7 @@ def say_what_it_costs(model: Any, length: int) -> None:
     ratio = cost.flops_routed / cost.flops_dense
     if ratio >= 1:
         budget = active_routings(model)[0].active_config().budget
-        print(
+        say(
             f"note: this adapter cannot pay for itself: at budget {budget:g} it costs {ratio:.2f} of the base's FLOPs; "
             "a smaller gate or branch, or a lower budget, would"
         )
@@ -163,7 +164,7 @@ def say_results(rows: Sequence[BudgetRow]) -> None:
     if rows:
         dense, routed = rows[0], rows[-1]
         gap = "" if routed.gap is None else f", threshold - top-k {routed.gap:+.4f}"
-        print(
+        say(
             f"validation loss: dense {dense.loss:.4f}, routed {routed.loss:.4f} "
             f"({routed.full_ratio:.1%} of the tokens run full){gap}"
         )
