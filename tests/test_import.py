@@ -2,8 +2,10 @@
 
 import copy
 import pickle
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,15 @@ def test_import_leaves_heavy_packages_alone():
     before = f"import transformers, peft, sys; print([name for name in {HEAVY!r} if name in sys.modules])"
     loaded = [subprocess.run([sys.executable, "-c", c], capture_output=True, text=True).stdout for c in (code, before)]
     assert loaded[0] == loaded[1] == "[]\n"
+
+
+def test_what_peft_says_without_this_package_is_a_heading_of_the_documentation(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(hf_depthroute.DepthRouteConfig().to_dict()))
+    code = f"import peft; peft.PeftConfig.from_pretrained({str(tmp_path)!r})"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.splitlines()[-1]
+    assert said == "KeyError: 'DEPTH_ROUTE'"
+    page = Path(__file__).parents[1] / "docs" / "how-to" / "troubleshooting.md"
+    assert f"## `{said}`" in page.read_text()
 
 
 def test_every_public_name_exists():
