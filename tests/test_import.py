@@ -1,8 +1,8 @@
 """What `import hf_depthroute` brings in."""
 
 import copy
-import pickle
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
