@@ -23,7 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from .adapter_file import CONFIG_NAME, AdapterMismatchError, check_folder, read_config
 from .objective import RoutingObjective
 from .resources import disk_full, out_of_memory
-from .shown import OneLine, shown
+from .shown import OneLine, reason, shown
 
 MARKER = "depth_route_complete.json"
 _ROUTING_STATE = "routing_state.json"
@@ -195,12 +195,11 @@ class CheckpointsMixin:
                 raise
             whole = next((c for c in checkpoints_in(Path(str(self.args.output_dir))) if fault_of(c) is None), None)
             left = f"the last whole checkpoint is {whole}" if whole else "there is no whole checkpoint"
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             if kind is MemoryError:
-                text = f"out of memory while {self.doing}: {reason}; {left}"
+                text = f"out of memory while {self.doing}: {reason(error)}; {left}"
                 # The same type where it is PyTorch's own: callers catch it.
                 raise (type(error) if isinstance(error, torch.OutOfMemoryError) else MemoryError)(text) from error
-            text = f"disk full while {self.doing}: {reason}; {left}"
+            text = f"disk full while {self.doing}: {reason(error)}; {left}"
             raise OSError(errno.ENOSPC, text, str(getattr(error, "filename", None) or self.args.output_dir)) from error
         finally:
             self.doing = "setting up"

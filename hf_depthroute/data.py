@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .hub import HubError, explain
-from .shown import OneLine
+from .shown import OneLine, reason
 
 if TYPE_CHECKING:
     import datasets
@@ -190,8 +190,8 @@ def _load(source: str, split: str, name: str | None, streaming: bool) -> Any:
             hub = _hub_error(error, source)
             if hub is not None:
                 raise DataError(str(hub)) from hub
-        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
-        raise DataError(f"dataset {source}: {_first_line(reason or error)}") from error
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        raise DataError(f"dataset {source}: {reason(cause or error)}") from error
 
 
 def _from_disk(path: Path, split: str, streaming: bool) -> Any:
@@ -235,7 +235,3 @@ def _progress(verbose: bool) -> Iterator[None]:
         datasets.logging.set_verbosity(level)
         if bars:
             datasets.enable_progress_bars()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

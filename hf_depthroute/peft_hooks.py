@@ -31,7 +31,7 @@ from .holder import Routing
 from .loading import discard
 from .placement import kept_where_it_is
 from .saving import atomically, settle
-from .shown import say
+from .shown import reason, say
 from .summary import routed_lines
 
 OURS = re.compile(rb'"peft_type"\s*:\s*"DEPTH_ROUTE"')
@@ -161,6 +161,6 @@ def _checked(path: Path) -> dict[str, Any]:
     try:
         DepthRouteConfig(**config)
     except (ValueError, TypeError) as error:  # ours, and what PEFT says about its own fields
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{path}: {reason(error)}") from error
     check_folder(path.parent, config)
     return config

@@ -30,6 +30,11 @@ def _escape(found: re.Match[str]) -> str:
     return repr(found[0])[1:-1]
 
 
+def reason(error: BaseException) -> str:
+    """What an exception says, whole and on one line; the name of its class where it says nothing."""
+    return shown(" ".join(str(error).split()) or type(error).__name__)
+
+
 class OneLine(Exception):
     """An exception whose message is one line that can be printed, whatever a file put into it."""
 

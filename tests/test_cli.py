@@ -26,6 +26,7 @@ from text_models import save_base, word_tokenizer, write_text
 
 from hf_depthroute import __version__
 from hf_depthroute.cli import errors, main
+from hf_depthroute.cli.loading import explained
 from hf_depthroute.cli.output import made
 
 REPOSITORY = Path(__file__).parent.parent
@@ -664,6 +665,34 @@ def test_an_adapter_of_a_yaml_file_gives_way_to_the_command_line(run: Run, tmp_p
     path = write_yaml(tmp_path, "adapter: ./from-yaml\nprompt: the\n")
     for words, name in (([], "from-yaml"), (["./argument"], "argument"), (["--adapter", "./option"], "option")):
         assert f"adapter ./{name}: no such folder" in run("generate", "--config", path, *words).error
+
+
+@pytest.mark.parametrize("recorded", ["./runs/base", "runs/base"], ids=["path", "like a Hub id"])
+@pytest.mark.parametrize(
+    "command", [["eval", "--dataset", "x"], ["generate", "--prompt", "the"], ["bench"], ["report", "--dataset", "x"]]
+)
+def test_a_recorded_base_that_is_not_here_asks_for_model(
+    command: list[str], recorded: str, run: Run, adapter: Path
+) -> None:
+    change_config(base_model_name_or_path=recorded)(adapter)
+    ended = run(*command, adapter)
+    assert ended.code == (errors.USAGE if recorded.startswith(".") else errors.HUB)
+    assert ended.error.startswith(f"model {recorded}: ")
+    assert ended.error.endswith(f"; adapter {adapter} names this base: where it is elsewhere by now, pass --model")
+    assert "pass --model" not in run(*command, adapter, "--model", "./absent").error
+
+
+def test_a_message_of_several_lines_is_shown_whole() -> None:
+    said = "Error(s) in loading state_dict:\n\tsize mismatch for a.weight\n\tsize mismatch for b.weight"
+    whole = "Error(s) in loading state_dict: size mismatch for a.weight size mismatch for b.weight"
+    assert errors.describe(RuntimeError(said)) == (
+        errors.OTHER, f"RuntimeError: {whole} (run again with --debug for the traceback)"
+    )  # fmt: skip
+    with (
+        pytest.raises(errors.CliError, match=re.escape(f"model x: cannot be loaded: {whole}")),
+        explained("model x", "x"),
+    ):
+        raise ValueError(said)
 
 
 def test_a_missing_adapter_folder_is_a_usage_error(run: Run) -> None:

@@ -236,9 +236,9 @@ def _measure_adapter(
     from . import loading
 
     adapter_config = loading.load_adapter_config(adapter)
-    model = loading.base_of(adapter, adapter_config, model)
+    model, base_config = loading.find_base(adapter, adapter_config, model)
     cases, steps, rounds = (arguments.pop(name) for name in ("cases", "steps", "rounds"))
-    loading.check_length(max(sizes["length"]) + steps, loading.load_config(model), "--length + --decode-steps")
+    loading.check_length(max(sizes["length"]) + steps, base_config, "--length + --decode-steps")
     base = loading.load_model(model, dtype)
     untouched = dense_view(base)
     routed = loading.load_adapter(base, adapter, mismatch)

@@ -54,7 +54,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return OTHER, str(error)
     if out_of_memory(error):
         remedy = "lower --batch-size (or --batch) or --length, or use a smaller model or --dtype bfloat16"
-        said = _first_line(error)
+        said = _message(error)
         return RESOURCES, f"{said if said.startswith('out of memory') else f'out of memory: {said}'}; {remedy}"
     if disk_full(error):
         path, said = getattr(error, "filename", None), getattr(error, "strerror", None) or ""
@@ -66,7 +66,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return HUB, str(hub)
     if isinstance(error, OSError) and error.strerror:
         return USAGE, f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return OTHER, f"{type(error).__name__}: {_first_line(error)} (run again with --debug for the traceback)"
+    return OTHER, f"{type(error).__name__}: {_message(error)} (run again with --debug for the traceback)"
 
 
 def usage_message(error: Any) -> str:
@@ -78,5 +78,5 @@ def usage_message(error: Any) -> str:
     return message
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0]
+def _message(error: BaseException) -> str:
+    return str(error).strip() or "no message"

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..shown import reason
 from . import options as o
 from .adapter import Adapter, OldAdapter
 from .errors import CliError
@@ -78,8 +79,7 @@ def evaluate(
     wanted = o.parse_budgets(budgets)
     loading.check_dtype(dtype, loading.DTYPES)
     adapter_config = loading.load_adapter_config(adapter)
-    model = loading.base_of(adapter, adapter_config, model)
-    base_config = loading.load_config(model)
+    model, base_config = loading.find_base(adapter, adapter_config, model)
     loading.check_length(length, base_config)
 
     splits = [split] if calibrate_on is None else [split, calibrate_on]
@@ -143,8 +143,8 @@ def _evaluate_tasks(
 
     loading.check_dtype(dtype, loading.DTYPES)
     adapter_config = loading.load_adapter_config(adapter)
-    model = loading.base_of(adapter, adapter_config, model)
-    tokenizer = loading.load_tokenizer(model, loading.load_config(model))
+    model, base_config = loading.find_base(adapter, adapter_config, model)
+    tokenizer = loading.load_tokenizer(model, base_config)
     try:
         from ..evaluation.harness import evaluate_tasks, scores
     except ImportError as error:
@@ -158,7 +158,7 @@ def _evaluate_tasks(
     try:
         runs = evaluate_tasks(routed, tokenizer, names, budgets, **how)
     except ValueError as error:
-        raise CliError(f"--tasks {tasks}: {str(error).splitlines()[0]}") from error
+        raise CliError(f"--tasks {tasks}: {reason(error)}") from error
     if json_file is not None:
         from lm_eval.utils import handle_non_serializable
 

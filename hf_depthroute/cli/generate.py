@@ -96,8 +96,7 @@ def generate(
             raise CliError(
                 f"{option} {given}: adapter {adapter} decides by a fixed rule, so budgets have no effect on it"
             )
-    model = loading.base_of(adapter, adapter_config, model)
-    base_config = loading.load_config(model)
+    model, base_config = loading.find_base(adapter, adapter_config, model)
     depth = base_config.num_hidden_layers
     if dropped and (dropped[-1] >= depth or len(dropped) == depth):
         raise CliError(f"--draft-drop {draft_drop}: the model has layers 0 to {depth - 1}; name some of them, not all")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import tuner as tuner
-from ..shown import shown
+from ..shown import reason, shown
 from .errors import ADAPTER, USAGE, CliError
 from .output import restore_hidden
 
@@ -117,12 +117,20 @@ def load_adapter(base: Any, adapter: str, allow_base_mismatch: bool = False, is_
         return peft.PeftModel.from_pretrained(base, adapter, is_trainable=is_trainable).eval()
 
 
-def base_of(adapter: str, config: DepthRouteConfig, model: str | None) -> str:
-    """Where the base model is: `--model`, or what the adapter was trained on."""
+def find_base(adapter: str, config: DepthRouteConfig, model: str | None) -> tuple[str, Any]:
+    """Where the base model is, `--model` or what the adapter was trained on, and the base's configuration."""
+    from ..hub import HubError
+
     base = model or config.base_model_name_or_path
     if not base:
         raise CliError(f"adapter {adapter}: it does not name its base model; pass --model")
-    return base
+    try:
+        return base, load_config(base)
+    except (CliError, HubError) as error:
+        if model is not None:
+            raise
+        hint = f"{error}; adapter {adapter} names this base: where it is elsewhere by now, pass --model"
+        raise (CliError(hint, error.code) if isinstance(error, CliError) else HubError(hint)) from error
 
 
 def check_dtype(dtype: str, allowed: tuple[str, ...]) -> None:
@@ -219,6 +227,5 @@ def explained(what: str, source: str, code: int = USAGE) -> Iterator[None]:
         if isinstance(error, safetensors.SafetensorError):
             raise CliError(f"{what}: the weights are corrupt ({error}); download or copy them again", code) from error
         if isinstance(error, OSError | ValueError | KeyError | TypeError):
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise CliError(f"{what}: cannot be loaded: {reason}", code) from error
+            raise CliError(f"{what}: cannot be loaded: {reason(error)}", code) from error
         raise

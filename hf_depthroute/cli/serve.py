@@ -49,7 +49,7 @@ def serve(
 
     if not is_serve_available():
         raise CliError('serve needs more packages; install them with: pip install "transformers[serving]"')
-    base = loading.base_of(adapter, loading.load_adapter_config(adapter), model)
+    base, _ = loading.find_base(adapter, loading.load_adapter_config(adapter), model)
     name = Path(adapter).resolve().name if Path(adapter).is_dir() else adapter
     from transformers.cli.transformers import app
 

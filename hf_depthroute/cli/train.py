@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..arguments import RoutingArguments
-from ..shown import say
+from ..shown import reason, say
 from . import options as o
 from .adapter_options import OTHER_NAMES, AdapterOptions
 from .errors import RESOURCES, CliError
@@ -194,7 +194,7 @@ def _reported(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError, RuntimeError) as error:
-        raise CliError(f"{what}: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from error
+        raise CliError(f"{what}: {reason(error)}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 
 from ..data import DataError, load_text, pack
 from ..hub import HubError, explain
+from ..shown import reason
 
 
 @dataclass(frozen=True)
@@ -133,5 +134,4 @@ def _load_tokenizer(base: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(base)
     except Exception as error:
         hub: HubError | None = None if Path(base).exists() else explain(error, f"tokenizer of {base}")
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise hub or DataError(f"tokenizer of {base}: {reason}; use data: {{blocks: FILE}}") from error
+        raise hub or DataError(f"tokenizer of {base}: {reason(error)}; use data: {{blocks: FILE}}") from error

@@ -14,6 +14,7 @@ import torch
 from ..config import ConfigError, DepthRouteConfig
 from ..config_rules import did_you_mean
 from ..presets import find_preset
+from ..shown import reason
 from ..trainer import DepthRouteTrainingArguments
 from .schema import BLOCKS, CONFIG, DATASET, STUDY, check_fields, read_yaml
 
@@ -77,8 +78,7 @@ class RunSpec:
             arguments._n_gpu = min(1, arguments.n_gpu)  # one device per run, whatever is visible
             return arguments
         except (ValueError, TypeError, ImportError, RuntimeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"training: {reason}") from error
+            raise ConfigError(f"training: {reason(error)}") from error
 
 
 @dataclass(frozen=True)
