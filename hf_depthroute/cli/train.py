@@ -123,8 +123,7 @@ def train(
         arguments = DepthRouteTrainingArguments(**values | training_values)
         for integration in transformers.integrations.get_reporting_integration_callbacks(arguments.report_to):
             integration()  # says whether its package is installed
-    base_name = loading.base_of(adapter or "", adapter_config, model)
-    base_config = loading.load_config(base_name)
+    base_name, base_config = loading.find_base(adapter or "", adapter_config, model)
     adapter_config.routed_layers(base_config.num_hidden_layers)
     loading.check_length(length, base_config)
     tokenizer = loading.load_tokenizer(base_name, base_config)
