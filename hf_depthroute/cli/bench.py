@@ -75,6 +75,7 @@ def bench(
     plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the result into this folder.")] = None,
     allow_base_mismatch: o.AllowBaseMismatch = False,
     adapter_option: OldAdapter = None,
+    trust_remote_code: o.TrustRemoteCode = False,
     debug: o.Debug = False,
 ) -> None:
     """Measure a routed model against its dense base, in one process.

@@ -48,6 +48,7 @@ def evaluate(
     json_file: o.JsonFile = None,
     allow_base_mismatch: o.AllowBaseMismatch = False,
     adapter_option: OldAdapter = None,
+    trust_remote_code: o.TrustRemoteCode = False,
     debug: o.Debug = False,
 ) -> None:
     """Compare the dense base with budgets, by loss or by lm-eval tasks.

@@ -48,6 +48,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
     allow_base_mismatch: o.AllowBaseMismatch = False,
     adapter_option: OldAdapter = None,
+    trust_remote_code: o.TrustRemoteCode = False,
     debug: o.Debug = False,
 ) -> None:
     """Continue a prompt. The text goes to stdout; tokens per second and the full ratio to stderr.

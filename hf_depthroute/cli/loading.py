@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import tuner as tuner
-from ..shown import reason, shown
+from ..remote_code import code_repositories, refused_code, trusts_remote_code
+from ..shown import reason, say, shown
 from .errors import ADAPTER, USAGE, CliError
 from .output import restore_hidden
 
@@ -36,7 +38,10 @@ def load_config(model: str) -> Any:
     if (Path(model) / "adapter_config.json").is_file():
         raise CliError(f"model {model}: is an adapter, not a model; pass it as --adapter")
     with explained(f"model {model}", model):
-        config = transformers.AutoConfig.from_pretrained(model)
+        if trusts_remote_code():
+            names = ", ".join(code_repositories(model))
+            say(f"--trust-remote-code: code of {names} may run", sys.stderr)
+        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trusts_remote_code())
     try:
         row_of(config)
     except UnsupportedModelError as error:
@@ -48,7 +53,7 @@ def load_tokenizer(model: str, config: Any) -> Any:
     import transformers
 
     with explained(f"tokenizer of {model}", model):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=trusts_remote_code())
     if len(tokenizer) == 0:
         raise CliError(f"tokenizer of {model}: it is empty; are tokenizer.json and tokenizer_config.json there?")
     highest = max(tokenizer.get_vocab().values())
@@ -67,7 +72,9 @@ def load_model(model: str, dtype: str) -> Any:
     check_dtype(dtype, DTYPES)
     with explained(f"model {model}", model):
         base: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            model, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
+            model,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            trust_remote_code=trusts_remote_code(),
         )
     return base.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
@@ -218,6 +225,9 @@ def explained(what: str, source: str, code: int = USAGE) -> Iterator[None]:
     except Exception as error:
         if out_of_memory(error) or disk_full(error):
             raise
+        code_refused = refused_code(error, source)
+        if code_refused is not None:
+            raise CliError(f"{what}: {code_refused}") from error
         if not Path(source).exists():
             hub = explain(error, what)
             if hub is not None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from ..remote_code import trust_remote_code
 from ..yaml_files import YamlError, read_mapping
 from .errors import CliError, usage_message
 
@@ -162,6 +163,12 @@ def parse_names(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, 
     return names
 
 
+def _trust_remote_code(context: typer.Context, given: bool) -> bool:
+    if given and not context.resilient_parsing:
+        context.with_resource(trust_remote_code())  # until the command ends
+    return given
+
+
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -179,6 +186,14 @@ Adapter = Annotated[str, typer.Option(help="Hub id or folder of the adapter.")]
 AllowBaseMismatch = Annotated[
     bool,
     typer.Option("--allow-base-mismatch", help="Load the adapter onto a base of its shape with other weights."),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        callback=_trust_remote_code,
+        help="Run Python code that the base's repository brings with it. Read it first.",
+    ),
 ]
 Dataset = Annotated[
     str,

@@ -52,6 +52,7 @@ def report(
         typer.Option(metavar="FOLDER", help="Where to write; of an adapter's page also a .html. Default: DIR/report."),
     ] = None,
     allow_base_mismatch: o.AllowBaseMismatch = False,
+    trust_remote_code: o.TrustRemoteCode = False,
     debug: o.Debug = False,
 ) -> None:
     """Write one HTML page that loads nothing: about a routed model, or about a study.

@@ -30,6 +30,7 @@ def serve(
     adapter: Adapter = "",
     model: o.BaseModel = None,
     adapter_option: OldAdapter = None,
+    trust_remote_code: o.TrustRemoteCode = False,
     debug: o.Debug = False,
 ) -> None:
     """Serve a routed model with `transformers serve`: the API of OpenAI, chat and completions.
@@ -58,7 +59,8 @@ def serve(
         os.chdir(root)  # the server calls the model by the path that it was given
         say(f"serving {adapter} on {base} as model {name!r}", sys.stderr)
         with _one_model(name):
-            app(["serve", name, *passed_on(context)], standalone_mode=False)
+            trusted = ["--trust-remote-code"] if trust_remote_code else []
+            app(["serve", name, *trusted, *passed_on(context)], standalone_mode=False)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ def study(
         int | None,
         typer.Option(min=2, help="Steps of every run instead of the file's, such as 20 to try a study. Default: its."),
     ] = None,
+    trust_remote_code: o.TrustRemoteCode = False,
     debug: o.Debug = False,
 ) -> None:
     """Train and measure every config with every seed.

@@ -65,6 +65,7 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the adapter in --out; other files there stay.")
     ] = False,
+    trust_remote_code: o.TrustRemoteCode = False,
     debug: o.Debug = False,
     **options: Any,
 ) -> None:

@@ -131,7 +131,7 @@ def checkpoint_to_resume(out: Path, config: DepthRouteConfig) -> Path | None:
     for name, value in saved.items():
         if name not in _NOT_COMPARED and value != wanted.get(name):
             raise CliError(f"--resume: {found} was trained with {name}={value}, not {wanted.get(name)}; give it again")
-    print(f"going on from {found}")
+    say(f"going on from {found}")
     return found
 
 

@@ -44,6 +44,7 @@ class DepthRouteLM(HFLM):
         allow_base_mismatch: Load the adapter onto another base of the same shape.
         dtype: The base's dtype, `"auto"` as stored.
         device: Default: a GPU if there is one.
+        trust_remote_code: The base's repository may run Python code of its own.
         **kwargs: Arguments of `HFLM`, such as `batch_size`, `tokenizer`, `max_length`.
 
     Raises:
@@ -58,12 +59,13 @@ class DepthRouteLM(HFLM):
         allow_base_mismatch: bool = False,
         dtype: str = "auto",
         device: str | None = None,
+        trust_remote_code: bool = False,
         **kwargs: Any,
     ) -> None:
         if pretrained is None or isinstance(pretrained, str):
             if adapter is None:
                 raise ValueError("the model depthroute needs adapter=HUB_ID_OR_FOLDER")
-            base, model = _load(pretrained, adapter, allow_base_mismatch, dtype)
+            base, model = _load(pretrained, adapter, allow_base_mismatch, dtype, trust_remote_code)
             model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             kwargs.setdefault("tokenizer", base)
         else:
@@ -73,7 +75,7 @@ class DepthRouteLM(HFLM):
         if any(holder.active_config().granularity == "sequence" for holder in active_routings(model)):
             kwargs["batch_size"] = 1
         self.seconds = 0.0  # inside the model
-        super().__init__(pretrained=model, **kwargs)
+        super().__init__(pretrained=model, trust_remote_code=trust_remote_code, **kwargs)
 
     def _model_call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._timed(lambda: super(DepthRouteLM, self)._model_call(*args, **kwargs))
@@ -184,7 +186,7 @@ def _manager(tasks: Sequence[str], include_path: str | Path | None) -> TaskManag
     return TaskManager(include_path=[str(path) for path in (TASKS, include_path) if path is not None])
 
 
-def _load(base: str | None, adapter: str, mismatch: bool, dtype: str) -> tuple[str, Any]:
+def _load(base: str | None, adapter: str, mismatch: bool, dtype: str, trust: bool) -> tuple[str, Any]:
     import peft
     import transformers
 
@@ -193,6 +195,6 @@ def _load(base: str | None, adapter: str, mismatch: bool, dtype: str) -> tuple[s
     if not name:
         raise ValueError(f"adapter {adapter} does not name its base model; pass pretrained=")
     with explained(f"model {name}"):
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=trust)
     with explained(f"adapter {adapter}"), allowed() if mismatch else nullcontext():
         return name, peft.PeftModel.from_pretrained(model, adapter)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 
 from ..data import DataError, load_text, pack
 from ..hub import HubError, explain
+from ..remote_code import refused_code, trusts_remote_code
 from ..shown import reason
 
 
@@ -131,7 +132,10 @@ def _load_tokenizer(base: str) -> Any:
     import transformers
 
     try:
-        return transformers.AutoTokenizer.from_pretrained(base)
+        return transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=trusts_remote_code())
     except Exception as error:
+        code_refused = refused_code(error, base)
+        if code_refused is not None:
+            raise DataError(f"tokenizer of {base}: {code_refused}") from error
         hub: HubError | None = None if Path(base).exists() else explain(error, f"tokenizer of {base}")
         raise hub or DataError(f"tokenizer of {base}: {reason(error)}; use data: {{blocks: FILE}}") from error

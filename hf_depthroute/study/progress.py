@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainerState
 
 from ..console import LinePrinter
+from ..shown import say
 
 INTERVAL = 10.0  # seconds between the lines of a run
 
@@ -30,5 +31,5 @@ class RunPrinter(LinePrinter):
             self._print(self.line(state, {"loss": logs["loss"]}))
 
     def _print(self, text: str) -> None:
-        print(f"{self.label}: {text}", file=sys.stderr, flush=True)
+        say(f"{self.label}: {text}", sys.stderr)
         self._said = time.monotonic()

@@ -25,6 +25,7 @@ from transformers import PrinterCallback, TrainerCallback
 from ..calibration import use_selection
 from ..evaluation.perplexity import mean_loss
 from ..hub import explained
+from ..remote_code import trusts_remote_code
 from ..shown import OneLine
 from ..trainer import DepthRouteTrainer
 from ..tuner import get_depth_routed_model
@@ -119,7 +120,9 @@ def train_run(shared: SharedSetting, spec: RunSpec, folder: Path, label: str | N
 def load_base(base: str) -> Any:
     """The base model in float32, on the GPU if there is one; lower precision is left to autocast."""
     with explained(f"model {base}"):
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            base, dtype=torch.float32, trust_remote_code=trusts_remote_code()
+        )
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 

@@ -25,6 +25,7 @@ import torch
 
 from ..config import ConfigError
 from ..evaluation.perplexity import mean_loss
+from ..remote_code import trusts_remote_code
 from ..shown import say
 from .data import Blocks, prepare_blocks, read_blocks, to_batches
 from .fingerprint import CODE, combine, explain, hash_model, versions
@@ -84,7 +85,7 @@ def run_study(
     with locked(out / ".lock", f"--out {out}: another start of this study is running; wait for it to end"):
         with locked(out / ".workers", f"--out {out}: runs of an earlier start are still going; wait", _PATIENCE):
             pass
-        print(f"{study.name}: reading the data and measuring the dense base", file=sys.stderr, flush=True)
+        say(f"{study.name}: reading the data and measuring the dense base", sys.stderr)
         shared = _prepare(study, out, jobs, debug)
         pending = [spec for spec in specs if finished_summary(out, spec, shared.fingerprint) is None]
         say(
@@ -94,7 +95,9 @@ def run_study(
         for spec in pending:
             if run_folder(out, spec).exists():
                 shutil.rmtree(run_folder(out, spec))
-        start = Start(out, tuple(run_folder(out, s) for s in specs), os.getpid(), engine, CODE, device_type(), debug)
+        folders = tuple(run_folder(out, s) for s in specs)
+        trust = trusts_remote_code()
+        start = Start(out, folders, os.getpid(), engine, CODE, device_type(), debug, trust)
         failures: dict[str, Failure] = {}
         _run_all([spec for spec in pending if spec.iso_compute is None], shared, start, jobs, failures)
         timed = []

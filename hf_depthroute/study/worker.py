@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 import transformers
 
 from ..config import ConfigError
+from ..remote_code import trust_remote_code
 from ..shown import say
 from .fingerprint import CODE
 from .folder import locked, run_folder, write_json
@@ -36,6 +38,7 @@ class Start:
         code: Hash of the package's code.
         device: `"cpu"` or `"cuda"`.
         debug: Show the warnings of the libraries.
+        trust: The base's own code may run.
     """
 
     out: Path
@@ -45,6 +48,7 @@ class Start:
     code: str
     device: str
     debug: bool
+    trust: bool
 
     def complete(self) -> int:
         """How many of the runs are."""
@@ -69,7 +73,8 @@ def execute(shared: SharedSetting, spec: RunSpec, start: Start) -> None:
         began = time.monotonic()
         try:
             _check(start)
-            summary = train_run(shared, spec, folder, start.label(spec))
+            with trust_remote_code() if start.trust else nullcontext():
+                summary = train_run(shared, spec, folder, start.label(spec))
             said = f"endpoint {summary['endpoint']:.3f} in {time.monotonic() - began:.0f} s"
             if summary["refresh_over_forward"] is not None:
                 said += f"; a refresh of the labels costs {summary['refresh_over_forward']:.1f} forward passes"

@@ -43,7 +43,7 @@ class Progress:
 
 def make_loader(args: argparse.Namespace) -> Any:
     """Batches of blocks of tokens, in an order that the seed fixes."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     blocks = pack(load_text(args.dataset), tokenizer, args.length).with_format("torch")
     generator = torch.Generator().manual_seed(args.seed)
     return torch.utils.data.DataLoader(
@@ -60,7 +60,7 @@ def train(args: argparse.Namespace) -> None:
     set_seed(args.seed)
     with accelerator.main_process_first():  # the others find the tokens in the cache
         loader = make_loader(args)
-    base = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False)
     config = DepthRouteConfig(layers=args.layers, target=args.target, gate=args.gate, budget=args.budget)
     model = get_depth_routed_model(base, config).train()
 

@@ -43,7 +43,7 @@ RATIOS = [
 
 
 def study_base() -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32, trust_remote_code=False)
 
 
 def paper_shape() -> torch.nn.Module:

@@ -41,7 +41,7 @@ LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "gate_p
 
 def read_blocks() -> tuple[torch.Tensor, torch.Tensor]:
     """Training blocks and 48 validation blocks, `[N, 128]`; every tenth topic is for validation."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(BASE)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BASE, trust_remote_code=False)
     split: dict[bool, list[int]] = {True: [], False: []}
     for place, (_, text) in enumerate(sorted(pydoc_data.topics.topics.items())):
         split[place % 10 == 0] += [*tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]

@@ -81,7 +81,7 @@ def load_base(setting: dict[str, Any]) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(base_of(setting), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(base_of(setting), dtype=torch.float32, trust_remote_code=False).eval()
 
 
 def importance_of(setting: dict[str, Any], blocks: Any) -> dict[str, dict[int, float]]:
@@ -202,7 +202,7 @@ def kinds_of_tokens(setting: dict[str, Any]) -> dict[str, Any]:
     import torch
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(base_of(setting))
+    tokenizer = AutoTokenizer.from_pretrained(base_of(setting), trust_remote_code=False)
     texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
     return {
         "bracket": torch.tensor([bool(t.strip()) and set(t.strip()) <= set(")]}") for t in texts]),

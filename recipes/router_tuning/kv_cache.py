@@ -28,13 +28,13 @@ PROMPTS, LENGTH, NEW = 32, 128, 16
 
 def routed_model() -> tuple[Any, torch.Tensor]:
     """The calibrated model and prompts `[PROMPTS, LENGTH]` that it was not calibrated on."""
-    base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
+    base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32, trust_remote_code=False).eval()
     config = DepthRouteConfig(
         layers="every:2", target="attention", granularity="sequence", selection="controller", branch="none"
     )
     model = get_depth_routed_model(base, config).eval()
     text = load_text(PYTHON_STDLIB, split="validation")
-    packed: Any = pack(text, AutoTokenizer.from_pretrained(BASE), LENGTH)
+    packed: Any = pack(text, AutoTokenizer.from_pretrained(BASE, trust_remote_code=False), LENGTH)
     blocks = torch.tensor(packed["input_ids"][: 9 * PROMPTS])
     calibrate(model, [{"input_ids": part} for part in blocks[PROMPTS:].split(PROMPTS)], budget=0.5)
     return model, blocks[:PROMPTS]

@@ -53,12 +53,12 @@ def trained(model: Path, dataset: str, length: int, layers: str, folder: Path) -
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     return peft.PeftModel.from_pretrained(base, str(folder)).eval()
 
 
 def from_text(model: Path, dataset: str, length: int, layers: str, texts: tuple[str, ...]) -> Any:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
     with tempfile.TemporaryDirectory() as folder:
         routed = trained(model, dataset, length, layers, Path(folder) / "adapter")

@@ -71,9 +71,9 @@ def load(data: Path, split: str) -> tuple[Any, Any]:
 
     from hf_depthroute.data import load_text, pack
 
-    tokenizer = AutoTokenizer.from_pretrained(data / "stories260k")
+    tokenizer = AutoTokenizer.from_pretrained(data / "stories260k", trust_remote_code=False)
     text = load_text(str(data / "stories.txt"), split=split)
-    base = AutoModelForCausalLM.from_pretrained(data / "stories260k").eval()
+    base = AutoModelForCausalLM.from_pretrained(data / "stories260k", trust_remote_code=False).eval()
     return base, torch.tensor(pack(text, tokenizer, 256)["input_ids"])
 
 
