@@ -134,8 +134,9 @@ def test_no_command_asks_and_none_runs_the_code(
         }
         ended = run(command, *arguments[command])
         assert ended.code == 2, ended.err
-        assert "code of its own" in ended.error and str(bases[kind]) in ended.error
-        assert ended.error.endswith("pass --trust-remote-code")
+        said = ended.err.split("\n")[-2]
+        assert said.startswith("error: ") and "code of its own" in said and str(bases[kind]) in said
+        assert said.endswith("pass --trust-remote-code")
     assert asked == []
     assert not marker.exists()
 
