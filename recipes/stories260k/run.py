@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 ROUTED = [2, 3, 4]
 LEARNED = [("mlp", "normed"), ("jepa", "normed"), ("mlp", "residual"), ("jepa", "residual")]
 DROPPED = (1, 2)  # FFNs of the static baseline, least important first
+BRANCH_RANK = 8  # as in train.yaml
 CASE = ("gate", "gate_input", "layers")  # what tells cases apart
 
 
@@ -87,6 +88,15 @@ def ffn_importance(data: Path) -> dict[int, float]:
     )
 
 
+def flops_over_dense(data: Path, case: dict[str, Any]) -> float:
+    """Counted FLOPs of a text of 256 tokens over the dense base's, routers included."""
+    from hf_depthroute import DepthRouteConfig, get_depth_routed_model, route_cost
+
+    config = DepthRouteConfig(**{name: case[name] for name in CASE}, branch_rank=BRANCH_RANK)
+    cost = route_cost(get_depth_routed_model(load(data, "train[:1%]")[0], config), batch_size=1, length=256)
+    return cost.flops_routed / cost.flops_dense
+
+
 def random_routing_loss(data: Path) -> float:
     """Loss when a random half of the tokens skips the FFN of the routed layers and nothing takes its place."""
     import torch
@@ -125,10 +135,15 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def write(path: Path, result: dict[str, Any]) -> None:
+    result["summary"] = summary(result["runs"])
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=HERE.parents[1].parent / "shared" / "data")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     args = parser.parse_args()
@@ -139,6 +154,9 @@ def main() -> None:
     result.setdefault("random_routing_without_branch", round(random_routing_loss(args.data), 4))
     importance = ffn_importance(args.data)
     result["ffn_importance"] = {layer: round(value, 4) for layer, value in importance.items()}
+    result["flops_over_dense"] = [
+        {**case, "flops": round(flops_over_dense(args.data, case), 4)} for case in cases(importance)
+    ]
     order = [(case, seed) for seed in args.seeds for case in cases(importance)]
     done = {(key(run), run["seed"]) for run in result["runs"]}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.parallel) as pool:
@@ -150,8 +168,8 @@ def main() -> None:
         for job in as_completed(jobs):
             result["runs"].append(job.result())
             result["runs"].sort(key=lambda run: (key(run), run["seed"]))
-            result["summary"] = summary(result["runs"])
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            write(args.out, result)
+    write(args.out, result)
     print(json.dumps({name: value for name, value in result.items() if name != "runs"}, indent=1))
 
 
