@@ -74,10 +74,10 @@ def quality() -> list[str]:
         "**Quality** (`recipes/stories260k`): a real pretrained Llama of 260,000 parameters and width 64, FFNs of "
         "layers 2-4 of 5 routed at budget 0.5. Learned gates stand beside a frozen random one and beside the least "
         "important FFNs left out for every token, all with branches of rank 8 trained for 800 steps of 16 x 256 "
-        f"tokens. Validation loss in nats, mean over seeds (lowest - highest); dense: {dense:.3f}. The two "
-        "differences are of the causal threshold's loss: to random routing, and to leaving FFNs out at the same share of FFN calls. FLOPs "
-        "are counted with the routers: at this width the JEPA gate costs more than it saves. What the branches are "
-        "worth: random routing without any ends at "
+        f"tokens. Validation loss in nats, mean over seeds (lowest - highest); dense: {dense:.3f}. The two differences "
+        "are those of the causal threshold's loss: to random routing, and to leaving FFNs out at the same share of FFN "
+        "calls. FLOPs are counted with the routers: at this width the JEPA gate costs more than it saves. What the "
+        "branches are worth: random routing without any ends at "
         f"{result['random_routing_without_branch']:.3f}.",
         "",
         *table(
