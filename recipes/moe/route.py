@@ -152,7 +152,7 @@ def run(spec: dict[str, Any], base: Path, data: Blocks, folder: Path) -> None:
     if spec["method"] in ("per_expert", "per_layer"):
         train(model, spec, data, folder)
         result["as_trained"] = measured(model, validation)
-        model.peft_config["default"].threshold = None  # from p >= 1/2 to the quantile of the budget
+        model.peft_config["default"].threshold = "budget"  # from p >= 1/2 to the quantile of the budget
     if spec["method"] not in DROPPED:
         calibrate(model, calibration)
     load = expert_load(model, validation)
@@ -210,7 +210,7 @@ def with_adapter(model: Any, folder: Path) -> Any:
     routed = PeftModel.from_pretrained(model, folder).eval()
     config = routed.peft_config["default"]
     if config.gate == "linear":
-        config.threshold = None  # loading fills in the gate's default, p >= 1/2; these are calibrated
+        config.threshold = "budget"  # calibrated, whatever the file says
     return routed
 
 
