@@ -79,8 +79,7 @@ class RoutingArguments:
     balance_dispatch: str = field(default="top1", metadata={"help": "Fractions that are balanced: top1 or topk."})
     router_z_weight: float = field(default=0.0, metadata={"help": "Weight of the base's router z-loss."})
     loss_weights: dict[str, float] | str | None = field(
-        default=None,
-        metadata={"help": "JSON: weights of rows that were added to LOSSES, by name.", "option": str | None},
+        default=None, metadata={"help": "JSON: weights of rows that were added to LOSSES, by name."}
     )
     controller_step: float = field(default=0.01, metadata={"help": "Step of the threshold controller."})
     fused_loss: bool = field(default=True, metadata={"help": "Compute the loss without logits where possible."})

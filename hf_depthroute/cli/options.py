@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -69,7 +69,8 @@ def options_of(*classes: type) -> Callable[[Callable[..., None]], Callable[..., 
     """Give a command an option for every field of some dataclasses, which it takes as `**fields`.
 
     Name, type and default are the field's, and its metadata holds the help. `"flag": True` there makes a boolean that
-    is False by default an option without its negation.
+    is False by default an option without its negation. Training arguments hold the help alone: transformers'
+    argument parser hands the rest of a field's metadata to argparse.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -80,7 +81,9 @@ def options_of(*classes: type) -> Callable[[Callable[..., None]], Callable[..., 
             for field in fields(owner):
                 assert field.default is not MISSING
                 words = [f"--{field.name.replace('_', '-')}"] if field.metadata.get("flag") else []
-                kind: Any = field.metadata.get("option", types[field.name])
+                kind: Any = types[field.name]
+                if str in get_args(kind):  # a field that takes several types takes each of them as text
+                    kind = str | None
                 option = Annotated[kind, typer.Option(*words, help=field.metadata["help"])]
                 added.append(
                     inspect.Parameter(field.name, own[0].KEYWORD_ONLY, default=field.default, annotation=option)
