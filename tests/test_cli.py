@@ -661,6 +661,39 @@ def test_serve_wants_its_adapter_before_the_options_of_the_server(run: Run) -> N
     assert (ended.code, "before --port: hf-depthroute serve ADAPTER --port" in ended.error) == (errors.USAGE, True)
 
 
+def test_out_is_where_the_result_goes_and_json_its_older_spelling(run: Run, tmp_path: Path) -> None:
+    printed = run("families").out
+    for option in ("--out", "--json"):
+        assert run("families", option, tmp_path / f"{option}.json").out == printed
+    whole = run("families", "--out", "-").out
+    assert whole == (tmp_path / "--out.json").read_text() == (tmp_path / "--json.json").read_text()
+    assert json.loads(whole)["families"]
+
+
+def test_eval_writes_its_result_alone_to_stdout(run: Run, adapter: Path, text: Path) -> None:
+    ended = run("eval", adapter, "--dataset", text, "--length", 16, "--blocks", 2, "--budgets", "0.5", "--out", "-")
+    assert ended.code == 0, ended.err
+    assert [row["rule"] for row in json.loads(ended.out)["rows"]] == ["dense", "topk", "threshold"]
+
+
+@pytest.mark.parametrize("command", [["eval", "./absent", "--dataset", "x"], ["bench", "./absent"], ["families"]])
+def test_a_result_that_cannot_be_written_is_refused_before_the_work(
+    command: list[str], run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for path, message in ((tmp_path, "is a folder"), (tmp_path / "file" / "x.json", "no file can be made in")):
+        for option in ("--out", "--json"):
+            ended = run(*command, option, path)
+            assert (ended.code, ended.out) == (errors.USAGE, "")
+            assert ended.error.startswith(f"--out {path}: {message}")
+
+
+@pytest.mark.parametrize("key", ["out", "json", "json_file"])
+def test_a_yaml_file_spells_options_as_the_command_line_does(key: str, run: Run, tmp_path: Path) -> None:
+    ended = run("eval", "./absent", "--dataset", "x", "--config", write_yaml(tmp_path, f"{key}: {tmp_path}\n"))
+    assert ended.error.startswith(f"--out {tmp_path}: is a folder")
+
+
 def test_an_adapter_of_a_yaml_file_gives_way_to_the_command_line(run: Run, tmp_path: Path) -> None:
     path = write_yaml(tmp_path, "adapter: ./from-yaml\nprompt: the\n")
     for words, name in (([], "from-yaml"), (["./argument"], "argument"), (["--adapter", "./option"], "option")):

@@ -50,7 +50,7 @@ def make_card(
     Args:
         adapter: Its folder, as `save_pretrained` or `hf-depthroute train` leave it; or the model itself, which is as
             `save_pretrained` would save it now.
-        results: Each a JSON file of `eval --json` or `bench --json`, its content, or what `evaluate_budgets`,
+        results: Each a JSON file of `eval --out` or `bench --out`, its content, or what `evaluate_budgets`,
             `evaluate_tasks` or `bench` returned.
         adapter_name: Which adapter, where there are several.
         training: The record of the run; by default `training.json` in the folder, or what the model remembers.
@@ -196,7 +196,7 @@ def routed_name(model: Any) -> str | None:
 
 
 def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The evaluation at the end of `hf-depthroute train`, in the form of `eval --json`."""
+    """The evaluation at the end of `hf-depthroute train`, in the form of `eval --out`."""
     arguments, held_out = record.get("arguments") or {}, record.get("held_out_blocks")
     split = f"{arguments.get('split')}, {held_out} blocks held out" if held_out else None
     return {

@@ -33,7 +33,7 @@ def add_results(model: nn.Module, *results: Any) -> None:
 
     Args:
         model: A model with an active routed adapter.
-        *results: As for `make_card`: files of `eval --json` or `bench --json`, or what `evaluate_budgets`,
+        *results: As for `make_card`: files of `eval --out` or `bench --out`, or what `evaluate_budgets`,
             `evaluate_tasks` or `bench` returned for this adapter.
 
     Raises:

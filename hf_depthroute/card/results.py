@@ -96,7 +96,7 @@ def read_results(sources: Iterable[Any], weights_hash: str | None) -> Results:
     """Read results of one adapter.
 
     Args:
-        sources: Each a JSON file that `eval --json` or `bench --json` wrote, its content, or what `evaluate_budgets`,
+        sources: Each a JSON file that `eval --out` or `bench --out` wrote, its content, or what `evaluate_budgets`,
             `evaluate_tasks` or `bench` returned.
         weights_hash: The hash of the adapter's weights. A result that names another is refused.
 
@@ -131,7 +131,7 @@ def _add(results: Results, content: Mapping[str, Any]) -> None:
 
 
 def read_losses(content: Mapping[str, Any]) -> Losses:
-    """The losses in `eval --json`, or in the evaluation at the end of a training."""
+    """The losses in `eval --out`, or in the evaluation at the end of a training."""
     rows = [
         LossRow(
             budget=_number(row["budget"]),

@@ -30,7 +30,12 @@ from .train import train
 
 app = typer.Typer(
     name="hf-depthroute",
-    help="Depth routing for pretrained language models: easy tokens skip work, as a PEFT adapter.",
+    help="""Depth routing for pretrained language models: easy tokens skip work, as a PEFT adapter.
+
+    In every command ADAPTER is the folder of an adapter or its Hub id, and --out is where the command writes what it
+    makes: a folder (train, study, report) or a file (eval, bench, families: the result as JSON; card), - for stdout.
+    --adapter ADAPTER and --json FILE are older spellings of the two (train has only --adapter, to go on with one).
+    """,
     add_completion=False,
     rich_markup_mode=None,
 )

@@ -12,7 +12,7 @@ from ..shown import say, shown
 from . import options as o
 from .adapter import AnyAdapter, OldAdapter
 from .errors import CliError
-from .output import write_json
+from .output import ResultFile, write_result
 
 _OF_SHAPE = ("layers", "target", "gate", "depth", "vocabulary")  # an adapter has its own
 _SINGLE = ("prefill", "decode", "memory")
@@ -71,7 +71,7 @@ def bench(
         int | None, typer.Option(min=1, help="Rounds; medians are reported. Default: 15, or the suite's.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None,
-    json_file: o.JsonFile = None,
+    json_file: ResultFile = None,
     plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the result into this folder.")] = None,
     allow_base_mismatch: o.AllowBaseMismatch = False,
     adapter_option: OldAdapter = None,
@@ -86,8 +86,8 @@ def bench(
     \b
     Example:
       hf-depthroute bench --shape qwen2.5-0.5b --budgets 0.5,0.25 --threads 2
-      hf-depthroute bench routed --json bench.json
-      hf-depthroute bench --suite recipes/speed/cpu.yaml --json new.json --plot plots
+      hf-depthroute bench routed --out bench.json
+      hf-depthroute bench --suite recipes/speed/cpu.yaml --out new.json --plot plots
       hf-depthroute bench --compare old.json new.json
     """
     given = {"ADAPTER": adapter, "--shape": shape, "--suite": suite, "--compare": compare}
@@ -139,12 +139,11 @@ def bench(
             fields: dict[str, Any] = of_shape | {"shape": shape, "layers": o.parse_layers(layers), "dtype": dtype}
             fields |= {"loss": list(o.parse_names("--loss", loss, ("naive", "fused")))}
             result = _measure_shape(fields, arguments, sizes)
-    if json_file is not None:
-        write_json(json_file, result)
     from ..bench.results import tables
 
-    for table in tables(result):
-        _print(table)
+    if not write_result(json_file, result):
+        for table in tables(result):
+            _print(table)
     if plot is not None:
         from ..bench.plots import plot_result
 
@@ -152,7 +151,7 @@ def bench(
             say(f"wrote {path}", sys.stderr)
 
 
-def _compare(old: Path, new: Path, json_file: Path | None) -> None:
+def _compare(old: Path, new: Path, out: Path | None) -> None:
     from . import loading
 
     loading.quiet(False)
@@ -164,8 +163,8 @@ def _compare(old: Path, new: Path, json_file: Path | None) -> None:
         raise CliError(f"--compare {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise CliError(f"--compare {old} {new}: not results of hf-depthroute bench ({error!r} is wrong)") from error
-    if json_file is not None:
-        write_json(json_file, comparison.to_dict())
+    if write_result(out, comparison.to_dict()):
+        return
     for note in comparison.notes:
         say(f"note: {note}")
     table = comparison_table(comparison)

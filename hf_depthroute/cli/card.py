@@ -19,7 +19,7 @@ def card(
     adapter: Adapter = "",
     results: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="A file of eval --json or bench --json; once for each file."),
+        typer.Option(metavar="FILE", help="A file of eval --out or bench --out; once for each file."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write here instead of ADAPTER/README.md; - for stdout.")
@@ -42,8 +42,8 @@ def card(
 
     \b
     Example:
-      hf-depthroute eval routed --dataset python-stdlib --split validation --json eval.json
-      hf-depthroute bench routed --json bench.json
+      hf-depthroute eval routed --dataset python-stdlib --split validation --out eval.json
+      hf-depthroute bench routed --out bench.json
       hf-depthroute card routed --results eval.json --results bench.json --push-to me/my-router
     """
     if push_to is None and (private or revision is not None):

@@ -13,7 +13,7 @@ from ..shown import reason
 from . import options as o
 from .adapter import Adapter, OldAdapter
 from .errors import CliError
-from .output import write_json
+from .output import ResultFile, write_result
 
 
 def evaluate(
@@ -45,7 +45,7 @@ def evaluate(
     batch_size: o.BatchSize = 8,
     length: o.Length = 256,
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
-    json_file: o.JsonFile = None,
+    json_file: ResultFile = None,
     allow_base_mismatch: o.AllowBaseMismatch = False,
     adapter_option: OldAdapter = None,
     trust_remote_code: o.TrustRemoteCode = False,
@@ -97,22 +97,20 @@ def evaluate(
     routed = loading.load_adapter(loading.load_model(model, dtype), adapter, allow_base_mismatch)
     rows = evaluate_budgets(routed, batches[0], batches[1] if calibrate_on else None, wanted)
 
-    if json_file is not None:
-        write_json(
-            json_file,
-            {
-                "model": model,
-                "adapter": adapter,
-                "weights_hash": adapter_config.weights_hash,
-                "dataset": dataset,
-                "dataset_name": dataset_name,
-                "split": split,
-                "calibrate_on": calibrate_on,
-                "blocks": sum(len(batch["input_ids"]) for batch in batches[0]),
-                "length": length,
-                "rows": [asdict(row) for row in rows],
-            },
-        )
+    result = {
+        "model": model,
+        "adapter": adapter,
+        "weights_hash": adapter_config.weights_hash,
+        "dataset": dataset,
+        "dataset_name": dataset_name,
+        "split": split,
+        "calibrate_on": calibrate_on,
+        "blocks": sum(len(batch["input_ids"]) for batch in batches[0]),
+        "length": length,
+        "rows": [asdict(row) for row in rows],
+    }
+    if write_result(json_file, result):
+        return
     loading.print_table(
         ("budget", "rule", "loss", "perplexity", "full ratio", "gap"),
         [
@@ -136,7 +134,7 @@ def _evaluate_tasks(
     budgets: list[float],
     dtype: str,
     mismatch: bool,
-    json_file: Path | None,
+    out: Path | None,
     debug: bool,
     how: dict[str, Any],
 ) -> None:
@@ -160,20 +158,15 @@ def _evaluate_tasks(
         runs = evaluate_tasks(routed, tokenizer, names, budgets, **how)
     except ValueError as error:
         raise CliError(f"--tasks {tasks}: {reason(error)}") from error
-    if json_file is not None:
-        from lm_eval.utils import handle_non_serializable
+    from lm_eval.utils import handle_non_serializable
 
-        parts = {
-            run.name: {
-                "budget": run.budget,
-                "full_ratio": run.full_ratio,
-                "seconds": run.seconds,
-                "lm_eval": run.results,
-            }
-            for run in runs
-        }
-        content = {"model": model, "adapter": adapter, "weights_hash": adapter_config.weights_hash, "runs": parts}
-        write_json(json_file, json.loads(json.dumps(content, default=handle_non_serializable)))
+    parts = {
+        run.name: {"budget": run.budget, "full_ratio": run.full_ratio, "seconds": run.seconds, "lm_eval": run.results}
+        for run in runs
+    }
+    content = {"model": model, "adapter": adapter, "weights_hash": adapter_config.weights_hash, "runs": parts}
+    if write_result(out, json.loads(json.dumps(content, default=handle_non_serializable))):
+        return
     dense = scores(runs[0])
     loading.print_table(
         ("task", "metric", "run", "value", "stderr", "delta", "full ratio", "dense s / s"),

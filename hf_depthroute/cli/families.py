@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from ..shown import say
 from . import options as o
-from .output import write_json
+from .output import ResultFile, write_result
 
 if TYPE_CHECKING:
     from ..support import Support
 
 
-def families(json_file: o.JsonFile = None, debug: o.Debug = False) -> None:
+def families(json_file: ResultFile = None, debug: o.Debug = False) -> None:
     """List the supported model families: how their layers add up, and what a routed token really skips.
 
     A model belongs to the family that the "model_type" of its configuration names.
@@ -20,7 +20,7 @@ def families(json_file: o.JsonFile = None, debug: o.Debug = False) -> None:
     \b
     Examples:
       hf-depthroute families
-      hf-depthroute families --json families.json
+      hf-depthroute families --out families.json
     """
     from dataclasses import asdict
 
@@ -30,8 +30,8 @@ def families(json_file: o.JsonFile = None, debug: o.Debug = False) -> None:
     from ..support import LEGEND, support_table
 
     table = support_table()
-    if json_file is not None:
-        write_json(json_file, {"families": [asdict(row) for row in table], "legend": LEGEND})
+    if write_result(json_file, {"families": [asdict(row) for row in table], "legend": LEGEND}):
+        return
     header = ("family", "layout", "ffn", "attention", "block", "experts", "sequence")
     lines = [header, *(_cells(row) for row in table)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(header))]

@@ -28,6 +28,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     if path is None or context.resilient_parsing:
         return path
     options = {p.name: p for p in context.command.params if p.name and p.name not in _NOT_IN_YAML}
+    spelled = {word.lstrip("-").replace("-", "_"): p for p in options.values() for word in p.opts}
     defaults = dict(context.default_map or {})
     try:
         # `max-steps` and `max_steps` are the same option.
@@ -36,8 +37,10 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         raise CliError(f"--config {error}") from error
     for key, value in content.items():
         name = str(key).replace("-", "_")
+        if name not in options and name in spelled:  # `out: FILE` and `json: FILE` are the same option
+            name = str(spelled[name].name)
         if name not in options:
-            close = difflib.get_close_matches(name, options, n=1)
+            close = difflib.get_close_matches(name, [*options, *spelled], n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"see {context.command_path} --help for the options"
             raise CliError(f"{path}: unknown key {key!r}; {hint}")
         if value is None:
@@ -210,4 +213,3 @@ Streaming = Annotated[bool, typer.Option("--streaming/--no-streaming", help="Rea
 BatchSize = Annotated[int, typer.Option(min=1, help="Blocks in a batch.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens in a block.")]
 Budgets = Annotated[str, typer.Option(help="Fractions of tokens that run full, comma-separated.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result here.")]

@@ -12,12 +12,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ..shown import say
+import typer
+
+from ..shown import reason, say, say_block
 from .errors import ADAPTER, RESOURCES, CliError
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
+STDOUT = Path("-")
 _LOGS = "runs"  # TensorBoard's; every run adds a file of its own
 
 
@@ -99,6 +102,43 @@ def restore_hidden(folder: Path) -> None:
     if hidden:
         hidden[0].rename(folder)
         say(f"note: {folder} was left as {hidden[0].name} by a run that was killed; put back", file=sys.stderr)
+
+
+def check_file(path: Path | None) -> Path | None:
+    """Callback of `--out FILE`: what cannot be written is refused before the work."""
+    if path is None or path == STDOUT:
+        return path
+    try:
+        parent = next(folder for folder in path.expanduser().resolve().parents if folder.exists())
+        if path.is_dir():
+            raise CliError(f"--out {path}: is a folder; name a file")
+    except (OSError, ValueError) as error:
+        raise CliError(f"--out {path}: {reason(error)}") from error
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise CliError(f"--out {path}: no file can be made in {parent}")
+    return path
+
+
+ResultFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", "--json", metavar="FILE", callback=check_file,
+        help="Write the result here as JSON; - for stdout, without the table. --json is the older spelling.",
+    ),
+]  # fmt: skip
+
+
+def write_result(path: Path | None, content: Any) -> bool:
+    """Write what a command measured as JSON to its `--out`, if that was given.
+
+    Returns:
+        Whether that was stdout, which then holds nothing else.
+    """
+    if path == STDOUT:
+        say_block(json.dumps(content, indent=2))
+    elif path is not None:
+        write_json(path, content)
+    return path == STDOUT
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -38,10 +38,10 @@ def report(
     prompt: Annotated[str | None, typer.Option(help="Show how this text is continued, too.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="With --prompt: tokens to add.")] = 64,
     eval_file: Annotated[
-        Path | None, typer.Option("--eval", metavar="FILE", help="Losses from eval --json, instead of taking them.")
+        Path | None, typer.Option("--eval", metavar="FILE", help="Losses from eval --out, instead of taking them.")
     ] = None,
     bench_file: Annotated[
-        Path | None, typer.Option("--bench", metavar="FILE", help="Times from bench --json, instead of taking them.")
+        Path | None, typer.Option("--bench", metavar="FILE", help="Times from bench --out, instead of taking them.")
     ] = None,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of the speed; medians are reported.")] = 15,

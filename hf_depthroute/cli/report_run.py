@@ -149,7 +149,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise CliError(f"--eval {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CliError(f"--eval {path}: not a result of hf-depthroute eval --json ({error!r} is wrong)") from error
+        raise CliError(f"--eval {path}: not a result of hf-depthroute eval --out ({error!r} is wrong)") from error
     return list(rows)
 
 
@@ -171,7 +171,7 @@ def _read_bench(path: Path) -> dict[str, Any]:
                 for row in result[part]["budgets"].values():
                     row |= {name: float(row[name]) for name in _TIMES if (name, row[name]) != ("eta", None)}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CliError(f"--bench {path}: not a result of hf-depthroute bench --json ({error!r} is wrong)") from error
+        raise CliError(f"--bench {path}: not a result of hf-depthroute bench --out ({error!r} is wrong)") from error
     return result
 
 

@@ -16,8 +16,8 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
 
     Args:
         folder: Exists.
-        results: `title` (str), `eval` (rows of `hf-depthroute eval --json`), `bench` (of `hf-depthroute bench
-            --json`), `training` (of `training.json`), and `samples` (a list of dicts with `label`, `text`).
+        results: `title` (str), `eval` (rows of `hf-depthroute eval --out`), `bench` (of `hf-depthroute bench
+            --out`), `training` (of `training.json`), and `samples` (a list of dicts with `label`, `text`).
 
     Returns:
         The path of the report.

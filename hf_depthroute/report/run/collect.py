@@ -68,14 +68,14 @@ class RunReport:
     Attributes:
         title: The page's title.
         facts: Names and texts: what was measured on what.
-        rows: The rows of `hf-depthroute eval --json`.
+        rows: The rows of `hf-depthroute eval --out`.
         budgets: Budgets, ascending; the single one of an adapter that follows no budget.
         follows_budget: Whether the adapter does.
         scores: `{layer: LayerScores}` per budget.
         costs: Per budget.
         cost_shape: Sequences and tokens per sequence that `costs` are of.
         tokens: From `view_data`; each text has a run per budget.
-        bench: What `hf-depthroute bench --json` wrote; None where speed was not measured.
+        bench: What `hf-depthroute bench --out` wrote; None where speed was not measured.
         notes: What the reader must know besides.
     """
 
