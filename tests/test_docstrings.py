@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = sorted((ROOT / "hf_depthroute").rglob("*.py"))
+MODULES = sorted([*(ROOT / "hf_depthroute").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")])
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("README.md"), *ROOT.glob("model_cards/*.md")])
 IDENTIFIER = re.compile(r"arXiv:\d{4}\.\d{5}")
 # What begins a docstring, or the description of an argument, without saying what the thing is.
@@ -51,7 +51,7 @@ def words(text: str) -> str:
 
 def test_docstrings_say_what_a_thing_is() -> None:
     unclear = re.compile(f"{OWNER_ONLY.pattern}|[Tt]hat are those|behind the (?:LM )?head", re.MULTILINE)
-    found = {path.name: text for path in MODULES for text in docstrings(path) if unclear.search(text)}
+    found = {path: text for path in MODULES for text in docstrings(path) if unclear.search(text)}
     assert not found
 
 

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python recipes/aux_losses/step_cost.py --out recipes/aux_losses/step_cost.json
 
-Two models: the study's base (d=256), and the paper's shape (GPT-2, d=640, 12 layers; random weights, a vocabulary of
-8,192). A round is one refresh interval: five steps, one of them with labels where there is an oracle.
+Two models: the study's base (d=256), and the shape of arXiv:2604.17228 (GPT-2, d=640, 12 layers; random weights, a
+vocabulary of 8,192). A round is one refresh interval: five steps, one of them with labels where there is an oracle.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Run:
     Attributes:
         method: Name of a file in `configs/`.
         point: Its budget, its depth weight, or how many layers it drops.
-        seed: Of the adapter's weights and of the order of the data.
+        seed: Draws the adapter's weights and the order of the data.
     """
 
     method: str

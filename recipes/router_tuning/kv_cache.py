@@ -61,7 +61,7 @@ def held(model: Any, prompts: torch.Tensor) -> int:
 
 
 def llama3_8b() -> dict[str, Any]:
-    """`route_cost` at the paper's setting: 16 of 32 layers, 50 % capacity, 2,048 x 64, bfloat16."""
+    """`route_cost` at the setting of arXiv:2410.13184: 16 of 32 layers, 50 % capacity, 2,048 x 64, bfloat16."""
     config = LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=8192,

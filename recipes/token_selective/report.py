@@ -3,7 +3,7 @@
     python recipes/token_selective/report.py --out OUT
 
 Without `--out` the plots and the tables come from the committed `results.json`. The tables go to standard output;
-the README holds them.
+the README holds them. The paper is arXiv:2605.05222.
 """
 
 from __future__ import annotations
