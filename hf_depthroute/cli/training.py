@@ -136,7 +136,7 @@ def checkpoint_to_resume(out: Path, config: DepthRouteConfig) -> Path | None:
 
 
 def remove_checkpoints(out: Path) -> None:
-    """Of the run whose adapter has been saved."""
+    """Remove the checkpoints of the run whose adapter has been saved."""
     for checkpoint in checkpoints_in(out):
         shutil.rmtree(checkpoint, ignore_errors=True)
 
