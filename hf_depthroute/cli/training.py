@@ -28,7 +28,7 @@ _NOT_COMPARED = ("base_model_name_or_path", "revision", "inference_mode", "peft_
 
 
 def preset_values(name: str | None, given: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of a published method, the fields of the adapter and of the training arguments that no option in `given` sets.
+    """A published method's fields of the adapter and of the training arguments that no option in `given` sets.
 
     Raises:
         ConfigError: There is no such preset.
