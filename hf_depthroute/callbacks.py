@@ -57,6 +57,7 @@ class RoutingCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if self.objective is not None and logs is not None and "loss" in logs:
+            self.objective.note_shares()
             metrics = self.objective.pop_metrics()
             logs.update(metrics)
             state.log_history[-1].update(metrics)
@@ -67,6 +68,7 @@ class RoutingCallback(TrainerCallback):
         self._remember(args, state, kwargs)
         self.begun = 0.0
         if self.objective is not None:
+            self.objective.note_shares()
             self.objective.end_schedule()
 
 

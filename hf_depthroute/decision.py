@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from .calibration import BudgetController, ScoreQuantiles
 from .config import DepthRouteConfig
+from .quantiles import BudgetController, ScoreQuantiles
 from .selection import threshold_mask, topk_mask
 from .trace import RouteCounter, RouteTrace
 

@@ -21,9 +21,9 @@ from .adapter_file import (
     read_tensors,
     tensors_hash,
 )
-from .calibration import NOT_FITTED
 from .config import ConfigError, DepthRouteConfig
 from .gates import GATES
+from .quantiles import NOT_FITTED
 from .shown import shown
 
 _UPDATES = ".depth_route_quantiles.updates"

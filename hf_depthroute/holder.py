@@ -14,13 +14,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from .branches import Derived, LowRankBranch, stamp
-from .calibration import BudgetController, ScoreQuantiles
 from .config import DepthRouteConfig
 from .decision import RoutePlan, decide, make_plan
 from .execution.decode import DecodeStep, run_base, supports_decode
 from .families import Family
 from .gates import GATES, MLPGate, TargetProjection
 from .misuse import warn_of_thresholds
+from .quantiles import BudgetController, ScoreQuantiles
 from .sublayers import template_norm, width_of
 from .summary import routing_summary
 from .trace import RouteCounter, RouteTrace

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from .calibration import NOT_FITTED, ScoreQuantiles
+from .quantiles import NOT_FITTED, ScoreQuantiles
 from .trace import routings
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from .input_gradients import without_input_gradients
 from .losses import diagnostics, routing_losses
 from .moe import RouterTrace, observe_routers
 from .oracle import UtilityLabels, prefix_utility
+from .quantiles import Measured
 from .trace import RouteRecord, RouteTrace, overridden, record_routes, routings
 
 __all__ = ["RoutingArguments", "RoutingObjective", "Watched"]
@@ -64,6 +65,7 @@ class RoutingObjective:
         self._temperature: torch.Tensor | None = None
         self._sums: dict[str, tuple[torch.Tensor, int]] = {}
         self._load: dict[int, torch.Tensor] = {}
+        self._full: dict[int, torch.Tensor] = {}  # by the thresholds: tokens full and seen, since the last log entry
         self._budgets: dict[int, float] = {}
         # Of the batches since the last optimizer step: the terms, and the scores by layer.
         self._pending: deque[tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]] = deque(maxlen=_WATCHED_BATCHES)
@@ -131,6 +133,7 @@ class RoutingObjective:
         terms = routing_losses(trace, lm, a.weights(), a.alive_min, **inputs)
         for holder in holders:
             self._count(holder, trace[holder.layer_index])
+            self._compare(holder, trace[holder.layer_index])
         self._collect(terms, trace, share)
         scores = {index: record.scores.detach() for index, record in trace.items()}
         self._pending.append(({name: term.detach() for name, term in terms.items()}, scores))
@@ -238,6 +241,23 @@ class RoutingObjective:
             self._load[holder.layer_index] = self._load.get(holder.layer_index, 0) + counts_2
             self._budgets[holder.layer_index] = record.budget
 
+    @torch.no_grad()
+    def _compare(self, holder: Routing, record: RouteRecord) -> None:
+        """Count what the tracked threshold of inference would let run full of this batch."""
+        config = holder.active_config()
+        if config.takes_budget():
+            full = record.scores >= holder.active_quantiles()(config.budget)
+            counts_2 = torch.stack([(full & record.real).sum(), record.real.sum()])
+            self._full[holder.layer_index] = self._full.get(holder.layer_index, 0) + counts_2
+
+    def note_shares(self) -> None:
+        """Leave with the thresholds what they let run full since the last log entry, for the model card."""
+        for holder in active_routings(self.model):
+            if holder.layer_index in self._full:
+                full, seen = self._full[holder.layer_index].tolist()
+                measured = Measured(holder.active_config().budget, full / max(1, seen), "training")
+                holder.active_quantiles().measured = measured
+
     def end_schedule(self) -> None:
         for holder in routings(self.model):
             holder.scheduled_budget = holder.scheduled_temperature = None
@@ -248,7 +268,7 @@ class RoutingObjective:
         Each over the batches that had it: `loss_util` over the refreshes.
         """
         metrics = {name: float(total) / count for name, (total, count) in self._sums.items()}
-        self._sums = {}
+        self._sums, self._full = {}, {}
         return metrics
 
     def _collect(self, terms: dict[str, torch.Tensor], trace: RouteTrace, share: float) -> None:

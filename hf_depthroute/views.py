@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from .calibration import BudgetController
 from .config import DepthRouteConfig
 from .families import find_decoder, find_family
 from .holder import Routing
+from .quantiles import BudgetController
 
 
 def view_of(base: nn.Module) -> Any:

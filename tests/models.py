@@ -32,9 +32,9 @@ from transformers import (
 )
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
-from hf_depthroute.calibration import quantile_table
 from hf_depthroute.families import find_decoder, find_family
 from hf_depthroute.holder import Routing
+from hf_depthroute.quantiles import quantile_table
 from hf_depthroute.trace import record_routes, routings
 
 VOCABULARY = 64

@@ -22,8 +22,9 @@ from hf_depthroute import (
     replay_routes,
     set_budget,
 )
-from hf_depthroute.calibration import TABLE_SIZE, ScoreQuantiles, is_calibrated, quantile_table
+from hf_depthroute.calibration import is_calibrated
 from hf_depthroute.config import ConfigError
+from hf_depthroute.quantiles import TABLE_SIZE, ScoreQuantiles, quantile_table
 from hf_depthroute.trace import RouteTrace, routings
 
 BUDGETS = (0.1, 0.25, 0.5, 0.75, 0.9)

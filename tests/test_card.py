@@ -163,6 +163,30 @@ def test_the_loading_code_runs(calibrated: bool, tmp_path: Path, capsys: pytest.
     assert "the cat" in capsys.readouterr().out
 
 
+def shares(text: str) -> list[str]:
+    """The last column of the table of thresholds, its head first."""
+    head, _, *lines = re.search(r"\| layer \| threshold \|.*?\n\n", text, re.DOTALL)[0].strip().splitlines()
+    return [line.split("|")[3].strip() for line in (head, *lines)]
+
+
+def test_the_card_of_a_training_says_what_its_thresholds_let_run(tmp_path: Path) -> None:
+    """Tracked in training, then calibrated; another budget has thresholds that nobody measured."""
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1, 3], budget=0.5))
+    trainer, _ = make_trainer(model, rows(32, length=32), tmp_path, learning_rate=1e-6, logging_steps=3)
+    trainer.train()
+    trainer.save_model(tmp_path / "adapter")
+    head, *found = shares((tmp_path / "adapter" / "README.md").read_text())
+    assert head == "share full in training"
+    assert all(40 <= float(share.rstrip("%")) <= 60 for share in found) and len(found) == 2
+    assert shares(str(make_card(model))) == [head, *found]
+    set_budget(model, 0.25)
+    assert shares(str(make_card(model))) == ["share full in calibration", "not recorded", "not recorded"]
+    ratios = calibrate(model, [{"input_ids": tokens(4, 32)}])
+    model.save_pretrained(tmp_path / "adapter")
+    wanted = ["share full in calibration", *(f"{ratio:.1%}" for ratio in ratios.values())]
+    assert shares((tmp_path / "adapter" / "README.md").read_text()) == wanted
+
+
 def test_the_same_adapter_gives_the_same_card(adapter: Path, tmp_path: Path) -> None:
     model = peft.PeftModel.from_pretrained(build_base("llama"), adapter)
     assert str(make_card(adapter, [losses()])) == str(make_card(model, [losses()]))

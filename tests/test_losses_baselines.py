@@ -16,12 +16,12 @@ from torch import nn
 from training import make_trainer, rows, step_logs
 
 from hf_depthroute import objective as objective_module
-from hf_depthroute.calibration import BudgetController
 from hf_depthroute.config import ConfigError
 from hf_depthroute.exits import exit_cross_entropy, observe_exits
 from hf_depthroute.losses import mean_probability, routing_losses
 from hf_depthroute.moe import RouterTrace
 from hf_depthroute.objective import RoutingArguments, RoutingObjective
+from hf_depthroute.quantiles import BudgetController
 from hf_depthroute.trace import RouteRecord, RouteTrace, record_routes, routings
 
 

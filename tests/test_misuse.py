@@ -23,9 +23,10 @@ from hf_depthroute import (
     record_routes,
     set_budget,
 )
-from hf_depthroute.calibration import NOT_FITTED, is_calibrated
+from hf_depthroute.calibration import is_calibrated
 from hf_depthroute.doctor import examine
 from hf_depthroute.losses import routing_losses
+from hf_depthroute.quantiles import NOT_FITTED
 from hf_depthroute.trace import routings
 
 NEVER_FITTED = "never fitted"

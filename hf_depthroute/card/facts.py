@@ -21,8 +21,8 @@ from ..adapter_file import (
     read_tensors,
     tensors_hash,
 )
-from ..calibration import ScoreQuantiles
 from ..config import DepthRouteConfig
+from ..quantiles import ScoreQuantiles
 from ..version import __version__
 
 TRAINING_NAME = "training.json"

@@ -182,7 +182,7 @@ def _of_model(model: PeftModel, results: Sequence[Any], arguments: dict[str, Any
     run = remembered(model, name)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        arguments |= {"adapter_name": name, "training": run.training}
+        arguments |= {"adapter_name": name, "training": run.record(model, name)}
         return make_card(folder, [*run.results, *results], **arguments)
 
 

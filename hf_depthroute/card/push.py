@@ -35,7 +35,7 @@ def with_card(push: Callable[..., Any]) -> Callable[..., Any]:
         run = remembered(self, name)
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            card = {"adapter_name": name, "training": run.training or {}, "tags": tags or ()}
+            card = {"adapter_name": name, "training": run.record(self, name), "tags": tags or ()}
             return push_folder(
                 folder, repo_id, results=[*run.results, *results], private=private, token=token, card=card, **kwargs
             )

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from ..trace import routings
+
+if TYPE_CHECKING:
+    from ..quantiles import ScoreQuantiles
 
 _ARGUMENTS = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "max_steps",
@@ -26,6 +29,11 @@ class Run:
 
     training: dict[str, Any] | None = None
     results: list[Any] = field(default_factory=list)
+
+    def record(self, model: nn.Module, adapter_name: str, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The record of the training, or `before` where none is remembered, with what the thresholds let run full."""
+        known = self.training if self.training is not None else before
+        return {**(known or {}), **_measured(model, adapter_name)}
 
 
 def add_results(model: nn.Module, *results: Any) -> None:
@@ -81,6 +89,17 @@ def training_record(args: Any, state: Any, model: nn.Module, dataset: Any, secon
         "log_history": state.log_history,
         "versions": versions(),
     }
+
+
+def _measured(model: nn.Module, adapter_name: str) -> dict[str, Any]:
+    """Layer by layer what the thresholds that the model has now let run full; empty where nobody measured it."""
+    found, where = {}, ""
+    for holder in routings(model):
+        if adapter_name in holder.depth_route_quantiles:
+            measured = cast("ScoreQuantiles", holder.depth_route_quantiles[adapter_name]).measured
+            if measured is not None and measured.budget == holder.config(adapter_name).budget:
+                found[str(holder.layer_index)], where = measured.full_ratio, measured.where
+    return {"calibrated_full_ratio": found, "calibrated_in": where} if found else {}
 
 
 def _active(model: nn.Module) -> Run:

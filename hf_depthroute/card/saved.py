@@ -44,10 +44,10 @@ def save_card(model: Any, stage: Path, folder: Path, **arguments: Any) -> None:
         type(model).create_or_update_model_card.__wrapped__(model, str(stage))
         return
     run = remembered(model, name)
-    training = run.training
-    if training is None:
-        training = read_training((folder if name == "default" else folder / name) / TRAINING_NAME)
-    arguments |= {"adapter_name": name, "training": training}
+    before = None
+    if run.training is None:
+        before = read_training((folder if name == "default" else folder / name) / TRAINING_NAME)
+    arguments |= {"adapter_name": name, "training": run.record(model, name, before)}
     try:
         write_card(stage, run.results, **arguments)
     except ResultError as error:

@@ -43,7 +43,7 @@ class CardMixin:
         Raises:
             ResultError: A result cannot be read, or was measured with other weights.
         """
-        from .facts import holds_adapter
+        from .facts import TRAINING_NAME, holds_adapter, read_training
         from .page import make_card, routed_name, write_card
         from .record import remembered
 
@@ -64,7 +64,9 @@ class CardMixin:
         }
         if holds_adapter(folder):
             assert run is not None
-            write_card(folder, [*run.results, *results], training=run.training, **arguments)
+            assert name is not None
+            training = run.record(model, name, read_training(folder / TRAINING_NAME))
+            write_card(folder, [*run.results, *results], training=training, **arguments)
         else:
             folder.mkdir(parents=True, exist_ok=True)
             make_card(model, results, **arguments).save(folder / "README.md")

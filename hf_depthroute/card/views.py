@@ -69,15 +69,16 @@ def _inference(facts: Facts) -> str:
 
 
 def threshold_rows(facts: Facts) -> list[Safe]:
-    """Layer by layer; the share on the calibration text where the run recorded it. No lines without thresholds."""
+    """Layer by layer; the share on the text that they were fitted to, where it was recorded. No lines without them."""
     shares = facts.training.get("calibrated_full_ratio") or {}
+    where = "training" if facts.training.get("calibrated_in") == "training" else "calibration"
     if not facts.thresholds:
         return []
     body = [
         (layer, _figure(value), _share(shares[str(layer)]) if str(layer) in shares else "not recorded")
         for layer, value in facts.thresholds.items()
     ]
-    return _table(("layer", "threshold", "share full in calibration"), body)
+    return _table(("layer", "threshold", f"share full in {where}"), body)
 
 
 def loss_table(losses: Losses) -> View:
