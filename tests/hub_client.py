@@ -25,11 +25,12 @@ import torch
 from huggingface_hub import ModelCard, constants
 from models import tokens
 from safetensors.torch import load_file, save_file
+from test_benchmarks import scores
 from training import make_trainer, rows
 from transformers import AutoModelForCausalLM
 
 import hf_depthroute
-from hf_depthroute.card import add_results
+from hf_depthroute.card import add_results, push_folder
 from hf_depthroute.cli import main
 from hf_depthroute.evaluation import evaluate_budgets
 from hf_depthroute.holder import Routing
@@ -87,6 +88,11 @@ def push(folder: Path) -> dict[str, Any]:
     sent = cli("card", folder / "adapter", "--push-to", "me/by-command", "--private", "--license", "mit")
     lora = peft.get_peft_model(base(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     lora.push_to_hub("me/lora")
+    push_folder(folder / "adapter", "me/measured", results=[scores()])
+    push_folder(folder / "adapter", "me/measured")  # nothing new: what was measured stays
+    model.push_to_hub("me/remeasured", results=[scores()])
+    hf_depthroute.set_budget(model, 0.5)
+    model.push_to_hub("me/remeasured", results=[evaluate_budgets(model, [batch], None, [0.5])])
     foreign = refusal(lambda: model.push_to_hub("someone/tiny-llama"))
     commits = {"first": first.oid, "second": second.oid, "again": again.oid, "branch": branch.oid}
     return {"commits": commits, "command": sent, "foreign": foreign}

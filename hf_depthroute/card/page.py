@@ -16,10 +16,11 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from . import views
+from .benchmarks import write_entries
 from .facts import read_facts
 from .metadata import base_id, make_metadata
 from .record import remembered
-from .results import read_losses, read_results
+from .results import Results, read_losses, read_results
 from .text import Safe, code, command_line, escape, hub_id, literal, row, shown_path
 
 if TYPE_CHECKING:
@@ -65,9 +66,27 @@ def make_card(
         ResultError: A result cannot be read, or was measured with other weights.
         AdapterMismatchError: There is no routed adapter, or its files are not whole.
     """
+    arguments: dict[str, Any] = {
+        "adapter_name": adapter_name, "repo_id": repo_id, "model_name": model_name, "language": language,
+        "license": license, "tags": tags, "datasets": datasets,
+    }  # fmt: skip
     if not isinstance(adapter, (str, Path)):
-        given = {"adapter_name": adapter_name, "repo_id": repo_id, "model_name": model_name, "language": language}
-        return _of_model(adapter, results, given | {"license": license, "tags": tags, "datasets": datasets})
+        return _of_model(adapter, results, arguments)
+    return _composed(adapter, results, training=training, **arguments)[0]
+
+
+def _composed(
+    adapter: str | Path,
+    results: Sequence[Any] = (),
+    *,
+    adapter_name: str | None = None,
+    training: Mapping[str, Any] | None = None,
+    repo_id: str | None = None,
+    model_name: str | None = None,
+    datasets: Sequence[str] = (),
+    **words: Any,
+) -> tuple[ModelCard, Results]:
+    """`make_card` of a folder, and what its results were read as."""
     facts = read_facts(Path(adapter), adapter_name, training)
     record = facts.training
     found = read_results(results, facts.weights_hash)
@@ -77,9 +96,7 @@ def make_card(
     trained_on = list(datasets) or [str(name) for name in (views.dataset_of(record),) if name]
     base = facts.config.base_model_name_or_path
     title = model_name or (repo_id or "").split("/")[-1] or _title(base)
-    metadata = make_metadata(
-        facts, found, model_name=title, language=language, license=license, tags=tags, datasets=trained_on
-    )
+    metadata = make_metadata(facts, found, model_name=title, datasets=trained_on, **words)
     body = (
         _environment()
         .get_template("model_card.md.jinja")
@@ -103,29 +120,42 @@ def make_card(
     )
     note = f"\n{_MEASURED}" if found.losses or found.scores or found.benches else ""
     text = f"\n{_BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{_END}\n"
-    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n{text}")
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n{text}"), found
 
 
 def write_card(folder: str | Path, results: Sequence[Any] = (), **arguments: Any) -> Path:
     """Write `README.md` in an adapter's folder; the arguments and errors are those of `make_card`.
 
+    Scores on benchmarks of the Hub go into files of their own, `.eval_results/depth_routing_*.yaml`, too.
+
     The card stands between two HTML comments; what somebody wrote around them stays, and so do keys of the metadata
     that a card does not set. Without `results`, a card with results of the same adapter stays too.
     """
     path = Path(folder) / CARD_NAME
-    card = make_card(folder, results, **arguments)
+    card, found = _composed(folder, results, **arguments)
+    stays = False
     if path.is_file():
-        card = _merge(_load(path), card, arguments.get("repo_id"))
+        card, stays = _merge(_load(path), card, arguments.get("repo_id"))
     staged = path.with_name(f".{CARD_NAME}.{os.getpid()}")  # a reader, or a full disk, never finds half a card
     try:
         staged.write_text(str(card), encoding="utf-8")
         os.replace(staged, path)
     finally:
         staged.unlink(missing_ok=True)
+    if not stays:
+        write_entries(path.parent, found.scores)
     return path
 
 
-def _merge(old: ModelCard, new: ModelCard, repo_id: str | None) -> ModelCard:
+def shows_results(folder: Path) -> bool:
+    """Whether the card in `folder` shows something that was measured."""
+    path = folder / CARD_NAME
+    return path.is_file() and _MEASURED in path.read_text(encoding="utf-8", errors="replace")
+
+
+def _merge(old: ModelCard, new: ModelCard, repo_id: str | None) -> tuple[ModelCard, bool]:
+    """The new card in the place of the old one, and whether the results of the old one stay."""
+    stays = False
     ours = _PART.search(new.text)
     assert ours is not None
     part = ours[0]
@@ -134,7 +164,7 @@ def _merge(old: ModelCard, new: ModelCard, repo_id: str | None) -> ModelCard:
     if before is not None:
         measured = _MEASURED in before[0]
         if before[1] == ours[1] and measured and _MEASURED not in part:
-            part = before[0]
+            part, stays = before[0], True
             if repo_id is not None:
                 part = part.replace(f"adapter = {literal(PLACEHOLDER)}", f"adapter = {literal(repo_id)}")
         else:
@@ -151,7 +181,7 @@ def _merge(old: ModelCard, new: ModelCard, repo_id: str | None) -> ModelCard:
     kept = {str(name): value for name, value in known.items()}
     merged = {**metadata, **kept, **{n: metadata[n] for n in _set_here(metadata)}, "tags": list(tags)}
     data = ModelCardData(**merged, ignore_metadata_errors=True)
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}")
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}"), stays
 
 
 def _set_here(metadata: Mapping[str, Any]) -> list[str]:

@@ -11,8 +11,9 @@ from typing import Any
 
 from ..adapter_file import CONFIG_NAME, WEIGHTS_NAME
 from ..hub import explained
+from .benchmarks import OURS
 from .facts import TRAINING_NAME
-from .page import CARD_NAME, routed_name, write_card
+from .page import CARD_NAME, routed_name, shows_results, write_card
 from .record import remembered
 
 SENT = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME)
@@ -56,7 +57,8 @@ def push_folder(
     commit_description: str | None = None,
     card: dict[str, Any] | None = None,
 ) -> Any:
-    """Send the adapter in `folder` with a card: its configuration, its weights, README.md, and no other file.
+    """Send the adapter in `folder` with a card: its configuration, its weights, README.md, and no other file but the
+    scores on benchmarks that the Hub reads from `.eval_results`.
 
     What somebody wrote into the card on the Hub stays there; see `write_card`.
 
@@ -84,11 +86,11 @@ def push_folder(
     api = HfApi(token=token)
     with tempfile.TemporaryDirectory() as staging:
         stage = Path(staging)
-        for name in (*SENT, TRAINING_NAME):
+        for name in (*SENT, TRAINING_NAME, OURS):
             for file in (*Path(folder).glob(name), *Path(folder).glob(f"[!.]*/{name}")):
                 target = stage / file.relative_to(folder)
-                if not target.parent.name.startswith("checkpoint-"):
-                    target.parent.mkdir(exist_ok=True)
+                if not target.relative_to(stage).parts[0].startswith("checkpoint-"):
+                    target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(file, target)
         write_card(stage, results, **(card or {}))  # before the Hub is asked for anything
         with explained(f"repository {repo_id}", access="write"):
@@ -100,7 +102,8 @@ def push_folder(
             return api.upload_folder(
                 repo_id=repo_id,
                 folder_path=stage,
-                allow_patterns=[*SENT, *(f"*/{name}" for name in SENT)],
+                allow_patterns=[*SENT, *(f"*/{name}" for name in SENT), OURS],
+                delete_patterns=[OURS] if results or not shows_results(stage) else None,  # of weights that went before
                 revision=revision,
                 create_pr=create_pr,
                 commit_message=commit_message or "Upload adapter",

@@ -48,7 +48,11 @@ class Losses:
 
 @dataclass(frozen=True)
 class Score:
-    """One task's metric in one run of lm-eval. `dense` is the base's value; `dataset` the Hub's id, where known."""
+    """One task's metric in one run of lm-eval. `dense` is the base's value; `dataset` the Hub's id, where known.
+
+    Of a group of tasks, `documents` are those of all, and `dataset` is the one that they share. `whole`: nothing of the
+    test set was left out.
+    """
 
     task: str
     metric: str
@@ -60,6 +64,8 @@ class Score:
     full_ratio: float
     documents: int | None
     dataset: str | None
+    whole: bool = False
+    shots: int | None = None
 
 
 @dataclass(frozen=True)
@@ -162,9 +168,13 @@ def _scores(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[Score]:
     for (task, metric), (dense, _) in found["dense"].items():
         for name, run in runs.items():
             value, stderr = found[name][task, metric]
-            config = run["lm_eval"].get("configs", {}).get(task, {})
-            counted = run["lm_eval"].get("n-samples", {}).get(task, {})
-            local = "data_files" in (config.get("dataset_kwargs") or {})
+            of_run = run["lm_eval"]
+            members = of_run.get("group_subtasks", {}).get(task) or [task]
+            configs = [of_run.get("configs", {}).get(member, {}) for member in members]
+            counts = [of_run.get("n-samples", {}).get(member, {}) for member in members]
+            local = any("data_files" in (config.get("dataset_kwargs") or {}) for config in configs)
+            datasets = {hub_id(config.get("dataset_path")) for config in configs}
+            shots = of_run.get("n-shot", {}).get(task)
             yield Score(
                 task=str(task),
                 metric=str(metric),
@@ -174,8 +184,10 @@ def _scores(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[Score]:
                 stderr=_optional(stderr),
                 dense=_number(dense),
                 full_ratio=_number(run["full_ratio"]),
-                documents=int(counted["effective"]) if "effective" in counted else None,
-                dataset=None if local else hub_id(config.get("dataset_path")),
+                documents=sum(int(n["effective"]) for n in counts) if all("effective" in n for n in counts) else None,
+                dataset=datasets.pop() if len(datasets) == 1 and not local else None,
+                whole=all("original" in n and n["original"] == n.get("effective") for n in counts),
+                shots=shots if isinstance(shots, int) else None,
             )
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .benchmarks import OURS
 from .facts import TRAINING_NAME, holds_adapter, read_training
-from .page import routed_name, write_card
+from .page import routed_name, shows_results, write_card
 from .record import remembered
 from .results import ResultError
 
@@ -53,3 +54,7 @@ def save_card(model: Any, stage: Path, folder: Path, **arguments: Any) -> None:
     except ResultError as error:
         warnings.warn(f"left out of the model card: {error}", stacklevel=3)
         write_card(stage, **arguments)
+    if run.results or not shows_results(stage):  # else the card that was there stays, and what belongs to it
+        for stale in folder.glob(OURS):
+            if not (stage / stale.relative_to(folder)).is_file():
+                stale.unlink()
