@@ -176,12 +176,15 @@ def test_resume_without_a_checkpoint_begins_and_says_so(train: Run) -> None:
     assert "training begins at the first step" in out
 
 
-def test_an_adapter_is_trained_on(train: Run, base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spelling", [[], ["--adapter"]], ids=["position", "option"])
+def test_an_adapter_is_trained_on(spelling: list[str], train: Run, base: Path, tmp_path: Path) -> None:
     assert train("--layers", "1,3", "--budget", 0.25, "--lr", "1e-2")[0] == 0
     first = tmp_path / "first"
     (tmp_path / "out").rename(first)
-    code, _, err = train("--adapter", first, "--steps", 1, "--lr", "1e-9", model=None)
+    code, _, err = train(*spelling, first, "--steps", 1, "--lr", "1e-9", model=None)
     assert code == 0, err
+    command = record(tmp_path / "out")["command"]
+    assert command.count(str(first)) == 1 and [word for word in command if word.endswith("adapter")] == spelling
     saved, arguments = config(tmp_path / "out"), record(tmp_path / "out")["arguments"]
     assert (saved["layers"], saved["budget"]) == ([1, 3], 0.25)
     assert (arguments["adapter"], arguments["model"]) == (str(first), str(base))

@@ -34,7 +34,7 @@ app = typer.Typer(
 
     In every command ADAPTER is the folder of an adapter or its Hub id, and --out is where the command writes what it
     makes: a folder (train, study, report) or a file (eval, bench, families: the result as JSON; card), - for stdout.
-    --adapter ADAPTER and --json FILE are older spellings of the two (train has only --adapter, to go on with one).
+    --adapter ADAPTER and --json FILE are older spellings of the two.
     """,
     add_completion=False,
     rich_markup_mode=None,

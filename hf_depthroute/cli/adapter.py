@@ -49,6 +49,10 @@ def _one(context: typer.Context, value: str) -> str:
 
 Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", show_default=False, callback=_one, help=_HELP)]
 AnyAdapter = Annotated[str | None, typer.Argument(metavar="ADAPTER", callback=_either, help=_HELP)]
+AdapterToTrain = Annotated[
+    str | None,
+    typer.Argument(metavar="ADAPTER", callback=_either, help="An adapter to go on training, instead of a new one."),
+]
 OldAdapter = Annotated[
     str | None, typer.Option("--adapter", is_eager=True, callback=_remember, help="Older spelling of ADAPTER.")
 ]

@@ -113,6 +113,8 @@ def command_words(context: typer.Context, leave_out: Sequence[str] = ()) -> list
             continue
         if getattr(parameter, "is_flag", False):
             words.append((parameter.opts if value else parameter.secondary_opts or parameter.opts)[0])
+        elif parameter.param_type_name == "argument":
+            words.append(str(value))
         else:
             words += [parameter.opts[0], str(value)]
     return words
@@ -188,7 +190,6 @@ ConfigFile = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show warnings, and the traceback of an error.")]
 Model = Annotated[str, typer.Option(help="Hub id or folder of the base model.")]
 BaseModel = Annotated[str | None, typer.Option(help="Hub id or folder of the base model. Default: the adapter's.")]
-Adapter = Annotated[str, typer.Option(help="Hub id or folder of the adapter.")]
 AllowBaseMismatch = Annotated[
     bool,
     typer.Option("--allow-base-mismatch", help="Load the adapter onto a base of its shape with other weights."),

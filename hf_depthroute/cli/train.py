@@ -14,6 +14,7 @@ import typer
 from ..arguments import RoutingArguments
 from ..shown import reason, say
 from . import options as o
+from .adapter import AdapterToTrain, OldAdapter
 from .adapter_options import OTHER_NAMES, AdapterOptions
 from .errors import RESOURCES, CliError
 from .output import check_out, check_space, made, write_json
@@ -25,9 +26,10 @@ def train(
     dataset: o.Dataset,
     out: Annotated[Path, typer.Option(help="Folder for the adapter; its files are made when training is done.")],
     model: Annotated[
-        str | None, typer.Option(help="Hub id or folder of the base model; with --adapter, its own.")
+        str | None, typer.Option(help="Hub id or folder of the base model; with ADAPTER, its own.")
     ] = None,
-    adapter: Annotated[str | None, typer.Option(help="Go on training this adapter instead of a new one.")] = None,
+    adapter: AdapterToTrain = None,
+    adapter_option: OldAdapter = None,
     preset: Annotated[
         str | None, typer.Option(help="A published method, such as router-tuning; options given beside it override it.")
     ] = None,
@@ -158,7 +160,7 @@ def train(
         record = {
             "command": o.command_words(context, leave_out=("out", "overwrite", "resume")),
             "arguments": {
-                **{name: _plain(value) for name, value in context.params.items()},
+                **{name: _plain(value) for name, value in context.params.items() if name != "adapter_option"},
                 **{OTHER_NAMES.get(name, name): v for name, v in (adapter_values | training_values).items()},
                 "model": base_name,
             },
