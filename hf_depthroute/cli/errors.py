@@ -50,7 +50,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return ADAPTER, str(error)
     if isinstance(error, ConfigError | DataError | UnsupportedModelError):
         return USAGE, str(error)
-    if type(error).__name__ == "NonFiniteLossError":  # its module takes seconds to import
+    if type(error).__name__ in ("NonFiniteLossError", "NonFiniteError"):  # their modules take seconds to import
         return OTHER, str(error)
     if out_of_memory(error):
         remedy = "lower --batch-size (or --batch) or --length, or use a smaller model or --dtype bfloat16"

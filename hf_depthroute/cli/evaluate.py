@@ -76,6 +76,7 @@ def evaluate(
     assert dataset is not None
     from ..data import load_text, pack
     from ..evaluation import evaluate_budgets
+    from ..finite import check_losses
 
     wanted = o.parse_budgets(budgets)
     loading.check_dtype(dtype, loading.DTYPES)
@@ -96,6 +97,7 @@ def evaluate(
     ]
     routed = loading.load_adapter(loading.load_model(model, dtype), adapter, allow_base_mismatch)
     rows = evaluate_budgets(routed, batches[0], batches[1] if calibrate_on else None, wanted)
+    check_losses(routed, [row.loss for row in rows], batches[0])
 
     result = {
         "model": model,
@@ -146,6 +148,7 @@ def _evaluate_tasks(
     tokenizer = loading.load_tokenizer(model, base_config)
     try:
         from ..evaluation.harness import evaluate_tasks, scores
+        from ..finite import finite_logits
     except ImportError as error:
         raise CliError('--tasks needs lm-eval: pip install "hf-depthroute[eval]"') from error
     if not debug:
@@ -155,7 +158,8 @@ def _evaluate_tasks(
     routed = loading.load_adapter(loading.load_model(model, dtype), adapter, mismatch)
     names = [name.strip() for name in tasks.split(",")]
     try:
-        runs = evaluate_tasks(routed, tokenizer, names, budgets, **how)
+        with finite_logits(routed):
+            runs = evaluate_tasks(routed, tokenizer, names, budgets, **how)
     except ValueError as error:
         raise CliError(f"--tasks {tasks}: {reason(error)}") from error
     from lm_eval.utils import handle_non_serializable

@@ -85,6 +85,7 @@ def generate(
 
     from ..calibration import set_budget
     from ..config import check_budget
+    from ..finite import finite_logits
     from ..trace import count_routes
 
     for given in (budget, draft_budget):
@@ -124,7 +125,8 @@ def generate(
         say_content(tokenizer.decode(ids[0], skip_special_tokens=True))
         say(report, sys.stderr)
         return
-    with routed.disable_adapter() if full else nullcontext(), torch.no_grad(), count_routes(routed) as counter:
+    dense = routed.disable_adapter() if full else nullcontext()
+    with dense, torch.no_grad(), finite_logits(routed), count_routes(routed) as counter:
         start = time.perf_counter()
         ids = routed.generate(**inputs.to(routed.device), **choice)
         seconds = time.perf_counter() - start

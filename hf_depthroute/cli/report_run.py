@@ -72,6 +72,7 @@ def report_run(given: RunOptions, debug: bool) -> Path:
 
     from ..bench.shapes import dense_view
     from ..evaluation import evaluate_budgets
+    from ..finite import check_losses
     from ..report.run.collect import RunReport, collect_scores, collect_tokens, count_costs
     from ..report.run.page import render_page
 
@@ -83,6 +84,7 @@ def report_run(given: RunOptions, debug: bool) -> Path:
     if rows is None:
         _progress("losses")
         rows = [asdict(row) for row in evaluate_budgets(routed, batches, None, budgets)]
+        check_losses(routed, [row["loss"] for row in rows], batches)
     _check_rows(given, rows, budgets, follows)
     notes = []
     if timed is None and given.speed:
