@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..calibration import active_routings
 from ..checkpoints import checkpoints_in, last_complete
 from ..config import DepthRouteConfig
 from ..cost import route_cost
@@ -149,14 +148,9 @@ def bytes_needed(model: Any, tokenizer: Any, checkpoints: bool) -> int:
 
 def say_what_it_costs(model: Any, length: int) -> None:
     """A line where routers and branches cost more than what is skipped."""
-    cost = route_cost(model, length=length)
-    ratio = cost.flops_routed / cost.flops_dense
-    if ratio >= 1:
-        budget = active_routings(model)[0].active_config().budget
-        say(
-            f"note: this adapter cannot pay for itself: at budget {budget:g} it costs {ratio:.2f} of the base's FLOPs; "
-            "a smaller gate or branch, or a lower budget, would"
-        )
+    remark = route_cost(model, length=length).remark
+    if remark is not None:
+        say(f"note: {remark}")
 
 
 def say_results(rows: Sequence[BudgetRow]) -> None:
