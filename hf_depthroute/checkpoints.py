@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -62,11 +63,28 @@ def fault_of(folder: Path) -> str | None:
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size:,} bytes instead of {size:,}"
     try:
+        _read_routing_state(folder / _ROUTING_STATE)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, RecursionError):
+        return f"its {_ROUTING_STATE} is corrupt"
+    try:
         for config in folder.rglob(CONFIG_NAME):
             check_folder(config.parent, read_config(config))
     except AdapterMismatchError as error:
         return str(error)
     return None
+
+
+def _read_routing_state(path: Path) -> dict[str, float]:
+    """What `RoutingObjective.state` gave; ValueError or TypeError for anything else."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or not set(found) <= {"temperature"}:
+        raise ValueError(f"{path}: holds no state of the routing losses")
+    state = {name: float(value) for name, value in found.items()}
+    if not all(math.isfinite(value) for value in state.values()):
+        raise ValueError(f"{path}: holds a value that is not finite")
+    return state
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -173,7 +191,7 @@ class CheckpointsMixin:
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         saved = Path(checkpoint or "") / _ROUTING_STATE
         if checkpoint is not None and saved.is_file():
-            self.routing_objective.load_state(json.loads(saved.read_text(encoding="utf-8")))
+            self.routing_objective.load_state(_read_routing_state(saved))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.evaluate`."""

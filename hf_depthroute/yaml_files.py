@@ -43,6 +43,13 @@ def read_mapping(path: Path, key_name: Callable[[str], str] = str) -> dict[Any, 
                 seen.add(name)
             return super().construct_mapping(node, deep)
 
+    def whole_number(loader: Loader, node: Any) -> int:
+        value = loader.construct_yaml_int(node)
+        if not -(1 << 63) <= value < 1 << 63:  # no option takes it, and Python may refuse to print it
+            raise YamlError(f"{path}: line {node.start_mark.line + 1}: {node.value[:20]}... is too large a number")
+        return value
+
+    Loader.add_constructor("tag:yaml.org,2002:int", whole_number)
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise YamlError(f"{path}: larger than 1 MiB; this is no config file")

@@ -27,6 +27,7 @@ from .report import report
 from .serve import serve
 from .study import study
 from .train import train
+from .words import check_words, show_what_fits
 
 app = typer.Typer(
     name="hf-depthroute",
@@ -79,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: Always, with the exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    show_what_fits()
     try:
+        check_words(arguments)
         code = typer.main.get_command(app).main(arguments, prog_name="hf-depthroute", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 from ..hub import without_tokens
@@ -74,7 +75,7 @@ def usage_message(error: Any) -> str:
     message = error.format_message().rstrip(".")
     problems = getattr(error.__cause__, "errors", None)  # pydantic's, behind a value of the wrong type
     if callable(problems):
-        message = message.replace("Invalid value for", f"Invalid value {problems()[0]['input']!r} for", 1)
+        message = message.replace("Invalid value for", f"Invalid value {reprlib.repr(problems()[0]['input'])} for", 1)
     return message
 
 

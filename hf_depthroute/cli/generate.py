@@ -13,6 +13,7 @@ from ..shown import say, say_content
 from . import options as o
 from .adapter import Adapter, OldAdapter
 from .errors import CliError
+from .words import read_stdin
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +75,7 @@ def generate(
     if prompt is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise CliError('no prompt; pass --prompt "..." or pipe text in')
-        prompt = sys.stdin.read().rstrip("\n")
+        prompt = read_stdin().rstrip("\n")
     if not prompt:
         raise CliError('the prompt is empty; pass --prompt "..." or pipe text in')
     from . import loading

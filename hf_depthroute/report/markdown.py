@@ -75,7 +75,7 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
         for sample in results["samples"]:
             lines += sample_lines(sample)
     path = folder / "report.md"
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(lines), encoding="utf-8")
     return path
 
 
