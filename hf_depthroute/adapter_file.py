@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .adapter_folder import RefusedFileError, nests_deeper, read_file
 from .shown import OneLine
 
 CONFIG_NAME = "adapter_config.json"
@@ -25,9 +26,8 @@ PEFT_TYPE = "DEPTH_ROUTE"
 FORMAT_VERSION = 1
 STAGE_PREFIX = ".saving-"  # folders inside an adapter's folder that hold a save in progress
 
-_MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 1 << 20
 _MAX_DEPTH = 8
-_BRACKETS = re.compile(rb"[\[\]{}]")
 _WRAPPER = "base_model.model."
 _OWN_NAME = re.compile(r"(?:\w+\.)+?(\d{1,6})\.routing\.depth_route_[a-z]+\.[\w.]+")
 _DTYPES = ("F32", "BF16", "F16")
@@ -47,18 +47,17 @@ def read_config(path: Path) -> dict[str, Any]:
             holds a number that JSON does not know.
     """
     try:
-        with open(path, "rb") as file:
-            text = file.read(_MAX_CONFIG_BYTES + 1)
-    except OSError as error:
+        text = read_file(path, MAX_CONFIG_BYTES).decode("utf-8")
+        if nests_deeper(text, _MAX_DEPTH):
+            raise _Refused(f"nested more than {_MAX_DEPTH} deep; no adapter config is")
+        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except FileNotFoundError as error:
         raise AdapterMismatchError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(text) > _MAX_CONFIG_BYTES:
-        raise AdapterMismatchError(f"{path}: larger than {_MAX_CONFIG_BYTES:,} bytes; no adapter config is")
-    _check_nesting(path, text)
-    try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RefusedFileError as error:
+        raise AdapterMismatchError(str(error)) from error
     except _Refused as error:
         raise AdapterMismatchError(f"{path}: {error}") from error
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise AdapterMismatchError(f"{path}: corrupt, not JSON ({error}); download or copy it again") from error
     if not isinstance(found, dict):
         raise AdapterMismatchError(f"{path}: holds no JSON object; is it an adapter config?")
@@ -101,7 +100,8 @@ def read_tensors(path: Path, config: Mapping[str, Any]) -> dict[str, torch.Tenso
                 fault = _fault_of(name, file.get_slice(name).get_dtype(), saved_modules, routed)
                 if fault is not None:
                     raise AdapterMismatchError(f"{path}: {fault}")
-            tensors = {name: file.get_tensor(name) for name in names}
+            # Copies: what is checked is what is used, also where somebody writes into the file meanwhile.
+            tensors = {name: file.get_tensor(name).clone() for name in names}
     except (SafetensorError, OSError) as error:
         raise AdapterMismatchError(
             f"{path}: corrupt or not in safetensors format ({error}); download or copy it again"
@@ -141,15 +141,6 @@ def tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:
 
 class _Refused(Exception):
     pass
-
-
-def _check_nesting(path: Path, text: bytes) -> None:
-    """Before the parser, which recurses. Brackets inside strings may count; no value of ours holds that many."""
-    depth = 0
-    for found in _BRACKETS.finditer(text):
-        depth += 1 if found[0] in b"[{" else -1
-        if depth > _MAX_DEPTH:
-            raise AdapterMismatchError(f"{path}: nested more than {_MAX_DEPTH} deep; no adapter config is")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

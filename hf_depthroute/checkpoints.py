@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from transformers import TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .adapter_file import CONFIG_NAME, AdapterMismatchError, check_folder, read_config
 from .objective import RoutingObjective
 from .resources import disk_full, out_of_memory
 from .shown import OneLine, reason, shown
+from .staged_files import sync, write_json
 
 MARKER = "depth_route_complete.json"
 _ROUTING_STATE = "routing_state.json"
@@ -38,11 +39,8 @@ def mark_complete(folder: Path) -> None:
     """Write the marker of a checkpoint that has been saved: its files and their sizes."""
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != MARKER]
     for file in files:
-        _to_disk(file)
-    staged = folder / f".{MARKER}"
-    staged.write_text(json.dumps({str(f.relative_to(folder)): f.stat().st_size for f in files}), encoding="utf-8")
-    _to_disk(staged)
-    os.replace(staged, folder / MARKER)
+        sync(file)
+    write_json(folder / MARKER, {str(f.relative_to(folder)): f.stat().st_size for f in files}, indent=None)
 
 
 def fault_of(folder: Path) -> str | None:
@@ -126,12 +124,22 @@ def check_complete(folder: Path) -> None:
     raise CheckpointError(f"{folder}: cannot be resumed from: {fault}; {remedy}")
 
 
-def _to_disk(file: Path) -> None:
-    number = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+def rotate(newest: Path, limit: int | None, best: Path | None = None) -> None:
+    """Delete checkpoints beside `newest`, the lowest steps first, until `limit` are left.
+
+    transformers goes by modification times, by which a restored backup, or what was written before a clock was set
+    back, is newer than the checkpoint that was just written.
+
+    Args:
+        newest: Was just written; it stays, also where a run went back to a lower step than others here have.
+        limit: As `save_total_limit`; None or 0 for all.
+        best: Stays, too.
+    """
+    there = checkpoints_in(newest.parent)
+    kept = {path.resolve() for path in (newest, best) if path is not None}
+    surplus = len(there) - limit if limit else 0
+    for checkpoint in [c for c in reversed(there) if c.resolve() not in kept][: max(surplus, 0)]:
+        shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 class CheckpointsMixin:
@@ -173,16 +181,12 @@ class CheckpointsMixin:
         try:
             super()._save_checkpoint(model, trial, *args, **kwargs)  # type: ignore[misc]
             if self.args.should_save:
-                (folder / _ROUTING_STATE).write_text(json.dumps(self.routing_objective.state()), encoding="utf-8")
+                write_json(folder / _ROUTING_STATE, self.routing_objective.state(), indent=None)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 mark_complete(folder)
-                rotate_checkpoints(
-                    output_dir=str(folder.parent),
-                    save_total_limit=limit,
-                    best_model_checkpoint=self.state.best_model_checkpoint,
-                    use_mtime=True,
-                )
+                best = self.state.best_model_checkpoint
+                rotate(folder, limit, None if best is None else Path(best))
         finally:
             self.args.save_total_limit = limit
         self.doing = doing

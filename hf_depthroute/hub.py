@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 from .shown import OneLine
 
-_TOKEN = re.compile(r"hf_[A-Za-z0-9]{16,}")
+# Of users hf_..., of organisations api_org_..., and what the Hub signs: hf_oauth_eyJ... and hf_jwt_eyJ..., with dots.
+_TOKEN = re.compile(r"(?:(?<=hf_oauth_)|(?<=hf_jwt_))[\w.-]{16,}|(?:(?<=hf_)|(?<=api_org_))[A-Za-z0-9]{16,}", re.ASCII)
 
 
 class HubError(OneLine, RuntimeError):
@@ -77,7 +78,7 @@ def explained(what: str, access: str = "read") -> Iterator[None]:
 
 def without_tokens(text: str) -> str:
     """`text` with Hub tokens blotted out: a server may repeat what it was sent."""
-    return _TOKEN.sub("hf_***", text)
+    return _TOKEN.sub("***", text)
 
 
 def _lost(error: BaseException) -> bool:

@@ -52,6 +52,8 @@ def match_tensors(
         AdapterMismatchError: A tensor is missing, left over, of another shape or kind, or not finite; or they are
             not those that the config was saved with.
     """
+    # Copies: what is checked is what is loaded, also where somebody writes into the file meanwhile.
+    state_dict = {key: value.detach().clone() for key, value in state_dict.items()}
     given = {key_in_file(key.removeprefix(_WRAPPER), adapter_name): value for key, value in state_dict.items()}
     matched = {}
     for key, expected in _adapter_tensors(model.state_dict(), adapter_name).items():
@@ -130,9 +132,8 @@ def _read_strictly(
     name = _adapter_to_load(load_config.weight_mapping or ())
     if name is not None:
         try:
-            match_tensors(
-                model, model.peft_config[name], name, state_dict or _read_files(model, name, checkpoint_files)
-            )
+            state_dict = state_dict or _read_files(model, name, checkpoint_files)  # not read again after the checks
+            match_tensors(model, model.peft_config[name], name, state_dict)
         except AdapterMismatchError:
             discard(model, name)
             raise

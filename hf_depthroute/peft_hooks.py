@@ -10,19 +10,22 @@ adapters of other methods pass through unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
 from peft.config import PeftConfigMixin
 from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import save_and_load
 from safetensors import SafetensorError
 
-from .adapter_file import WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config
+from .adapter_file import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config
 from .card.push import with_card
 from .card.saved import instead_of_pefts
 from .config import ConfigError, DepthRouteConfig
@@ -34,7 +37,9 @@ from .saving import atomically, settle
 from .shown import reason, say
 from .summary import routed_lines
 
-OURS = re.compile(rb'"peft_type"\s*:\s*"DEPTH_ROUTE"')
+_METHOD = re.compile(rb'"peft_type"\s{0,99}:\s{0,99}"([A-Z0-9_]{1,99})"')
+_LONGEST = 512  # more than the pattern takes
+_LOADING: ContextVar[tuple[Any, str] | None] = ContextVar("_LOADING", default=None)  # a model and an adapter's name
 _MARK = "_depth_route_wrapped"
 
 
@@ -50,6 +55,7 @@ def install() -> None:
     maker: Any = PeftModel.from_pretrained.__func__  # type: ignore[attr-defined]
     PeftModel.from_pretrained = classmethod(_undoing_new(maker))  # type: ignore[method-assign,assignment]
     PeftModel.load_adapter = _undoing_added(PeftModel.load_adapter)  # type: ignore[method-assign]
+    save_and_load.torch_load = _unless_ours(save_and_load.torch_load)
     PeftModel.print_trainable_parameters = _and_routed(  # type: ignore[method-assign]
         PeftModel.print_trainable_parameters
     )
@@ -98,10 +104,31 @@ def _undoing_new(make: Any) -> Any:
 def _undoing_added(load: Any) -> Any:
     @functools.wraps(load)
     def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        with _undone(self, model_id, adapter_name):
-            return load(self, model_id, adapter_name, *args, **kwargs)
+        loading = _LOADING.set((self, adapter_name))
+        try:
+            with _undone(self, model_id, adapter_name):
+                return load(self, model_id, adapter_name, *args, **kwargs)
+        finally:
+            _LOADING.reset(loading)
 
     return load_adapter
+
+
+def _unless_ours(read: Any) -> Any:
+    """`torch_load`, which PEFT takes for what is no safetensors file, refusing the pickle of a routed adapter.
+
+    `check_folder` refuses one beside a config. It does not see what a repository of the Hub holds, nor what takes the
+    place of the safetensors after it has looked.
+    """
+
+    @functools.wraps(read)
+    def torch_load(*args: Any, **kwargs: Any) -> Any:
+        loading = _LOADING.get()
+        if loading is not None and _has(*loading):
+            raise AdapterMismatchError("adapter_model.bin is a pickle; only safetensors are read")
+        return read(*args, **kwargs)
+
+    return torch_load
 
 
 @contextmanager
@@ -130,22 +157,31 @@ def _strictly(read: Any) -> Any:
     @functools.wraps(read)
     def from_json_file(cls: Any, path_json_file: str, **kwargs: Any) -> Any:
         path = Path(path_json_file)
-        if _says_ours(path):
-            return _read_ours(path)
-        found = read(cls, path_json_file, **kwargs)
-        ours = isinstance(found, dict) and found.get("peft_type") == "DEPTH_ROUTE"
-        return _read_ours(path) if ours else found
+        if not path.exists():
+            return read(cls, path_json_file, **kwargs)  # PEFT says why
+        methods = _methods_in(path) if path.is_file() else set()
+        if methods and PEFT_TYPE not in methods:
+            return read(cls, path_json_file, **kwargs)
+        # Ours, or its method is not to be found like this: in bounds first.
+        ours = PEFT_TYPE in methods or read_config(path).get("peft_type") == PEFT_TYPE
+        return _read_ours(path) if ours else read(cls, path_json_file, **kwargs)
 
     return from_json_file
 
 
-def _says_ours(path: Path) -> bool:
-    """Before any parser sees it: a config that nests too deep must not reach one."""
-    try:
-        with open(path, "rb") as file:
-            return OURS.search(file.read(1 << 20)) is not None
-    except OSError:
-        return False  # PEFT says why
+def _methods_in(path: Path) -> set[str]:
+    """What a config of any size says about its method, before a parser sees it.
+
+    Lists of target modules make the configs of other methods large; what is ours, or does not say whose it is, has the
+    bounds of `read_config`.
+    """
+    found: set[str] = set()
+    rest = b""
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # `read_config` says why
+        while chunk := file.read(1 << 20):
+            found |= {method.decode() for method in _METHOD.findall(rest + chunk)}
+            rest = (rest + chunk)[-_LONGEST:]
+    return found
 
 
 def _read_ours(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,37 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from .adapter_file import CONFIG_NAME, PEFT_TYPE, STAGE_PREFIX, WEIGHTS_NAME, read_config, tensors_hash
+from .adapter_file import (
+    CONFIG_NAME,
+    PEFT_TYPE,
+    STAGE_PREFIX,
+    WEIGHTS_NAME,
+    AdapterMismatchError,
+    read_config,
+    tensors_hash,
+)
 from .base_fingerprint import remember_base
 from .misuse import warn_of_saving
 from .resources import disk_full
+from .shown import reason
+from .staged_files import sync, write_json
 
 try:
     import fcntl
 except ImportError:  # Windows: no lock; each file is still replaced whole
     fcntl = None  # type: ignore[assignment]
 
+CARD_NAME = "README.md"
 LOCK_SECONDS = 30.0
-_CARD = "README.md"
+
+
+class SaveWarning(UserWarning):
+    """An adapter was saved, and something that goes with it was not."""
+
+
+def warn_without_card(path: Path, error: BaseException) -> None:
+    """Weights and configuration are saved whatever happens to the files beside them."""
+    warnings.warn(f"{path}: the model card was not written: {reason(error)}", SaveWarning, stacklevel=4)
 
 
 def atomically(save: Callable[..., None]) -> Callable[..., None]:
@@ -80,9 +100,10 @@ def staged_save(folder: Path) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
         stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
         try:
-            if (folder / _CARD).is_file():
-                shutil.copy2(folder / _CARD, stage / _CARD)
+            readme_kept = _bring_readme(folder, stage)
             yield stage
+            if not readme_kept:
+                (stage / CARD_NAME).unlink(missing_ok=True)
             for config in stage.rglob(CONFIG_NAME):
                 _seal(config.parent)
             _write_through(stage)
@@ -102,6 +123,20 @@ def staged_save(folder: Path) -> Iterator[Path]:
             if created:
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # only if nothing was saved
+
+
+def _bring_readme(folder: Path, stage: Path) -> bool:
+    """Copy the README for a card that keeps what somebody wrote; False where there is one that cannot be read."""
+    from .card.readme import read_readme_file
+
+    try:
+        (stage / CARD_NAME).write_bytes(read_readme_file(folder))
+    except FileNotFoundError:
+        return True
+    except (OSError, AdapterMismatchError) as error:
+        warn_without_card(folder / CARD_NAME, error)
+        return False
+    return True
 
 
 def settle(folder: Path) -> None:
@@ -131,34 +166,30 @@ def _seal(folder: Path) -> None:
     path, weights = folder / CONFIG_NAME, folder / WEIGHTS_NAME
     content = json.loads(path.read_text(encoding="utf-8"))
     if content.get("peft_type") == PEFT_TYPE and weights.is_file():
-        content["weights_hash"] = tensors_hash(load_file(weights))
-        path.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
+        found = tensors_hash(load_file(weights))
+        if content.get("weights_hash") != found:
+            write_json(path, content | {"weights_hash": found}, sort_keys=True)
 
 
 def _commit(stage: Path, folder: Path) -> None:
     files = [file for file in sorted(stage.rglob("*")) if file.is_file()]
-    last = {CONFIG_NAME: 2, WEIGHTS_NAME: 1}  # a config vouches for what is there already
-    for file in sorted(files, key=lambda file: (str(file.parent), last.get(file.name, 0))):
+    first = {WEIGHTS_NAME: 0, CONFIG_NAME: 1}  # a config vouches for what is there already
+    for file in sorted(files, key=lambda file: (file.name not in first, str(file.parent), first.get(file.name))):
         target = folder / file.relative_to(stage)
         target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(file, target)
+        try:
+            os.replace(file, target)
+        except OSError as error:
+            if file.name in first:
+                raise
+            warn_without_card(target, error)
     for path in {folder, *(folder / file.relative_to(stage).parent for file in files)}:
-        _sync(path)
+        sync(path)
 
 
 def _write_through(stage: Path) -> None:
     for path in [stage, *stage.rglob("*")]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":
-        return
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+        sync(path)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ def read_mapping(path: Path, key_name: Callable[[str], str] = str) -> dict[Any, 
 
     Raises:
         YamlError: The file cannot be read, is larger than 1 MiB, is no YAML, holds anything but a mapping, repeats a
-            key, of which parsers silently keep the last, or has an alias, which can explode.
+            key, of which parsers silently keep the last, has an alias, which can explode, or a merge key.
     """
     import yaml
 
@@ -37,6 +37,8 @@ def read_mapping(path: Path, key_name: Callable[[str], str] = str) -> dict[Any, 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen = set()
             for key_node, _ in node.value:
+                if key_node.tag == "tag:yaml.org,2002:merge":  # its keys would not come by here
+                    raise YamlError(f"{path}: YAML merge keys (<<) are not supported; write the values out")
                 name = key_name(str(key_node.value))
                 if name in seen:
                     raise YamlError(f"{path}: key {key_node.value!r} appears twice; keep one")
@@ -51,9 +53,11 @@ def read_mapping(path: Path, key_name: Callable[[str], str] = str) -> dict[Any, 
 
     Loader.add_constructor("tag:yaml.org,2002:int", whole_number)
     try:
-        if path.stat().st_size > _MAX_BYTES:
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
             raise YamlError(f"{path}: larger than 1 MiB; this is no config file")
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
+        loaded = yaml.load(text.decode("utf-8"), Loader=Loader)
     except OSError as error:
         raise YamlError(f"{path}: {error.strerror}") from error
     except YamlError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -29,8 +30,8 @@ from safetensors.torch import load_file, save_file
 
 from hf_depthroute.adapter_file import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError
 from hf_depthroute.config import ConfigError
-from hf_depthroute.peft_hooks import OURS
 
+OURS = re.compile(rb'"peft_type"\s*:\s*"DEPTH_ROUTE"')
 REFUSALS = (AdapterMismatchError, ConfigError)
 # What PEFT says of a config that no longer tells which method it is of.
 OF_NO_METHOD = (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError)

@@ -7,12 +7,16 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import build_base, build_routed, logits, routed
 from peft import PeftModel
 from training import adapter_state, assert_same_tensors, make_trainer, rows
@@ -20,7 +24,7 @@ from training import adapter_state, assert_same_tensors, make_trainer, rows
 import hf_depthroute.checkpoints
 import hf_depthroute.saving
 from hf_depthroute.adapter_file import CONFIG_NAME, WEIGHTS_NAME
-from hf_depthroute.checkpoints import MARKER, CheckpointError, fault_of
+from hf_depthroute.checkpoints import MARKER, CheckpointError, fault_of, rotate
 
 WORKER = Path(__file__).with_name("kill_worker.py")
 
@@ -220,6 +224,41 @@ def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monke
     trainer.train()
     assert there == [[], ["checkpoint-1"], ["checkpoint-2"]]
     assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+TIMES = st.lists(st.integers(min_value=-(2**31), max_value=2**33), min_size=5, max_size=5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(times=TIMES, limit=st.integers(1, 4), best=st.sampled_from([None, 1, 3]), went_back=st.booleans())
+def test_rotation_goes_by_step_whatever_the_modification_times(
+    times: list[int], limit: int, best: int | None, went_back: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as run:
+        folders = {step: Path(run) / f"checkpoint-{step}" for step in (1, 3, 9, 10, 100)}
+        for folder, when in zip(folders.values(), times):
+            folder.mkdir()
+            os.utime(folder, (when, when))
+        newest = 9 if went_back else 100
+        rotate(folders[newest], limit, folders[best] if best else None)
+        left = {step for step, folder in folders.items() if folder.exists()}
+    protected = {newest, best} - {None}
+    assert protected <= left and len(left) == max(limit, len(protected))
+    assert max(folders.keys() - left) < min(left - protected, default=101)
+
+
+def test_checkpoints_of_the_future_do_not_cost_the_new_ones(tmp_path: Path) -> None:
+    """A clock that was set back, or a backup that was restored, between two parts of a run."""
+    fields = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    trainer, _ = make_trainer(build_routed("llama", "mlp"), rows(4), tmp_path, **fields)
+    trainer.train()
+    future = time.time() + 10_000
+    for number, checkpoint in enumerate(sorted(tmp_path.glob("checkpoint-*"))):
+        os.utime(checkpoint, (future + 100 * number, future + 100 * number))
+    trainer, _ = make_trainer(build_routed("llama", "mlp"), rows(8), tmp_path, **fields)
+    trainer.train(resume_from_checkpoint=True)
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+    assert all(fault_of(p) is None for p in tmp_path.glob("checkpoint-*"))
 
 
 def test_training_goes_on_from_an_adapter_that_was_loaded(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -253,3 +254,34 @@ def test_an_adapter_that_cannot_pay_for_itself_is_said(train: Run) -> None:
     assert code == 0, err
     assert "cannot pay for itself" in out and "context_dim (now " in out
     assert "cannot pay for itself" not in train("--gate", "linear", "--branch", "none", "--overwrite")[1]
+
+
+def test_overwriting_keeps_what_somebody_wrote_into_the_readme(train: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert train()[0] == 0
+    (out / "README.md").write_text("My own words.\n" + (out / "README.md").read_text().partition("---\n\n")[2])
+    assert train("--overwrite")[0] == 0
+    assert "My own words." in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("broken", "missing"),
+    [
+        ("transformers.PreTrainedTokenizerBase.save_pretrained", "tokenizer_config.json"),
+        ("hf_depthroute.staged_files.write_json", "training.json"),
+        ("hf_depthroute.card.saved.write_card", "README.md"),
+    ],
+)
+def test_what_goes_with_an_adapter_does_not_cost_the_training(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, missing: str
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+
+    monkeypatch.setattr(broken, full)
+    code, _, err = train()
+    assert code == 0, err
+    (note,) = [line for line in err.splitlines() if line.startswith("note: ") and "was not written" in line]
+    assert "No space left" in note
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert missing not in found and {"adapter_config.json", "adapter_model.safetensors"} <= found

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..staged_files import png_of, write_bytes
 from .results import TIMED, measurements, short_label
 from .variants import DISABLED, FULL
 
@@ -47,7 +48,7 @@ def plot_result(folder: Path, result: Mapping[str, Any]) -> list[Path]:
     for name, draw in drawn.items():
         figure = draw()
         if figure is not None:
-            figure.savefig(folder / f"{name}.png", dpi=130)
+            write_bytes(folder / f"{name}.png", png_of(figure, dpi=130))
             written.append(folder / f"{name}.png")
             _close(figure)
     return written

@@ -6,7 +6,6 @@ scores go into a file each, beside the `model-index` of the card, which holds ev
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ import yaml
 from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 from huggingface_hub.constants import EVAL_RESULTS_FOLDER
 
+from ..adapter_file import AdapterMismatchError
+from ..staged_files import write_files
 from .results import Score
 
 OURS = f"{EVAL_RESULTS_FOLDER}/depth_routing_*.yaml"  # what others have put there stays
@@ -50,17 +51,15 @@ def entries(scores: Sequence[Score]) -> dict[str, EvalResultEntry]:
 
 
 def write_entries(folder: Path, scores: Sequence[Score]) -> None:
-    """Make the files of ours in `folder` those of `scores`; each takes its place whole."""
+    """Make the files of ours in `folder` those of `scores`."""
     wanted = entries(scores)
     place = folder / EVAL_RESULTS_FOLDER
-    for name, entry in wanted.items():
+    if place.is_symlink():
+        raise AdapterMismatchError(f"{place}: is a link; put a folder there")
+    if wanted:
         place.mkdir(exist_ok=True)
-        staged = place / f".{name}.{os.getpid()}"
-        try:
-            staged.write_text(yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False), encoding="utf-8")
-            os.replace(staged, place / name)
-        finally:
-            staged.unlink(missing_ok=True)
+    files = {place / name: eval_result_entries_to_yaml([entry]) for name, entry in wanted.items()}
+    write_files({path: yaml.safe_dump(rows, sort_keys=False).encode() for path, rows in files.items()}, follow=False)
     for stale in folder.glob(OURS):
         if stale.name not in wanted:
             stale.unlink()

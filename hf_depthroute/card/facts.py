@@ -24,8 +24,8 @@ from ..adapter_file import (
 from ..config import DepthRouteConfig
 from ..quantiles import ScoreQuantiles
 from ..version import __version__
+from .training import read_training, understood
 
-TRAINING_NAME = "training.json"
 _TABLE = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.values$")
 _UPDATES = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.updates$")
 _BUFFER = re.compile(r"\.routing\.depth_route_(quantiles|controller|target)\.")
@@ -88,7 +88,8 @@ def read_facts(folder: Path, adapter_name: str | None = None, training: Mapping[
     content = read_config(place / CONFIG_NAME)
     config = DepthRouteConfig(**content)
     if training is None:
-        training = read_training(place / TRAINING_NAME)
+        training = read_training(place)
+    training = understood(training)
     depth = (config.base_architecture or {}).get("num_hidden_layers")
     weights = place / WEIGHTS_NAME
     tensors = read_tensors(weights, content) if weights.is_file() else None
@@ -113,19 +114,6 @@ def read_facts(folder: Path, adapter_name: str | None = None, training: Mapping[
 def holds_adapter(folder: Path) -> bool:
     """Whether `folder` is one that `read_facts` would look into: a routed adapter with its weights."""
     return any(k == PEFT_TYPE and (path / WEIGHTS_NAME).is_file() for path, k in _adapters(folder).items())
-
-
-def read_training(path: Path) -> dict[str, Any]:
-    """The record of a run; empty where there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterMismatchError(f"{path}: cannot be read ({str(error).splitlines()[0]}); remove it") from error
-    if not isinstance(content, dict):
-        raise AdapterMismatchError(f"{path}: holds no JSON object; remove it")
-    return content
 
 
 def _adapters(folder: Path) -> dict[Path, str]:

@@ -60,9 +60,8 @@ def base_id(facts: Facts) -> str | None:
 
 def dataset_id(name: str | None) -> str | None:
     """A dataset's id on the Hub, unless it is a file or a folder here."""
-    if name is None or name == PYTHON_STDLIB or is_local_file(name) or Path(name).exists():
-        return None
-    return hub_id(name)
+    found = hub_id(name)
+    return None if found is None or found == PYTHON_STDLIB or is_local_file(found) or Path(found).exists() else found
 
 
 def _losses(measured: Sequence[Losses]) -> list[EvalResult]:

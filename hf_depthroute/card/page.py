@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,25 +10,21 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import jinja2
-import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 
+from ..staged_files import write_bytes
 from . import views
 from .benchmarks import write_entries
 from .facts import read_facts
 from .metadata import base_id, make_metadata
+from .readme import BEGIN, CARD_NAME, END, MEASURED, PLACEHOLDER, merge, read_readme
 from .record import remembered
-from .results import Results, read_losses, read_results
-from .text import Safe, code, command_line, escape, hub_id, literal, row, shown_path
+from .results import Results, Score, read_losses, read_results
+from .text import Safe, code, command_line, escape, literal, row, shown_path
+from .training import is_number
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-CARD_NAME = "README.md"
-PLACEHOLDER = "path/to/this/folder"
-_BEGIN, _END = "<!-- hf_depthroute: generated, {} -->", "<!-- hf_depthroute: end of the generated part -->"
-_PART = re.compile(re.escape(_BEGIN).replace(r"\{\}", r"(\w+)") + r"\n.*?" + re.escape(_END), re.DOTALL)
-_MEASURED = "<!-- with results -->"
 
 
 def make_card(
@@ -118,8 +112,8 @@ def _composed(
             changed=changed,
         )
     )
-    note = f"\n{_MEASURED}" if found.losses or found.scores or found.benches else ""
-    text = f"\n{_BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{_END}\n"
+    note = f"\n{MEASURED}" if found.losses or found.scores or found.benches else ""
+    text = f"\n{BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{END}\n"
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n{text}"), found
 
 
@@ -131,78 +125,28 @@ def write_card(folder: str | Path, results: Sequence[Any] = (), **arguments: Any
     The card stands between two HTML comments; what somebody wrote around them stays, and so do keys of the metadata
     that a card does not set. Without `results`, a card with results of the same adapter stays too.
     """
+    return put_card(folder, *updated_card(folder, results, **arguments))
+
+
+def updated_card(
+    folder: str | Path, results: Sequence[Any] = (), **arguments: Any
+) -> tuple[ModelCard, list[Score] | None]:
+    """The card that `write_card` writes, and the scores that it shows; None where the results of the old one stay."""
+    old = read_readme(Path(folder))
+    new, found = _composed(folder, results, **arguments)
+    if old is None:
+        return new, found.scores
+    card, stays = merge(old, new, arguments.get("repo_id"))
+    return card, None if stays else found.scores
+
+
+def put_card(folder: str | Path, card: ModelCard, scores: Sequence[Score] | None = None) -> Path:
+    """Put a card in the place of `README.md`: also in that of a link, such as those of the Hub's cache."""
     path = Path(folder) / CARD_NAME
-    card, found = _composed(folder, results, **arguments)
-    stays = False
-    if path.is_file():
-        card, stays = _merge(_load(path), card, arguments.get("repo_id"))
-    staged = path.with_name(f".{CARD_NAME}.{os.getpid()}")  # a reader, or a full disk, never finds half a card
-    try:
-        staged.write_text(str(card), encoding="utf-8")
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
-    if not stays:
-        write_entries(path.parent, found.scores)
+    write_bytes(path, str(card).encode(), follow=False)
+    if scores is not None:
+        write_entries(path.parent, scores)
     return path
-
-
-def shows_results(folder: Path) -> bool:
-    """Whether the card in `folder` shows something that was measured."""
-    path = folder / CARD_NAME
-    return path.is_file() and _MEASURED in path.read_text(encoding="utf-8", errors="replace")
-
-
-def _merge(old: ModelCard, new: ModelCard, repo_id: str | None) -> tuple[ModelCard, bool]:
-    """The new card in the place of the old one, and whether the results of the old one stay."""
-    stays = False
-    ours = _PART.search(new.text)
-    assert ours is not None
-    part = ours[0]
-    before = _PART.search(old.text)
-    metadata, known = new.data.to_dict(), old.data.to_dict()
-    if before is not None:
-        measured = _MEASURED in before[0]
-        if before[1] == ours[1] and measured and _MEASURED not in part:
-            part, stays = before[0], True
-            if repo_id is not None:
-                part = part.replace(f"adapter = {literal(PLACEHOLDER)}", f"adapter = {literal(repo_id)}")
-        else:
-            known.pop("model-index", None)
-        text = old.text[: before.start()] + part + old.text[before.end() :]
-    elif _is_template(old.text):
-        text = new.text
-    else:
-        text = f"{old.text.rstrip()}\n\n{part}\n"
-    theirs = known.get("tags")
-    tags = dict.fromkeys([*(metadata.get("tags") or ()), *(map(str, theirs) if isinstance(theirs, list) else ())])
-    if hub_id(known.get("base_model")) is None:  # PEFT puts the path of a folder there
-        known.pop("base_model", None)
-    kept = {str(name): value for name, value in known.items()}
-    merged = {**metadata, **kept, **{n: metadata[n] for n in _set_here(metadata)}, "tags": list(tags)}
-    data = ModelCardData(**merged, ignore_metadata_errors=True)
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}"), stays
-
-
-def _set_here(metadata: Mapping[str, Any]) -> list[str]:
-    """What a card of ours says, whatever stood there."""
-    names = ("base_model", "base_model_relation", "library_name", "pipeline_tag", "license", "language", "datasets")
-    return [name for name in (*names, "model-index") if metadata.get(name) is not None]
-
-
-def _load(path: Path) -> ModelCard:
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    try:
-        return ModelCard(text, ignore_metadata_errors=True)
-    except (yaml.YAMLError, ValueError, TypeError):  # its metadata cannot be read; the text is somebody's still
-        return ModelCard("---\n{}\n---\n" + re.sub(r"\A\s*---\n.*?\n---\s*?\n", "", text, flags=re.DOTALL))
-
-
-def _is_template(text: str) -> bool:
-    """Whether nobody has written into the empty card that PEFT saves."""
-    empty = ModelCard.from_template(ModelCardData()).text.split()
-    found = text.split("### Framework versions")[0].split()
-    return not found or found == empty
 
 
 def _of_model(model: PeftModel, results: Sequence[Any], arguments: dict[str, Any]) -> ModelCard:
@@ -228,12 +172,13 @@ def routed_name(model: Any) -> str | None:
 def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
     """The evaluation at the end of `hf-depthroute train`, in the form of `eval --out`."""
     arguments, held_out = record.get("arguments") or {}, record.get("held_out_blocks")
+    length = arguments.get("length")
     split = f"{arguments.get('split')}, {held_out} blocks held out" if held_out else None
     return {
         "dataset": arguments.get("eval_dataset") or arguments.get("dataset"),
         "dataset_name": None if arguments.get("eval_dataset") else arguments.get("dataset_name"),
         "split": split or arguments.get("validation_split") or "train",
-        "length": arguments.get("length"),
+        "length": length if is_number(length) else None,
         "rows": record["evaluation"],
     }
 

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..adapter_file import CONFIG_NAME, WEIGHTS_NAME
+from ..adapter_file import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError
+from ..adapter_folder import RefusedFileError, place_of
 from ..hub import explained
 from .benchmarks import OURS
-from .facts import TRAINING_NAME
-from .page import CARD_NAME, routed_name, shows_results, write_card
+from .page import routed_name, write_card
+from .readme import CARD_NAME, shows_results
 from .record import remembered
+from .training import TRAINING_NAME
 
 SENT = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME)
 
@@ -80,6 +82,7 @@ def push_folder(
     Raises:
         ResultError: As `make_card`, and before anything is sent.
         HubError: The Hub refused, cannot be reached, or is not to be asked (HF_HUB_OFFLINE); in one line.
+        AdapterMismatchError: A file is a link out of the folder, or as `write_card`.
     """
     from huggingface_hub import HfApi
 
@@ -91,7 +94,7 @@ def push_folder(
                 target = stage / file.relative_to(folder)
                 if not target.relative_to(stage).parts[0].startswith("checkpoint-"):
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(file, target)
+                    shutil.copyfile(_in_folder(file, Path(folder)), target)
         write_card(stage, results, **(card or {}))  # before the Hub is asked for anything
         with explained(f"repository {repo_id}", access="write"):
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -111,6 +114,13 @@ def push_folder(
             )
 
 
+def _in_folder(file: Path, folder: Path) -> Path:
+    try:
+        return place_of(file, folder)
+    except (FileNotFoundError, RefusedFileError) as error:
+        raise AdapterMismatchError(f"not sent: {error}") from error
+
+
 def _card_of_the_hub(api: Any, repo_id: str, revision: str | None, path: Path) -> None:
     """Put the card that the Hub has in the place of the local one, if it has one."""
     from huggingface_hub.errors import EntryNotFoundError
@@ -119,4 +129,4 @@ def _card_of_the_hub(api: Any, repo_id: str, revision: str | None, path: Path) -
         found = api.hf_hub_download(repo_id, CARD_NAME, revision=revision)
     except EntryNotFoundError:
         return
-    path.write_text(Path(found).read_text(encoding="utf-8-sig"), encoding="utf-8")
+    shutil.copyfile(found, path)

@@ -120,7 +120,7 @@ def read_results(sources: Iterable[Any], weights_hash: str | None) -> Results:
             _add(results, content)
         except ResultError as error:
             raise ResultError(f"{name}: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise ResultError(f"{name}: not a result of eval or bench ({error!r} is wrong)"[:300]) from error
     return results
 

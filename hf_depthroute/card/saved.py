@@ -8,11 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..adapter_file import AdapterMismatchError
+from ..saving import SaveWarning, warn_without_card
 from .benchmarks import OURS
-from .facts import TRAINING_NAME, holds_adapter, read_training
-from .page import routed_name, shows_results, write_card
+from .facts import holds_adapter
+from .page import routed_name, write_card
+from .readme import CARD_NAME, shows_results
 from .record import remembered
 from .results import ResultError
+from .training import read_training
 
 
 def instead_of_pefts(update: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
@@ -26,20 +30,27 @@ def instead_of_pefts(update: Callable[[Any, str], None]) -> Callable[[Any, str],
         if routed_name(self) is None:
             update(self, output_dir)
         elif holds_adapter(Path(output_dir)):
-            save_card(self, Path(output_dir), Path(output_dir))
+            _write(self, Path(output_dir), Path(output_dir))
 
     return create_or_update_model_card
 
 
-def save_card(model: Any, stage: Path, folder: Path, **arguments: Any) -> None:
-    """Write the card of what was just saved.
+def save_card(model: Any, stage: Path, folder: Path) -> None:
+    """Write the card of what was just saved. Without one, for whatever reason, there is a warning, and no error.
 
     Args:
         model: The `PeftModel`, with what it remembers of its run.
         stage: Where its adapters were saved.
         folder: Where they will be; a `training.json` there counts for a model that remembers none.
-        **arguments: More of `write_card`'s.
     """
+    try:
+        _write(model, stage, folder)
+    except Exception as error:  # hours of training are not lost for a card
+        (stage / CARD_NAME).unlink(missing_ok=True)
+        warn_without_card(folder / CARD_NAME, error)
+
+
+def _write(model: Any, stage: Path, folder: Path) -> None:
     name = routed_name(model)
     if name is None or not holds_adapter(stage):  # only other methods' adapters were saved
         type(model).create_or_update_model_card.__wrapped__(model, str(stage))
@@ -47,13 +58,16 @@ def save_card(model: Any, stage: Path, folder: Path, **arguments: Any) -> None:
     run = remembered(model, name)
     before = None
     if run.training is None:
-        before = read_training((folder if name == "default" else folder / name) / TRAINING_NAME)
-    arguments |= {"adapter_name": name, "training": run.record(model, name, before)}
+        try:
+            before = read_training(folder if name == "default" else folder / name)
+        except AdapterMismatchError as error:
+            warnings.warn(f"left out of the model card: {error}", SaveWarning, stacklevel=4)
+    training = run.record(model, name, before)
     try:
-        write_card(stage, run.results, **arguments)
+        write_card(stage, run.results, adapter_name=name, training=training)
     except ResultError as error:
-        warnings.warn(f"left out of the model card: {error}", stacklevel=3)
-        write_card(stage, **arguments)
+        warnings.warn(f"left out of the model card: {error}", SaveWarning, stacklevel=4)
+        write_card(stage, adapter_name=name, training=training)
     if run.results or not shows_results(stage):  # else the card that was there stays, and what belongs to it
         for stale in folder.glob(OURS):
             if not (stage / stale.relative_to(folder)).is_file():

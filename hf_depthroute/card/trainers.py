@@ -43,9 +43,10 @@ class CardMixin:
         Raises:
             ResultError: A result cannot be read, or was measured with other weights.
         """
-        from .facts import TRAINING_NAME, holds_adapter, read_training
-        from .page import make_card, routed_name, write_card
+        from .facts import holds_adapter
+        from .page import make_card, put_card, routed_name, write_card
         from .record import remembered
+        from .training import read_training
 
         if not self.is_world_process_zero():
             return
@@ -65,11 +66,11 @@ class CardMixin:
         if holds_adapter(folder):
             assert run is not None
             assert name is not None
-            training = run.record(model, name, read_training(folder / TRAINING_NAME))
+            training = run.record(model, name, read_training(folder))
             write_card(folder, [*run.results, *results], training=training, **arguments)
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            make_card(model, results, **arguments).save(folder / "README.md")
+            put_card(folder, make_card(model, results, **arguments))
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:

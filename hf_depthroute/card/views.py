@@ -11,6 +11,7 @@ from typing import Any
 from .facts import Facts
 from .results import Bench, Losses, Score
 from .text import Safe, clean, code, row, shown_path
+from .training import is_number
 
 _RULES = {
     "dense": "dense base",
@@ -151,14 +152,14 @@ def training(record: Mapping[str, Any], datasets: Sequence[str]) -> dict[str, An
     arguments = record.get("arguments") or {}
     command = record.get("command")
     shown = record.get("hyperparameters") or ({} if command else arguments)
-    log = [entry for entry in record.get("log_history") or () if isinstance(entry, Mapping)]
+    log = record.get("log_history") or ()
     return {
         "recorded": bool(record),
         "datasets": [code(shown_path(name)) for name in datasets],
         "config": arguments.get("dataset_name"),
         "split": arguments.get("split"),
         "examples": record.get("examples"),
-        "command": command if isinstance(command, list) else None,
+        "command": command,
         "arguments": [
             Safe(f"{code(name)} {code(shown_path(str(value)))}")
             for name, value in shown.items()
@@ -173,12 +174,13 @@ def training(record: Mapping[str, Any], datasets: Sequence[str]) -> dict[str, An
 
 def _last(log: Sequence[Mapping[str, Any]], name: str) -> Safe | None:
     """The last log entry with this loss, as `step 50: loss 1.2, ...`."""
-    entry = next((entry for entry in reversed(log) if isinstance(entry.get(name), (int, float))), None)
+    entry = next((entry for entry in reversed(log) if is_number(entry.get(name))), None)
     if entry is None:
         return None
-    terms = [n for n in entry if n == name or n.startswith("loss_")]
-    said = ", ".join(f"{code(n)} {_figure(entry[n])}" for n in terms if isinstance(entry[n], (int, float)))
-    return Safe(f"step {int(entry.get('step', 0)):,}: {said}")
+    terms = [n for n in entry if n == name or str(n).startswith("loss_")]
+    said = ", ".join(f"{code(n)} {_figure(entry[n])}" for n in terms if is_number(entry[n]))
+    step = entry.get("step")
+    return Safe(f"step {int(step):,}: {said}" if is_number(step) else said)
 
 
 def _figure(value: float) -> str:

@@ -13,6 +13,7 @@ from ..shown import say, say_content
 from . import options as o
 from .adapter import Adapter, OldAdapter
 from .errors import ADAPTER, CliError
+from .output import write_text
 
 
 def card(
@@ -53,7 +54,8 @@ def card(
     from . import loading
 
     loading.quiet(debug)
-    from ..card import make_card, push_folder, write_card
+    from ..card import make_card, push_folder
+    from ..card.page import put_card, updated_card
 
     local = Path(adapter).is_dir()
     if not local and out is None and push_to is None:
@@ -63,17 +65,19 @@ def card(
     with _explained(adapter):
         folder = Path(adapter) if local else _downloaded(adapter)
         if push_to is None and out is None:
-            say(f"wrote {write_card(folder, sources, **words)}")
-            return
-        text = str(make_card(folder, sources, **words, repo_id=None if local else adapter))
-    if push_to is not None:
+            made, scores = updated_card(folder, sources, **words)
+        else:
+            made, scores = make_card(folder, sources, **words, repo_id=None if local else adapter), None
+    if push_to is None and out is None:
+        say(f"wrote {put_card(folder, made, scores)}")
+    elif push_to is not None:
         with _of_repository(push_to):
             sent = push_folder(folder, push_to, results=sources, private=private or None, revision=revision, card=words)
         say(f"sent {adapter} to {sent.repo_url.repo_id}: {sent.commit_url}")
     elif str(out) == "-":
-        say_content(text, end="")
+        say_content(str(made), end="")
     elif out is not None:
-        out.write_text(text, encoding="utf-8")
+        write_text(out, str(made))
         say(f"wrote {out}")
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .. import staged_files
 from ..shown import reason, say, say_block
 from .errors import ADAPTER, RESOURCES, CliError
 
@@ -142,16 +143,12 @@ def write_result(path: Path | None, content: Any) -> bool:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """As `write_text`."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    """As `staged_files.write_json`; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged_files.write_json(path, content)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file; a reader never sees half of it."""
+    """As `staged_files.write_text`; the folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        staging.write_text(text, encoding="utf-8")
-        os.replace(staging, path)
-    finally:
-        staging.unlink(missing_ok=True)
+    staged_files.write_text(path, text)

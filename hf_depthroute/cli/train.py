@@ -175,11 +175,13 @@ def train(
         }
         remember_training(routed, record)
         try:
-            with staged_save(out) as stage:
+            with t.save_warnings_said(), staged_save(out) as stage:
                 routed.save_pretrained(str(stage))
-                tokenizer.save_pretrained(stage)
-                record["weights_hash"] = loading.load_adapter_config(str(stage)).weights_hash
-                write_json(stage / "training.json", record)
+                with t.at_best(stage, "the tokenizer"):
+                    tokenizer.save_pretrained(stage)
+                with t.at_best(stage, "training.json"):
+                    record["weights_hash"] = loading.load_adapter_config(str(stage)).weights_hash
+                    write_json(stage / "training.json", record)
         except Exception as error:
             if not disk_full(error):
                 raise

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import shutil
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +17,7 @@ from ..config import DepthRouteConfig
 from ..cost import route_cost
 from ..data import load_text, pack
 from ..presets import find_preset
-from ..shown import say
+from ..shown import reason, say
 from . import loading
 from .adapter_options import OTHER_NAMES, AdapterOptions, config_fields
 from .errors import OTHER, CliError
@@ -132,6 +135,31 @@ def checkpoint_to_resume(out: Path, config: DepthRouteConfig) -> Path | None:
             raise CliError(f"--resume: {found} was trained with {name}={value}, not {wanted.get(name)}; give it again")
     say(f"going on from {found}")
     return found
+
+
+@contextlib.contextmanager
+def at_best(folder: Path, what: str) -> Iterator[None]:
+    """Say that `what` was not written into `folder`, where it could not be; an adapter is not lost for it."""
+    before = set(folder.iterdir())
+    try:
+        yield
+    except Exception as error:
+        for path in set(folder.iterdir()) - before:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()  # half of what was to be written
+        say(f"note: {what} was not written: {reason(error)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def save_warnings_said() -> Iterator[None]:
+    """Say what goes with an adapter and was not saved; other warnings are kept off the terminal."""
+    from ..saving import SaveWarning
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", SaveWarning)
+        yield
+    for warning in found:
+        say(f"note: {warning.message}", file=sys.stderr)
 
 
 def remove_checkpoints(out: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..shown import shown, shown_block
+from ..staged_files import write_text
 from .plots import plot_quality, plot_speed, plot_training
 
 
@@ -75,7 +76,7 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
         for sample in results["samples"]:
             lines += sample_lines(sample)
     path = folder / "report.md"
-    path.write_text("\n".join(lines), encoding="utf-8")
+    write_text(path, "\n".join(lines))
     return path
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..staged_files import png_of, write_bytes
+
 _SIZE = (6.4, 3.6)
 
 
@@ -89,5 +91,5 @@ def plot_expert_load(path: Path, loads: Mapping[str, Mapping[int, Sequence[float
 def _save(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    figure.savefig(path, dpi=130)
+    write_bytes(path, png_of(figure, dpi=130))
     plt.close(figure)

@@ -1,11 +1,10 @@
-"""The result folder of a study: locks, files that are written whole, and which runs are complete."""
+"""The result folder of a study: locks, and which runs are complete."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,20 +54,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def write_json(path: Path, content: Any) -> None:
-    write_bytes(path, (json.dumps(content, indent=2) + "\n").encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Whole or not at all, after a power cut too."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 @contextlib.contextmanager

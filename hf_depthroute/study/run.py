@@ -27,11 +27,11 @@ from ..evaluation.perplexity import mean_loss
 from ..hub import explained
 from ..remote_code import trusts_remote_code
 from ..shown import OneLine
+from ..staged_files import sync, write_json
 from ..trainer import DepthRouteTrainer
 from ..tuner import get_depth_routed_model
 from . import metrics
 from .data import OrderedBlocks, draw_order, read_blocks, to_batches
-from .folder import write_json
 from .grid import RunSpec
 from .measure import autocast, measure
 from .progress import RunPrinter
@@ -147,12 +147,15 @@ class Recorder(TrainerCallback):
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Keep the two files open, line by line on disk."""
+        """Keep the two files open, to be read line by line while the run goes on."""
+        metrics_path, evals_path = self.folder / "metrics.jsonl", self.folder / "eval.jsonl"
         with (
-            (self.folder / "metrics.jsonl").open("w", buffering=1, encoding="utf-8") as self._metrics,
-            (self.folder / "eval.jsonl").open("w", buffering=1, encoding="utf-8") as self._evals,
+            metrics_path.open("w", buffering=1, encoding="utf-8") as self._metrics,
+            evals_path.open("w", buffering=1, encoding="utf-8") as self._evals,
         ):
             yield
+        sync(metrics_path)  # before summary.json says that the run is complete
+        sync(evals_path)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._evaluate(0)

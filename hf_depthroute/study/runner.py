@@ -27,9 +27,10 @@ from ..config import ConfigError
 from ..evaluation.perplexity import mean_loss
 from ..remote_code import trusts_remote_code
 from ..shown import say
+from ..staged_files import write_bytes, write_json
 from .data import Blocks, prepare_blocks, read_blocks, to_batches
 from .fingerprint import CODE, combine, explain, hash_model, versions
-from .folder import StudyError, finished_summary, locked, read_json, run_folder, write_bytes, write_json
+from .folder import StudyError, finished_summary, locked, read_json, run_folder
 from .grid import RunSpec, Study
 from .measure import autocast
 from .run import SharedSetting, load_base
@@ -37,7 +38,7 @@ from .worker import FAILED, Start, device_type, execute
 
 ENGINES = ("processes", "ray")
 _PATIENCE = 60.0  # seconds that a start waits for the processes of a killed one to end
-_OWN = {".lock", ".workers", "blocks.safetensors", ".blocks.safetensors.partial", ".study.json.partial"}
+_OWN = (".lock", ".workers", "blocks.safetensors", ".blocks.safetensors.partial", ".study.json.partial")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,11 @@ def run_study(
     """
     specs = study.specs(only, seeds)
     _check_installed(engine)
-    if out.is_dir() and not (out / "study.json").exists() and {path.name for path in out.iterdir()} - _OWN:
+    if (
+        out.is_dir()
+        and not (out / "study.json").exists()
+        and not all(path.name.startswith(_OWN) for path in out.iterdir())
+    ):
         raise StudyError(f"--out {out}: holds files but no study; name another folder")
     out.mkdir(parents=True, exist_ok=True)
     with locked(out / ".lock", f"--out {out}: another start of this study is running; wait for it to end"):

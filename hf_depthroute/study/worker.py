@@ -18,8 +18,9 @@ import transformers
 from ..config import ConfigError
 from ..remote_code import trust_remote_code
 from ..shown import say
+from ..staged_files import write_json
 from .fingerprint import CODE
-from .folder import locked, run_folder, write_json
+from .folder import locked, run_folder
 from .grid import RunSpec
 from .run import RunError, SharedSetting, train_run
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from ...staged_files import write_text
 from .pieces import text_pieces
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class TokenView:
     def save(self, path: str | Path) -> Path:
         """Write the page to `path`."""
         path = Path(path)
-        path.write_text(self.html, encoding="utf-8")
+        write_text(path, self.html)
         return path
 
     def _repr_html_(self) -> str:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ...shown import shown
+from ...staged_files import write_files
 from .claims import CONTRADICTED, REPRODUCED, REVERSED, SOURCES, SUPPORTED, UNDETECTABLE, Verdict, judge, untested
 from .plots import Plot, plot_study
-from .results import Run, Study, number, read_study, write_results
+from .results import Run, Study, dump_results, number, read_study
 from .rules import describe_rules
 from .tables import ALL_LOSSES, Table, build_tables
 from .values import read, significant, uneven_times
@@ -44,18 +45,17 @@ def write_report(source: Path, folder: Path) -> tuple[Study, list[Verdict]]:
     """
     study = read_study(source)
     folder.mkdir(parents=True, exist_ok=True)
-    write_results(folder / "results.json", study)
-    plots = plot_study(folder, study)
-    verdicts, tables = judge(study), build_tables(study)
-    (folder / "report.md").write_text(render_markdown(study, verdicts, tables, plots), encoding="utf-8")
-    (folder / "report.html").write_text(render_html(study, verdicts, tables, plots, folder), encoding="utf-8")
+    plots, verdicts, tables = plot_study(study), judge(study), build_tables(study)
+    files = {plot.file: plot.png for plot in plots}
+    files["results.json"] = dump_results(study).encode()
+    files["report.md"] = render_markdown(study, verdicts, tables, plots).encode()
+    files["report.html"] = render_html(study, verdicts, tables, plots).encode()
+    write_files({folder / name: content for name, content in files.items()})
     return study, verdicts
 
 
-def render_html(
-    study: Study, verdicts: Sequence[Verdict], tables: Sequence[Table], plots: Sequence[Plot], folder: Path
-) -> str:
-    """The page, with the figures of `folder` inside."""
+def render_html(study: Study, verdicts: Sequence[Verdict], tables: Sequence[Table], plots: Sequence[Plot]) -> str:
+    """The page, with the figures inside."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -65,7 +65,7 @@ def render_html(
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    images = {plot.key: base64.b64encode((folder / plot.file).read_bytes()).decode() for plot in plots}
+    images = {plot.key: base64.b64encode(plot.png).decode() for plot in plots}
     return environment.get_template("page.html").render(
         title=_title(study),
         facts=_facts(study),

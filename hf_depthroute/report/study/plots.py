@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from ...staged_files import png_of
 from .curves import draw_gradients, draw_learning
 from .layouts import UTIL_SWEEP
 from .plot_parts import (
@@ -30,10 +30,11 @@ _DPI = 110
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawn figure: `file` in the report's folder, its size in pixels, and the words that go with it."""
+    """A drawn figure: its `file` in a report's folder and the `png` in it, its size in pixels, the words with it."""
 
     key: str
     file: str
+    png: bytes
     width: int
     height: int
     title: str
@@ -41,8 +42,8 @@ class Plot:
     caption: str
 
 
-def plot_study(folder: Path, study: Study) -> list[Plot]:
-    """Draw every figure that the study has data for into `folder`."""
+def plot_study(study: Study) -> list[Plot]:
+    """Every figure that the study has data for."""
     import matplotlib
 
     plots = []
@@ -52,11 +53,11 @@ def plot_study(folder: Path, study: Study) -> list[Plot]:
             figure, drawn = draw(study)
             if not drawn:
                 continue
-            figure.savefig(folder / f"{key}.png", dpi=_DPI)
+            png = png_of(figure, _DPI)
             margin = f"{study.info['margin']:g}"
             alt = f"{title}, for {'; '.join(drawn)}. The numbers are in the tables."
             width, height = (round(inches * _DPI) for inches in figure.get_size_inches())
-            plots.append(Plot(key, f"{key}.png", width, height, title, alt, caption.format(margin=margin)))
+            plots.append(Plot(key, f"{key}.png", png, width, height, title, alt, caption.format(margin=margin)))
     return plots
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...shown import OneLine
+from ...staged_files import write_text
 
 FORMAT = "hf-depthroute study 1"
 WINDOWS = 100  # points of a training series in results.json
@@ -106,7 +107,12 @@ def read_study(folder: Path) -> Study:
 
 
 def write_results(path: Path, study: Study) -> None:
-    """Write `results.json`, one line per run, so that a rerun shows up as a small difference."""
+    """Write `results.json`."""
+    write_text(path, dump_results(study))
+
+
+def dump_results(study: Study) -> str:
+    """The text of `results.json`, one line per run, so that a rerun shows up as a small difference."""
     lines = ["{", f' "format": {json.dumps(FORMAT)},', f' "study": {_dump(study.info)},']
     lines += [f' "unfinished": {_dump(study.unfinished)},', ' "runs": [']
     entries = [
@@ -114,7 +120,7 @@ def write_results(path: Path, study: Study) -> None:
         for name in study.names
         for seed, r in study.runs.get(name, {}).items()
     ]
-    path.write_text("\n".join([*lines, ",\n".join(entries), " ]", "}", ""]), encoding="utf-8")
+    return "\n".join([*lines, ",\n".join(entries), " ]", "}", ""])
 
 
 def number(value: Any) -> float | None:
