@@ -177,6 +177,30 @@ def test_resume_without_a_checkpoint_begins_and_says_so(train: Run) -> None:
     assert "training begins at the first step" in out
 
 
+def test_a_run_that_died_after_its_last_step_is_only_finished(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--steps", 4, "--save-steps", 2)
+    assert train(*words)[0] == 0
+    whole, history = weights(tmp_path / "out"), record(tmp_path / "out")["log_history"]
+    shutil.rmtree(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_depthroute.calibration.calibrate", lambda *args: 1 / 0)
+        assert train(*words)[0] == errors.OTHER
+    code, _, err = train(*words, "--resume")
+    assert code == 0, err
+    assert weights(tmp_path / "out") == whole
+    assert [entry["step"] for entry in record(tmp_path / "out")["log_history"]] == [e["step"] for e in history[:-1]]
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == []
+
+
+def test_resume_names_what_is_wrong_with_every_checkpoint(train: Run, tmp_path: Path) -> None:
+    (tmp_path / "out" / "checkpoint-7").mkdir(parents=True)
+    code, _, err = train("--resume")
+    assert code == errors.USAGE
+    assert "no checkpoint is whole (checkpoint-7: it was not saved to the end" in err
+
+
 @pytest.mark.parametrize("spelling", [[], ["--adapter"]], ids=["position", "option"])
 def test_an_adapter_is_trained_on(spelling: list[str], train: Run, base: Path, tmp_path: Path) -> None:
     assert train("--layers", "1,3", "--budget", 0.25, "--lr", "1e-2")[0] == 0

@@ -151,7 +151,7 @@ def train(
                 train_dataset=packed,
                 data_collator=transformers.default_data_collator,
             )
-        trainer.train(None if checkpoint is None else str(checkpoint))
+        t.run(trainer, checkpoint)
         t.check_finite(routed)
         full_ratio = {}
         if adapter_config.takes_budget():

@@ -12,7 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints import checkpoints_in, last_complete
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+from ..checkpoints import CheckpointError, checkpoints_in, last_complete
 from ..config import DepthRouteConfig
 from ..cost import route_cost
 from ..data import load_text, pack
@@ -120,10 +123,13 @@ def checkpoint_to_resume(out: Path, config: DepthRouteConfig) -> Path | None:
     """The last whole checkpoint in `out`; None where there is none at all.
 
     Raises:
-        CheckpointError: There are some, and none is whole.
-        CliError: It is of an adapter with another configuration than `config`, that of the model that is to train.
+        CliError: There are some, and none is whole; or the last one is of an adapter with another configuration than
+            `config`, that of the model that is to train.
     """
-    found, skipped = last_complete(out) if out.is_dir() else (None, [])
+    try:
+        found, skipped = last_complete(out) if out.is_dir() else (None, [])
+    except CheckpointError as error:
+        raise CliError(f"--resume: {error}") from error
     for line in skipped:
         say(f"passed over {line}")
     if found is None:
@@ -160,6 +166,17 @@ def save_warnings_said() -> Iterator[None]:
         yield
     for warning in found:
         say(f"note: {warning.message}", file=sys.stderr)
+
+
+def run(trainer: Any, checkpoint: Path | None) -> None:
+    """Train, from `checkpoint` on if there is one; where that is of the last step, it is only loaded."""
+    if checkpoint is not None:
+        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        if state.global_step >= trainer.args.max_steps:  # the Trainer would take another step
+            trainer.model.load_adapter(str(checkpoint), trainer.model.active_adapter, is_trainable=True)
+            trainer.state = state
+            return
+    trainer.train(None if checkpoint is None else str(checkpoint))
 
 
 def remove_checkpoints(out: Path) -> None:
