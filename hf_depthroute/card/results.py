@@ -50,7 +50,7 @@ class Losses:
 class Score:
     """One task's metric in one run of lm-eval. `dense` is the base's value; `dataset` the Hub's id, where known.
 
-    Of a group of tasks, `documents` are those of all, and `dataset` is the one that they share. `whole`: nothing of the
+    A group of tasks has the `documents` of all of them, and the `dataset` that they share. `whole`: nothing of the
     test set was left out.
     """
 
