@@ -56,7 +56,7 @@ def test_readme_figures_are_made_from_the_committed_results():
 
 
 def test_stories_are_compared_with_what_learns_nothing_on_the_same_branches():
-    """What the recipe's page says: normed gates are below random routing and drops, residual ones not below random routing."""
+    """As the page says: normed gates are below random routing and drops, residual ones are not below random routing."""
     result = json.loads((RECIPES / "stories260k" / "results.json").read_text())
     rows = {(r["gate"], r["gate_input"], len(r["layers"]), r["rule"], r["budget"]): r for r in result["summary"]}
     random = rows["random", "normed", 3, "threshold", 0.5]
