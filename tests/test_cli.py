@@ -498,7 +498,7 @@ def test_a_failure_leaves_the_earlier_adapter_and_nothing_else(
 
     owner, method = {
         "training": (transformers.Trainer, "training_step"),
-        "saving": (transformers.PreTrainedTokenizerBase, "save_pretrained"),
+        "saving": (peft.PeftModel, "save_pretrained"),
     }[moment]
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, fail)
