@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,7 +21,10 @@ from ..shown import say
 from . import options as o
 from .adapter import Adapter, OldAdapter, passed_on
 from .errors import CliError
+from .serve_engine import guarded, limited_engine
+from .serve_requests import Limits
 
+_ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 _BASE_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -30,6 +33,11 @@ def serve(
     adapter: Adapter = "",
     model: o.BaseModel = None,
     adapter_option: OldAdapter = None,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt; a longer one gets 400.")] = 16_384,
+    max_output_tokens: Annotated[int, typer.Option(min=1, help="Longest answer; asking for more gets 400.")] = 4096,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Requests at one time, running and waiting; one more gets 429.")
+    ] = 32,
     trust_remote_code: o.TrustRemoteCode = False,
     debug: o.Debug = False,
 ) -> None:
@@ -50,21 +58,36 @@ def serve(
 
     if not is_serve_available():
         raise CliError('serve needs more packages; install them with: pip install "transformers[serving]"')
-    base, _ = loading.find_base(adapter, loading.load_adapter_config(adapter), model)
+    loading.quiet(debug)
+    base, base_config = loading.find_base(adapter, loading.load_adapter_config(adapter), model)
+    positions = getattr(base_config, "max_position_embeddings", None)
+    limits = Limits(max_prompt_tokens, max_output_tokens, max_requests, positions)
     name = Path(adapter).resolve().name if Path(adapter).is_dir() else adapter
     from transformers.cli.transformers import app
 
     with tempfile.TemporaryDirectory(prefix="depthroute") as root:
-        link_model(_folder(base, _BASE_FILES), _folder(adapter, None), Path(root, name))
-        os.chdir(root)  # the server calls the model by the path that it was given
+        patterns = [*_BASE_FILES, "*.py"] if trust_remote_code else _BASE_FILES
+        folders = _folder(base, patterns), _folder(adapter, _ADAPTER_FILES)
+        link_model(*folders, Path(root, name), code=trust_remote_code)
         say(f"serving {adapter} on {base} as model {name!r}", sys.stderr)
-        with _one_model(name):
+        # The server calls the model by the path that it was given.
+        with _working_in(root), limited_engine(limits), _one_model(name, limits):
             trusted = ["--trust-remote-code"] if trust_remote_code else []
             app(["serve", name, *trusted, *passed_on(context)], standalone_mode=False)
 
 
 @contextlib.contextmanager
-def _one_model(name: str) -> Iterator[None]:
+def _working_in(folder: str) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@contextlib.contextmanager
+def _one_model(name: str, limits: Limits) -> Iterator[None]:
     """Let `transformers serve` list the model that is served, and end on Ctrl-C.
 
     By itself it lists what lies in the Hub's cache, and its threads of continuous batching outlive it.
@@ -79,7 +102,8 @@ def _one_model(name: str) -> Iterator[None]:
     def build_server(model_manager: Any, *handlers: Any, generation_state: Any, **others: Any) -> Any:
         model_manager.get_gen_models = lambda: [model]
         states.append(generation_state)
-        return build(model_manager, *handlers, generation_state=generation_state, **others)
+        served = build(model_manager, *handlers, generation_state=generation_state, **others)
+        return guarded(served, name, limits)
 
     server.build_server = build_server  # type: ignore[assignment]
     try:
@@ -94,19 +118,14 @@ def _one_model(name: str) -> Iterator[None]:
             state.shutdown()
 
 
-def link_model(base: Path, adapter: Path, folder: Path) -> None:
-    """Make `folder`: links to the base's files and to the adapter's, which count where both have one.
+def link_model(base: Path, adapter: Path, folder: Path, code: bool = False) -> None:
+    """Make `folder`: links to the base's files, with `code` its Python files too, and to the two files of an adapter.
 
-    The model's own configuration and weights are the base's, whatever lies beside the adapter.
+    Weights, settings and tokenizer are the base's, whatever lies beside the adapter.
     """
     folder.mkdir(parents=True)
-    files = {file.name: file for file in base.iterdir() if file.is_file()}
-    files |= {
-        file.name: file
-        for file in adapter.iterdir()
-        if file.is_file() and file.name != "config.json" and not file.name.startswith(("model", "README"))
-    }
-    for name, file in files.items():
+    files = {file.name: file for file in base.iterdir() if file.is_file() and (code or file.suffix != ".py")}
+    for name, file in (files | {name: adapter / name for name in _ADAPTER_FILES}).items():
         (folder / name).symlink_to(file.resolve())
 
 

@@ -1,0 +1,243 @@
+"""The server of `hf-depthroute serve`: what it refuses, what it bounds, and what it stops computing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import VOCABULARY, randomised, routed
+from text_models import save_base, word_tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils.import_utils import is_serve_available
+
+from hf_depthroute.cli.serve import link_model
+from hf_depthroute.cli.serve_requests import Guard, Limits
+
+POSITIONS = 1 << 17
+OPTIONS = ["--max-prompt-tokens", "64", "--max-output-tokens", "100000", "--max-requests", "20"]
+needs_serve = pytest.mark.skipif(not is_serve_available(), reason='needs pip install "transformers[serving]"')
+
+
+def save_adapter(folder: Path) -> Path:
+    """An adapter on a base with room for answers that take minutes, and no end of its own."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=POSITIONS, eos_token_id=None, **sizes)
+    base = randomised(LlamaForCausalLM(config), "sdpa", torch.float32, 0)
+    base.generation_config.eos_token_id = None
+    base.save_pretrained(folder / "base")
+    word_tokenizer().save_pretrained(folder / "base")
+    routed(AutoModelForCausalLM.from_pretrained(folder / "base")).save_pretrained(folder / "adapter")
+    return folder / "adapter"
+
+
+class Server:
+    """A running server; `post` returns the status and the answer."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
+
+    def post(self, path: str, body: Any, seconds: float = 60.0, **headers: str) -> tuple[int, dict[str, Any]]:
+        connection = http.client.HTTPConnection(*self.address, timeout=seconds)
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        with contextlib.closing(connection):
+            connection.request("POST", path, raw, {"Content-Type": "application/json", **headers})
+            answer = connection.getresponse()
+            said = answer.read()
+        return answer.status, json.loads(said) if said.startswith(b"{") else {"text": said.decode()}
+
+    def leave(self, path: str, body: Any, seconds: float = 0.3) -> None:
+        """Send a request and hang up."""
+        raw = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+        )
+        with socket.create_connection(self.address, timeout=10) as connection:
+            connection.sendall(head.encode() + raw)
+            time.sleep(seconds)
+
+
+@pytest.fixture(
+    scope="module", params=[[], ["--continuous-batching", "--cb-num-blocks", "64"]], ids=["plain", "batched"]
+)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("served")
+    adapter = save_adapter(folder)
+    command = [sys.executable, "-m", "hf_depthroute", "serve", str(adapter), "--port", "0", "--device", "cpu"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    process = subprocess.Popen([*command, *OPTIONS, *request.param], stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    try:
+        seen = ""
+        while "running on" not in seen:
+            line = process.stderr.readline()
+            assert line, seen
+            seen += line
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
+        host, port = seen.split("http://")[1].split()[0].rsplit(":", 1)
+        yield Server((host, int(port)))
+    finally:
+        process.kill()
+        process.wait()
+
+
+SHORT: dict[str, Any] = {"prompt": "the cat sat", "max_tokens": 3, "temperature": 0.0}
+WRONG: dict[str, tuple[str, Any, int]] = {
+    "negative": ("/v1/completions", SHORT | {"max_tokens": -1}, 400),
+    "zero": ("/v1/completions", SHORT | {"max_tokens": 0}, 400),
+    "a word": ("/v1/completions", SHORT | {"max_tokens": "many"}, 400),
+    "too many": ("/v1/completions", SHORT | {"max_tokens": 100_001}, 400),
+    "chat negative": ("/v1/chat/completions", {"messages": [], "max_completion_tokens": -5}, 400),
+    "responses negative": ("/v1/responses", {"input": "the", "max_output_tokens": -5}, 400),
+    "surrogate": ("/v1/completions", b'{"prompt": "the \\ud800 cat", "max_tokens": 3}', 400),
+    "not text": ("/v1/completions", b'{"prompt": "caf\xe9"}', 400),
+    "not JSON": ("/v1/completions", b"{", 400),
+    "deep": ("/v1/completions", b"[" * 100_000, 400),
+    "a list": ("/v1/completions", [], 400),
+    "long prompt": ("/v1/completions", SHORT | {"prompt": "the " * 200}, 400),
+    "large body": ("/v1/completions", SHORT | {"prompt": "the " * 500_000}, 413),
+    "no prompt": ("/v1/completions", {"prompt": "", "max_tokens": 3}, 400),
+    "no template": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the"}], "max_tokens": 3}, 400),
+    "no role": ("/v1/chat/completions", {"messages": [{"content": "the"}], "max_tokens": 3}, 400),
+    "beams": ("/v1/completions", SHORT | {"generation_config": json.dumps({"num_beams": 1000})}, 400),
+    "other model": ("/v1/completions", SHORT | {"model": "gpt2"}, 400),
+    "load another": ("/load_model", {"model": "gpt2"}, 400),
+    "load none": ("/load_model", {}, 400),
+    "reset": ("/reset", {}, 404),
+    "transcribe": ("/v1/audio/transcriptions", {"model": "other/model"}, 404),
+}
+
+
+@needs_serve
+@pytest.mark.parametrize("case", WRONG)
+def test_what_a_client_gets_wrong_is_its_error(case: str, server: Server) -> None:
+    path, body, expected = WRONG[case]
+    status, said = server.post(path, body)
+    assert status == expected, said
+    assert len(json.dumps(said)) < 1000
+
+
+@needs_serve
+def test_the_served_model_answers_and_loads(server: Server) -> None:
+    status, said = server.post("/v1/completions", SHORT | {"model": "adapter"})
+    assert status == 200 and said["usage"]["completion_tokens"] == 3
+    assert server.post("/load_model", {"model": "adapter"})[0] == 200
+
+
+@needs_serve
+def test_clients_that_vanish_are_not_computed_for(server: Server) -> None:
+    server.post("/v1/completions", SHORT)  # the model is loaded
+    endless = SHORT | {"max_tokens": 100_000}
+    with ThreadPoolExecutor(16) as clients:
+        list(
+            clients.map(
+                lambda number: server.leave("/v1/completions", endless | {"stream": number % 2 == 0}), range(16)
+            )
+        )
+    started = time.monotonic()
+    status, said = server.post("/v1/completions", SHORT, seconds=30)
+    assert status == 200, said
+    assert time.monotonic() - started < 20
+
+
+@needs_serve
+def test_an_answer_is_cut_to_the_models_positions(server: Server) -> None:
+    from types import SimpleNamespace
+
+    from hf_depthroute.cli.serve_engine import check_generation
+
+    config = SimpleNamespace(max_new_tokens=1024, max_length=20, num_beams=1, num_return_sequences=1)
+    check_generation({"input_ids": [1] * 60}, config, Limits(64, 512, 1, positions=64))
+    assert (config.max_new_tokens, config.max_length) == (4, None)
+
+
+def ask(guard: Guard, body: bytes, path: str = "/v1/completions", stay: bool = True) -> Any:
+    """The status that `guard` answers a request with; its client leaves at once unless it stays."""
+
+    async def run() -> list[Any]:
+        sent: list[Any] = []
+        given: asyncio.Queue[Any] = asyncio.Queue()
+        given.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        if not stay:
+            given.put_nowait({"type": "http.disconnect"})
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"x-request-id", b"another's"), (b"content-type", b"application/json")]
+        await guard({"type": "http", "method": "POST", "path": path, "headers": headers}, given.get, send)
+        return sent
+
+    return asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_request_ends_when_its_client_leaves() -> None:
+    ended: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    guard = Guard(app, "m", Limits(8, 8, 1))
+    assert ask(guard, b"{}", stay=False) == []
+    assert ended == ["cancelled"] and guard.requests == 0
+
+
+def test_more_requests_than_the_limit_get_429_and_no_client_names_its_request() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope["headers"], await receive()))
+        again = ask_inside[0]
+        await again(scope | {"headers": []}, inner_receive, inner_send)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    inner: list[Any] = []
+
+    async def inner_receive() -> Any:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def inner_send(message: Any) -> None:
+        inner.append(message)
+
+    guard = Guard(app, "m", Limits(8, 8, 1))
+    ask_inside = [guard]
+    assert ask(guard, b"{}")[0]["status"] == 200
+    assert inner[0]["status"] == 429 and (b"retry-after", b"1") in inner[0]["headers"]
+    ((headers, message),) = seen
+    assert [name for name, _ in headers] == [b"content-type"] and message["body"] == b"{}"
+    assert guard.requests == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pytorch_model.bin", "generation_config.json", "tokenizer.json", "config.json", "own.py", "chat_template.jinja"],
+)
+def test_only_the_adapters_own_files_are_served(name: str, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    routed(AutoModelForCausalLM.from_pretrained(base)).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / name).write_text("a stranger's")
+    (base / "code.py").write_text("")
+    link_model(base, tmp_path / "adapter", tmp_path / "served")
+    names = {path.name for path in (tmp_path / "served").iterdir()}
+    assert names == {path.name for path in base.iterdir()} - {"code.py"} | {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert all("stranger" not in path.read_text(errors="replace") for path in (tmp_path / "served").iterdir())
