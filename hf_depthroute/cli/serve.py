@@ -1,7 +1,8 @@
 """`hf-depthroute serve`: a routed model behind `transformers serve`.
 
 `transformers serve` does not know this package, and loads no adapter by its name. It does load a folder that holds a
-complete model and an adapter, so it is given one: links to the base's files and to the adapter's.
+complete model and an adapter, so it is given one: links to the base's files and to the adapter's two. It has no limits
+either; `serve_requests` and `serve_engine` add them.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def serve(
     """Serve a routed model with `transformers serve`: the API of OpenAI, chat and completions.
 
     Every other option goes to `transformers serve` (see its --help), such as --port, --device, --dtype and
-    --continuous-batching. Requests name the model by the adapter's Hub id or folder name, or not at all. Needs
-    pip install "transformers[serving]".
+    --continuous-batching. Requests name the model by the adapter's Hub id or folder name, or not at all. A client that
+    leaves ends its request. Needs pip install "transformers[serving]".
 
     \b
     Example:
