@@ -179,7 +179,9 @@ def test_a_study_of_results_is_readable_after_a_report_into_it_on_a_full_disk(sm
     folder.mkdir()
     (folder / "results.json").write_bytes((tmp_path / "report" / "results.json").read_bytes())
     fill(small_disk)
+    before = content(small_disk)
     assert main(["report", str(folder), "--out", str(folder)]) == 5
+    assert content(small_disk) == before
     (small_disk / "filler").unlink()
     write_report(folder, tmp_path / "again")
 
