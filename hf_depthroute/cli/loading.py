@@ -134,7 +134,7 @@ def find_base(adapter: str, config: DepthRouteConfig, model: str | None) -> tupl
     try:
         return base, load_config(base)
     except (CliError, HubError) as error:
-        if model is not None:
+        if model is not None or refused_code(error, base) is not None:
             raise
         hint = f"{error}; adapter {adapter} names this base: where it is elsewhere by now, pass --model"
         raise (CliError(hint, error.code) if isinstance(error, CliError) else HubError(hint)) from error
