@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -841,7 +842,7 @@ def test_the_version_is_shown_with_those_that_matter(capsys: pytest.CaptureFixtu
         main(["--version"])
     out = capsys.readouterr().out
     assert caught.value.code == 0
-    assert out.startswith(f"hf-depthroute {__version__} (torch {torch.__version__}, transformers ")
+    assert out.startswith(f"hf-depthroute {__version__} (torch {version('torch')}, transformers ")
 
 
 def test_a_process_ends_with_the_code_and_one_line(train_arguments: list[object], tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Limits:
         prompt_tokens: In one request.
         output_tokens: In one answer.
         requests: At one time, running and waiting; one more is answered with 429.
-        positions: Of the model: prompt and answer together.
+        positions: How many the model has, for prompt and answer together.
     """
 
     prompt_tokens: int
@@ -61,7 +61,7 @@ class Guard:
     Args:
         app: The server behind it.
         model: The name of the one model that is served.
-        limits: Of every request.
+        limits: What a request may ask for.
     """
 
     def __init__(self, app: Any, model: str, limits: Limits) -> None:
