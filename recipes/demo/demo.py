@@ -31,14 +31,19 @@ PROMPT = "def read_lines(path):\n"
 
 
 def command(*arguments: object) -> str:
-    """Run `hf-depthroute ARGUMENTS`; what it printed on stdout."""
+    """Run `hf-depthroute ARGUMENTS`; what it printed on stdout, which is shown line by line."""
     words = [str(argument) for argument in arguments]
     print(f"\n$ hf-depthroute {shlex.join(words)}", flush=True)
-    done = subprocess.run([sys.executable, "-m", "hf_depthroute", *words], stdout=subprocess.PIPE, text=True)
-    print(done.stdout, end="", flush=True)
-    if done.returncode:
-        sys.exit(done.returncode)
-    return done.stdout
+    start = [sys.executable, "-m", "hf_depthroute"]
+    printed = []
+    with subprocess.Popen([*start, *words], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            printed.append(line)
+    if process.returncode:
+        sys.exit(process.returncode)
+    return "".join(printed)
 
 
 def faster_dtype() -> str:
