@@ -58,7 +58,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except _Refused as error:
         raise AdapterMismatchError(f"{path}: {error}") from error
     except ValueError as error:
-        raise AdapterMismatchError(f"{path}: corrupt, not JSON ({error}); download or copy it again") from error
+        raise AdapterMismatchError(f"{path} is corrupt, not JSON ({error}); download or copy it again") from error
     if not isinstance(found, dict):
         raise AdapterMismatchError(f"{path}: holds no JSON object; is it an adapter config?")
     return found
