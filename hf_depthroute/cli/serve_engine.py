@@ -66,13 +66,15 @@ def limited_managers(limits: Limits) -> tuple[type, type]:
                 return arguments["input_ids"]
             return self.model.generate(**arguments, stopping_criteria=StoppingCriteriaList([Gone(self.gone)]))
 
-    class OneAtATime(GenerateManager):
-        def generate_streaming(  # type: ignore[override]
-            self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
-        ) -> Any:
-            check_generation(inputs, gen_config, limits)
-            return super().generate_streaming(model, processor, inputs, gen_config, **rest)
+    class Checked:
+        """Both managers' streamed generation, of a request that is within the limits."""
 
+        def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any) -> Any:
+            check_generation(inputs, gen_config, limits)
+            manager: Any = super()
+            return manager.generate_streaming(model, processor, inputs, gen_config, **rest)
+
+    class OneAtATime(Checked, GenerateManager):  # type: ignore[misc]
         async def generate_non_streaming(
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
         ) -> Any:
@@ -89,13 +91,7 @@ def limited_managers(limits: Limits) -> tuple[type, type]:
             # The thread sets the result of a future whose client has left, too.
             return asyncio.shield(super().async_submit(fn, *args, **kwargs))
 
-    class Continuous(CBGenerateManager):
-        def generate_streaming(  # type: ignore[override]
-            self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
-        ) -> Any:
-            check_generation(inputs, gen_config, limits)
-            return super().generate_streaming(model, processor, inputs, gen_config, **rest)
-
+    class Continuous(Checked, CBGenerateManager):  # type: ignore[misc]
         async def generate_non_streaming(
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
         ) -> Any:
