@@ -10,64 +10,50 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .arguments import RoutingArguments
-    from .autotune import tune_execution
-    from .base_fingerprint import allow_base_mismatch
-    from .calibration import calibrate, set_budget
-    from .config import DepthRouteConfig
-    from .cost import route_cost
-    from .draft_search import search_draft
-    from .drafting import draft_view, lossless_generate
-    from .presets import PRESETS, preset
-    from .trace import record_routes, replay_routes
-    from .trainer import DepthRouteCallback, DepthRouteTrainer, DepthRouteTrainingArguments
-    from .tuner import get_depth_routed_model
+    from .adapter.base_check import allow_base_mismatch as allow_base_mismatch
+    from .adapter.tuner import get_depth_routed_model as get_depth_routed_model
+    from .config.adapter import DepthRouteConfig as DepthRouteConfig
+    from .evaluation.cost import route_cost as route_cost
+    from .inference.autotune import tune_execution as tune_execution
+    from .inference.calibration import calibrate as calibrate
+    from .inference.calibration import set_budget as set_budget
+    from .inference.draft_search import search_draft as search_draft
+    from .inference.drafting import draft_view as draft_view
+    from .inference.drafting import lossless_generate as lossless_generate
+    from .routing.trace import record_routes as record_routes
+    from .routing.trace import replay_routes as replay_routes
+    from .training.arguments import RoutingArguments as RoutingArguments
+    from .training.presets import PRESETS as PRESETS
+    from .training.presets import preset as preset
+    from .training.trainer import DepthRouteCallback as DepthRouteCallback
+    from .training.trainer import DepthRouteTrainer as DepthRouteTrainer
+    from .training.trainer import DepthRouteTrainingArguments as DepthRouteTrainingArguments
 
-__all__ = [
-    "PRESETS",
-    "DepthRouteCallback",
-    "DepthRouteConfig",
-    "DepthRouteTrainer",
-    "DepthRouteTrainingArguments",
-    "RoutingArguments",
-    "__version__",
-    "allow_base_mismatch",
-    "calibrate",
-    "draft_view",
-    "get_depth_routed_model",
-    "lossless_generate",
-    "preset",
-    "record_routes",
-    "replay_routes",
-    "route_cost",
-    "search_draft",
-    "set_budget",
-    "tune_execution",
-]
-_MODULES = {
-    "arguments": ("RoutingArguments",),
-    "autotune": ("tune_execution",),
-    "base_fingerprint": ("allow_base_mismatch",),
-    "calibration": ("calibrate", "set_budget"),
-    "config": ("DepthRouteConfig",),
-    "cost": ("route_cost",),
-    "draft_search": ("search_draft",),
-    "drafting": ("draft_view", "lossless_generate"),
-    "presets": ("PRESETS", "preset"),
-    "trace": ("record_routes", "replay_routes"),
-    "trainer": ("DepthRouteCallback", "DepthRouteTrainer", "DepthRouteTrainingArguments"),
-    "tuner": ("get_depth_routed_model",),
+_NAMES = {
+    "adapter.base_check": ["allow_base_mismatch"],
+    "adapter.tuner": ["get_depth_routed_model"],
+    "config.adapter": ["DepthRouteConfig"],
+    "evaluation.cost": ["route_cost"],
+    "inference.autotune": ["tune_execution"],
+    "inference.calibration": ["calibrate", "set_budget"],
+    "inference.draft_search": ["search_draft"],
+    "inference.drafting": ["draft_view", "lossless_generate"],
+    "routing.trace": ["record_routes", "replay_routes"],
+    "training.arguments": ["RoutingArguments"],
+    "training.presets": ["PRESETS", "preset"],
+    "training.trainer": ["DepthRouteCallback", "DepthRouteTrainer", "DepthRouteTrainingArguments"],
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = ["__version__", *_MODULES]
 
 if "hf_depthroute_console" not in sys.modules:  # the program `hf-depthroute` registers when a command runs
-    import_module(".tuner", __name__)
+    import_module(".registration", __name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_depthroute.report.study.claims import judge
-from hf_depthroute.report.study.results import read_study
-from hf_depthroute.report.study.values import fixed, spread, values
+from aux_losses.paper.claims import judge
+from aux_losses.paper.values import fixed, spread, values
+
+from hf_depthroute.files.markdown import markdown_table
+from hf_depthroute.report.study_results import read_results
 
 RECIPES = Path(__file__).parent
 README = RECIPES.parent / "README.md"
@@ -26,10 +28,6 @@ RESULTS, GATES = "results", "gates"  # the names of the generated parts' markers
 
 def read(name: str) -> Any:
     return json.loads((RECIPES / name).read_text())
-
-
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def quality() -> list[str]:
@@ -80,7 +78,7 @@ def quality() -> list[str]:
         "branches are worth: random routing without any ends at "
         f"{result['random_routing_without_branch']:.3f}.",
         "",
-        *table(
+        *markdown_table(
             ["gate, input", "FFN calls", "FLOPs / dense", "top-k", "causal threshold", "to random", "to drop", "seeds"],
             rows,
         ),
@@ -122,7 +120,7 @@ def speed() -> list[str]:
         f"disabled, a case takes {min(disabled):.3f} to {max(disabled):.3f} of the base's time, at budget 1 "
         f"{min(full):.3f} to {max(full):.3f}.",
         "",
-        *table(head, rows),
+        *markdown_table(head, rows),
         "",
         "A training step of routers in the last third of the layers takes, of a step of LoRA (rank 8, on the same "
         f"layers' FFNs): {steps}. Above the weights, it needs {peaks} MB.",
@@ -146,13 +144,15 @@ def demo() -> list[str]:
         "small shows the trade in loss, not the speed: its FFNs are a few matrix products of 256 x 768, and in decode "
         "the overhead of routing outweighs them. The last two columns are time over dense time.",
         "",
-        *table(["budget", "share run full", "loss - dense", "threshold - top-k", "prefill time", "decode time"], cells),
+        *markdown_table(
+            ["budget", "share run full", "loss - dense", "threshold - top-k", "prefill time", "decode time"], cells
+        ),
     ]
 
 
 def aux_losses() -> list[str]:
     """The auxiliary-loss study: the main configs, and what a training step costs."""
-    study = read_study(RECIPES / "aux_losses/results")
+    study = read_results(RECIPES / "aux_losses/results")
     steps = read("aux_losses/step_cost.json")
     rows = []
     for name in ("g1", "g3", "a3_g1", "a3_g3", "a1", "a2", "on_policy_g1", "cgs"):
@@ -177,7 +177,7 @@ def aux_losses() -> list[str]:
         f"seeds. A training step with the oracle takes {oracle[0]} of the time without it, and one with the JEPA gate "
         f"{gate[0]} of one with the MLP gate ({oracle[1]} and {gate[1]} at that paper's shape).",
         "",
-        *table(["config", "what", "loss, first half", "loss at the end", "gradient norm"], rows),
+        *markdown_table(["config", "what", "loss, first half", "loss at the end", "gradient norm"], rows),
     ]
 
 
@@ -215,7 +215,7 @@ def token_selective() -> list[str]:
         "(arXiv:2605.05222) on Tiny-Shakespeare from scratch, "
         f"but {settings['steps']:,} steps of {settings['batch']} sequences and one seed, not 5,000 of 64.",
         "",
-        *table(["", "alpha", "operations saved", "validation loss over dense"], rows),
+        *markdown_table(["", "alpha", "operations saved", "validation loss over dense"], rows),
     ]
 
 
@@ -255,7 +255,7 @@ def moe() -> list[str]:
         "it at the same share of pairs. Random routing and dropping by weight leave out half in every layer; beside "
         "them stands what the routers lose with the budget held in every layer.",
         "",
-        *table(["", "share of pairs run", "loss", "loss, half of every layer", "prefill time / dense"], rows),
+        *markdown_table(["", "share of pairs run", "loss", "loss, half of every layer", "prefill time / dense"], rows),
     ]
 
 
@@ -329,7 +329,7 @@ def duels() -> list[Duel]:
             for method in ("ffn_mlp", "ffn_jepa")
         ]
         found.append(Duel("pareto, input normed", budget, *losses))
-    study = read_study(RECIPES / "aux_losses/results")
+    study = read_results(RECIPES / "aux_losses/results")
     configs = [(0.75, "{}_b75"), (0.5, "{}"), (0.25, "{}_b25"), (0.1, "{}_b10")]
     pairs = [("aux_losses, input residual, oracle's labels", *case) for case in configs]
     pairs.append(("aux_losses, input residual, no labels", 0.5, "a3_{}"))
@@ -357,7 +357,9 @@ def gate_comparison() -> list[str]:
         f"{slower[0]:.0f} to {slower[-1]:.0f} % of the dense time more. Mean loss in nats over seeds; the last column "
         "says in how many seeds the lower one is lower:",
         "",
-        *table(["study", "budget", "MLP", "JEPA", "JEPA - MLP", "lower, in seeds"], [duel.row() for duel in rows]),
+        *markdown_table(
+            ["study", "budget", "MLP", "JEPA", "JEPA - MLP", "lower, in seeds"], [duel.row() for duel in rows]
+        ),
     ]
 
 

@@ -25,13 +25,12 @@ from training import Row, adapter_state, gradients, make_trainer, rows, stacked,
 from transformers import Trainer
 
 from hf_depthroute import DepthRouteCallback, DepthRouteTrainer, record_routes, replay_routes
-from hf_depthroute.exits import observe_exits
-from hf_depthroute.forks import observe_prefix
-from hf_depthroute.losses import routing_losses
-from hf_depthroute.moe import observe_routers
-from hf_depthroute.oracle import prefix_utility
-from hf_depthroute.trace import RouteRecord, RouteTrace, overridden, routings
-from hf_depthroute.trainer import RoutingArguments
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, routings
+from hf_depthroute.training.base_routers import observe_routers
+from hf_depthroute.training.forks import observe_prefix
+from hf_depthroute.training.losses import observe_exits, routing_losses
+from hf_depthroute.training.oracle import prefix_utility
+from hf_depthroute.training.trainer import RoutingArguments
 
 Result = dict[str, Any]
 GLOBAL_BATCH = 4

@@ -28,8 +28,8 @@ from models import build_base, logits, routed
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from hf_depthroute.adapter_file import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError
-from hf_depthroute.config import ConfigError
+from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError
+from hf_depthroute.config.adapter import ConfigError
 
 OURS = re.compile(rb'"peft_type"\s*:\s*"DEPTH_ROUTE"')
 REFUSALS = (AdapterMismatchError, ConfigError)

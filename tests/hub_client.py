@@ -33,7 +33,7 @@ import hf_depthroute
 from hf_depthroute.card import add_results, push_folder
 from hf_depthroute.cli import main
 from hf_depthroute.evaluation import evaluate_budgets
-from hf_depthroute.holder import Routing
+from hf_depthroute.routing.holder import Routing
 from hf_depthroute.study.run import load_base
 
 BASE = "someone/tiny-llama"

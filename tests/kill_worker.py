@@ -25,7 +25,7 @@ import torch
 from models import build_base, logits, routed
 from peft import PeftModel
 
-from hf_depthroute.checkpoints import checkpoints_in, fault_of, last_complete
+from hf_depthroute.training.checkpoints import checkpoints_in, fault_of, last_complete
 
 
 def child(run: Callable[[], None]) -> int:

@@ -32,10 +32,10 @@ from transformers import (
 )
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
-from hf_depthroute.families import find_decoder, find_family
-from hf_depthroute.holder import Routing
-from hf_depthroute.quantiles import quantile_table
-from hf_depthroute.trace import record_routes, routings
+from hf_depthroute.base.families import find_decoder, find_family
+from hf_depthroute.routing.holder import Routing
+from hf_depthroute.routing.thresholds import quantile_table
+from hf_depthroute.routing.trace import record_routes, routings
 
 VOCABULARY = 64
 WIDTH = 32

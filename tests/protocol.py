@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from hf_depthroute.moe import routers
-from hf_depthroute.trace import RouteTrace, routings
+from hf_depthroute.routing.trace import RouteTrace, routings
+from hf_depthroute.training.base_routers import routers
 
 FREE_MARGIN = 1e-4
 PINNED_BAR = 1e-5

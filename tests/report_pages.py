@@ -6,9 +6,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_depthroute.report.run.collect import BINS, BudgetCost, LayerScores, RunReport
-from hf_depthroute.report.run.tokens import run_data, token_losses, view_data
-from hf_depthroute.trace import RouteRecord, RouteTrace
+from hf_depthroute.report.collect import BINS, BudgetCost, LayerScores, RunReport
+from hf_depthroute.report.tokens import losses_by_position, run_data, view_data
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace
 
 ATTACK = "</script><img src=x onerror=window.hacked=1>"
 HOSTILE = f"{ATTACK} & <b>\n\n\u05e9\u05dc\u05d5\u05dd\U0001f999\x07\u202eevil\t'\"`{{{{7*7}}}}"
@@ -57,7 +57,7 @@ def planted_report(
     ids = torch.tensor([tokenizer(text)["input_ids"] * repeat])
     logits = torch.randn(*ids.shape, 300, generator=torch.Generator().manual_seed(1))
     traces = [planted_trace(ids.shape[1], budget, layers, seed) for seed, budget in enumerate(budgets)]
-    losses = token_losses(logits, ids)[0]
+    losses = losses_by_position(logits, ids)[0]
     runs = [
         run_data(trace, 0, tokenizer, ids[0].tolist(), loss=losses, dense_loss=losses, prompt_length=ids.shape[1] - 4)
         for trace in traces

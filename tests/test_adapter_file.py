@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_depthroute import allow_base_mismatch
-from hf_depthroute.adapter_file import (
+from hf_depthroute.adapter.files import (
     CONFIG_NAME,
     WEIGHTS_NAME,
     AdapterMismatchError,
@@ -30,8 +30,8 @@ from hf_depthroute.adapter_file import (
     tensors_hash,
 )
 from hf_depthroute.cli import main
-from hf_depthroute.config import ConfigError
-from hf_depthroute.holder import Routing
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.routing.holder import Routing
 
 GATE = "base_model.model.model.layers.2.routing.depth_route_gate.hidden.weight"
 Damage = Callable[[Path], None]
@@ -343,7 +343,7 @@ def test_weights_that_come_after_the_config_are_refused_too(
     """From the Hub the config arrives first, and the adapter is injected before its weights are there."""
     damage = WEIGHT_FAULTS[fault][0] if fault in WEIGHT_FAULTS else lambda folder: (folder / WEIGHTS_NAME).unlink()
     damage(adapter)
-    monkeypatch.setattr("hf_depthroute.peft_hooks.check_folder", lambda folder, config: None)
+    monkeypatch.setattr("hf_depthroute.adapter.peft_hooks.check_folder", lambda folder, config: None)
     base = AutoModelForCausalLM.from_pretrained(saved[0])
     names, expected = list(base.state_dict()), logits(base)
     kinds = (AdapterMismatchError,) if fault != "no weights" else (ValueError, OSError)

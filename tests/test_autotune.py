@@ -12,7 +12,7 @@ from models import build_base, build_routed, tokens
 from peft import PeftModel
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, tune_execution
-from hf_depthroute.trace import overridden, routings
+from hf_depthroute.routing.trace import overridden, routings
 
 
 def slow(seconds_per_row: float) -> Callable[..., None]:

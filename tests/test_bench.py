@@ -11,16 +11,17 @@ from models import build_base, build_routed, decoder_layers, tokens
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, route_cost
 from hf_depthroute.bench import SHAPES, Case, bench, dense_view, random_model, read_suite, run_cases, timing
 from hf_depthroute.bench.inference import Workload, measure_inference
+from hf_depthroute.bench.measurements import compare_results, measurements, read_result
 from hf_depthroute.bench.memory import peak_bytes
 from hf_depthroute.bench.modes import fill_cache, new_cache, rewind_cache
-from hf_depthroute.bench.plots import plot_result
-from hf_depthroute.bench.results import compare_results, comparison_table, measurements, read_result, tables
-from hf_depthroute.bench.roofline import count_work
-from hf_depthroute.bench.timing import Estimate, Peaks, Samples, interleave
+from hf_depthroute.bench.result_plots import plot_result
+from hf_depthroute.bench.result_tables import comparison_table, tables
+from hf_depthroute.bench.timing import Estimate, Samples, interleave
 from hf_depthroute.bench.variants import Variants, count_passes
-from hf_depthroute.calibration import active_routings
 from hf_depthroute.cli import main
-from hf_depthroute.trace import record_routes
+from hf_depthroute.evaluation.roofline import Peaks, count_work
+from hf_depthroute.inference.calibration import active_routings
+from hf_depthroute.routing.trace import record_routes
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "speed"
 PEAKS = Peaks(bytes_per_s=1e10, flops_per_s=1e11)

@@ -11,7 +11,7 @@ from huggingface_hub import parse_eval_result_entries
 from models import build_routed
 
 from hf_depthroute.card import add_results, write_card
-from hf_depthroute.card.benchmarks import BENCHMARKS
+from hf_depthroute.card.metadata import BENCHMARKS
 
 PLACE = ".eval_results"
 

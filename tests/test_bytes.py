@@ -16,7 +16,7 @@ from text_models import save_base
 from training import make_trainer, rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_depthroute.checkpoints import CheckpointError, fault_of, last_complete, mark_complete
+from hf_depthroute.training.checkpoints import CheckpointError, fault_of, last_complete, mark_complete
 
 
 @pytest.fixture(scope="module")

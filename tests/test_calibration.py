@@ -14,18 +14,11 @@ from peft import PeftModel
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
-from hf_depthroute import (
-    DepthRouteConfig,
-    calibrate,
-    get_depth_routed_model,
-    record_routes,
-    replay_routes,
-    set_budget,
-)
-from hf_depthroute.calibration import is_calibrated
-from hf_depthroute.config import ConfigError
-from hf_depthroute.quantiles import TABLE_SIZE, ScoreQuantiles, quantile_table
-from hf_depthroute.trace import RouteTrace, routings
+from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, replay_routes, set_budget
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.inference.calibration import is_calibrated
+from hf_depthroute.routing.thresholds import TABLE_SIZE, ScoreQuantiles, quantile_table
+from hf_depthroute.routing.trace import RouteTrace, routings
 
 BUDGETS = (0.1, 0.25, 0.5, 0.75, 0.9)
 LEVELS = torch.linspace(0, 1, TABLE_SIZE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -12,8 +14,9 @@ from training import adapter_state, assert_same_tensors, make_trainer, rows, sta
 from transformers import Trainer
 
 from hf_depthroute import DepthRouteCallback, DepthRouteTrainer
-from hf_depthroute.callbacks import RoutingCallback, install
-from hf_depthroute.trainer import RoutingArguments
+from hf_depthroute.training.callbacks import RoutingCallback
+from hf_depthroute.training.every_trainer import install
+from hf_depthroute.training.trainer import RoutingArguments
 
 
 def test_a_trainer_that_was_told_nothing_equals_ours(tmp_path: Path) -> None:
@@ -37,6 +40,14 @@ def test_wrapping_the_trainer_twice_wraps_it_once() -> None:
     before = Trainer.train
     install()
     assert Trainer.train is before
+
+
+@pytest.mark.parametrize("first, second", [("hf_depthroute", "transformers"), ("transformers", "hf_depthroute")])
+def test_the_trainer_is_wrapped_whichever_is_imported_first(first: str, second: str) -> None:
+    names = {"hf_depthroute": "import hf_depthroute", "transformers": "from transformers import Trainer"}
+    code = f"{names[first]}\n{names[second]}\nprint(Trainer.train.__wrapped__.__name__)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("train\n", "")
 
 
 def test_a_callback_that_nobody_told_its_trainer_learns_it(tmp_path: Path) -> None:

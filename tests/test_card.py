@@ -21,7 +21,7 @@ from training import make_trainer, rows
 import hf_depthroute
 from hf_depthroute import DepthRouteCallback, DepthRouteConfig, calibrate, get_depth_routed_model, set_budget
 from hf_depthroute.card import ResultError, add_results, make_card, write_card
-from hf_depthroute.card.text import clean, code, escape, hub_id, row, shown_path
+from hf_depthroute.card.escaping import clean, code, escape, hub_id, row, shown_path
 from hf_depthroute.cli import main
 from hf_depthroute.evaluation import evaluate_budgets
 
@@ -116,7 +116,7 @@ def test_thresholds_are_those_that_inference_compares_with(saved_adapter: Save) 
     calibrate(model, [{"input_ids": tokens(8, 16)}])
     set_budget(model, 0.25)
     card = ModelCard.load(saved_adapter(model) / "README.md")
-    for layer, value in hf_depthroute.calibration.thresholds(model).items():
+    for layer, value in hf_depthroute.inference.calibration.thresholds(model).items():
         assert table_row(card, str(layer))[1] == f"{value:.4f}"
     assert "not calibrated" not in card.text
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -16,7 +16,7 @@ from training import adapter_state, assert_same_tensors, make_trainer, rows, ste
 from transformers import PreTrainedModel, StaticCache
 
 from hf_depthroute.execution.kernels import plain
-from hf_depthroute.trace import overridden, record_routes
+from hf_depthroute.routing.trace import overridden, record_routes
 
 STEPS = 5
 

@@ -17,9 +17,9 @@ from models import build_base
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
-from hf_depthroute.adapter_file import AdapterMismatchError
-from hf_depthroute.config import ConfigError, check_budget, register_peft_type
-from hf_depthroute.tuner import register
+from hf_depthroute.adapter.files import AdapterMismatchError
+from hf_depthroute.adapter.tuner import register
+from hf_depthroute.config.adapter import ConfigError, check_budget, register_peft_type
 
 NAN, INF = float("nan"), float("inf")
 

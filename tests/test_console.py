@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 from transformers.integrations import integration_utils
 
 from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, get_depth_routed_model
-from hf_depthroute.console import duration, log_line
+from hf_depthroute.training.log_lines import duration, log_line
 
 DEPTH = 24
 LINE = re.compile(

@@ -6,7 +6,7 @@ from models import build_base
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, route_cost
-from hf_depthroute.config import ConfigError
+from hf_depthroute.config.adapter import ConfigError
 
 
 def paper_model(gate):

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import datasets
 import pytest
+from embedded_base.pretrain import fingerprint
 from text_models import word_tokenizer
 
-from hf_depthroute.data import PYTHON_STDLIB, DataError, fingerprint, load_text, pack, stdlib_files
+from hf_depthroute.data.text import PYTHON_STDLIB, DataError, load_text, pack, stdlib_files
 
 WORDS = "the cat sat on the mat and the dog ran to the cat"
 

@@ -13,7 +13,7 @@ from peft import PeftModel
 
 from hf_depthroute import calibrate, record_routes, set_budget
 from hf_depthroute.execution.decode import DECODE_ROWS, DecodeStep
-from hf_depthroute.trace import overridden, routings
+from hf_depthroute.routing.trace import overridden, routings
 
 
 @contextmanager

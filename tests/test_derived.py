@@ -12,9 +12,9 @@ from models import GATES, build_routed, tokens
 from peft import PeftModel
 
 from hf_depthroute import calibrate, record_routes, set_budget
-from hf_depthroute.branches import MixedLinear
-from hf_depthroute.gates import JEPAGate
-from hf_depthroute.trace import routings
+from hf_depthroute.parts.branches import MixedLinear
+from hf_depthroute.parts.gates import JEPAGate
+from hf_depthroute.routing.trace import routings
 
 
 @pytest.fixture(params=GATES)

@@ -20,9 +20,9 @@ from test_recipes import load_script
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
-from hf_depthroute.families import FAMILIES
-from hf_depthroute.gates import GATES
-from hf_depthroute.losses import LOSSES
+from hf_depthroute.base.families import FAMILIES
+from hf_depthroute.parts.gates import GATES
+from hf_depthroute.training.losses import LOSSES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -27,14 +27,13 @@ IDENTIFIERS = {
 }
 # Where a method is defined, its paper is named.
 SOURCES = {
-    "gates.py": [DEPTH_ROUTING, ROUTER_TUNING, TOKEN_SELECTIVE],
-    "branches.py": [DEPTH_ROUTING],
-    "losses.py": [DEPTH_ROUTING, COUNTERFACTUAL],
-    "baselines.py": [ROUTER_TUNING, TOKEN_SELECTIVE],
-    "oracle.py": [DEPTH_ROUTING],
-    "cost.py": [DEPTH_ROUTING],
-    "trainer.py": [DEPTH_ROUTING],
-    "report/study/claims.py": [DEPTH_ROUTING, COUNTERFACTUAL],
+    "parts/gates.py": [DEPTH_ROUTING, ROUTER_TUNING, TOKEN_SELECTIVE],
+    "parts/branches.py": [DEPTH_ROUTING],
+    "training/losses.py": [DEPTH_ROUTING, COUNTERFACTUAL, ROUTER_TUNING, TOKEN_SELECTIVE],
+    "training/oracle.py": [DEPTH_ROUTING],
+    "evaluation/cost.py": [DEPTH_ROUTING],
+    "training/trainer.py": [DEPTH_ROUTING],
+    "../recipes/aux_losses/paper/claims.py": [DEPTH_ROUTING, COUNTERFACTUAL],
 }
 
 

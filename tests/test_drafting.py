@@ -20,8 +20,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hf_depthroute import draft_view, lossless_generate, search_draft, set_budget
 from hf_depthroute.cli import errors, main
-from hf_depthroute.drafting import DraftCounter, _Draft, full_depth
-from hf_depthroute.trace import count_routes, record_routes, routings
+from hf_depthroute.inference.drafting import DraftCounter, _Draft
+from hf_depthroute.routing.trace import count_routes, full_depth, record_routes, routings
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
 

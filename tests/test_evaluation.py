@@ -11,9 +11,9 @@ from models import build_base, build_routed, tokens
 from peft import PeftModel
 
 from hf_depthroute import record_routes, set_budget
-from hf_depthroute.calibration import active_routings, use_selection
-from hf_depthroute.config import ConfigError
+from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.evaluation import evaluate_budgets, mean_loss
+from hf_depthroute.inference.calibration import active_routings, use_selection
 
 
 @pytest.fixture

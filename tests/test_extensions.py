@@ -1,16 +1,21 @@
-"""A gate and a loss from outside the package, by the public tables alone."""
+"""Gates, losses and targets from outside the package, by the public tables alone: nothing in it knows rows by name."""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import run
 from models import build_base, logits, tokens
 from peft import PeftModel
+from text_models import save_base, write_text
 from torch import nn
 from training import rows, stacked, training_arguments
 from transformers import HfArgumentParser
@@ -24,17 +29,22 @@ from hf_depthroute import (
     record_routes,
     set_budget,
 )
-from hf_depthroute.averages import mean_probability
-from hf_depthroute.config import ConfigError
-from hf_depthroute.doctor import examine
-from hf_depthroute.gates import GATES, GateOutput, ScoreHead
-from hf_depthroute.losses import LOSSES, LossInputs, LossTerm, routing_losses
+from hf_depthroute.adapter.doctor import examine
+from hf_depthroute.base.families import Family
+from hf_depthroute.base.sublayers import hidden_of, norm_of
+from hf_depthroute.card import make_card
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.evaluation.cost import route_cost
+from hf_depthroute.execution.call import RoutedCall, Site
+from hf_depthroute.execution.sites import SITES
+from hf_depthroute.parts.gates import GATES, GateOutput, ScoreHead
+from hf_depthroute.parts.targets import TARGETS, Target
+from hf_depthroute.training.losses import LOSSES, LossInputs, LossTerm, routing_losses
+from hf_depthroute.training.trace_statistics import mean_probability
 
 
 class NormGate(nn.Module):
     """Two features: the size of the stream, and its largest entry."""
-
-    outputs: tuple[str, ...] = ()
 
     def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
         super().__init__()
@@ -51,6 +61,48 @@ class NormGate(nn.Module):
         return {"scores": self.score(torch.stack([a.norm(dim=-1), a.abs().amax(dim=-1)], dim=-1))}
 
 
+class DoubtGate(nn.Module):
+    """The entropy of what the LM head would say now, times a learned factor: a gate that declares much."""
+
+    outputs: tuple[str, ...] = ()
+    called = "doubt"
+    targets, selections = ("block", "attention"), ("threshold", "soft")
+    default_selection, default_temperature = "threshold", 0.5
+    reads = "residual"
+    spares_layer_0 = True
+    reads_logits = True
+
+    def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
+        super().__init__()
+        self.score = ScoreHead(1)
+        self._read_out: tuple[Any, ...] = ()
+
+    def connect(self, read_out: Any) -> None:
+        self._read_out = (read_out,)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        nn.init.ones_(self.score.weight)
+        nn.init.zeros_(self.score.bias)
+
+    def weights_per_token(self) -> int:
+        return int(self._read_out[0].head.weight.numel())
+
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
+        with torch.no_grad():
+            surprise = self._read_out[0](a).float().log_softmax(-1)
+        return {"scores": self.score(-(surprise.exp() * surprise).sum(-1, keepdim=True))}
+
+
+class LayerSite(Site):
+    """A whole decoder layer, run as the base runs it."""
+
+    def norm(self, layer: Any, family: Family, stream: torch.Tensor) -> torch.Tensor:
+        return norm_of(layer, family, "attention")(stream)
+
+    def full(self, call: RoutedCall) -> torch.Tensor:
+        return hidden_of(call.layer._base_forward(call.stream, **call.kwargs))
+
+
 def sure_loss(inputs: LossInputs) -> torch.Tensor:
     """`mean_l (1 - p_bar_l)`: small where the gates would run everything."""
     return (1 - mean_probability(inputs.trace)).mean()
@@ -64,6 +116,11 @@ def norm_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def sure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOSSES, "sure", LossTerm(0.0, sure_loss))
+
+
+@pytest.fixture
+def doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GATES, "doubt", DoubtGate)
 
 
 def normed() -> PeftModel:
@@ -161,6 +218,91 @@ def test_gate_scores_experts_if_it_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(calibrate(model, [{"input_ids": tokens(8, 16)}]).values()) == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.usefixtures("doubt")
+def test_what_a_gate_declares_holds_without_anybody_knowing_its_name(tmp_path: Path) -> None:
+    config = DepthRouteConfig(gate="doubt", target="block")
+    told = {name: getattr(config, name) for name in ("selection", "threshold", "gate_temperature", "gate_input")}
+    assert told == {"selection": "threshold", "threshold": None, "gate_temperature": 0.5, "gate_input": "residual"}
+    model = get_depth_routed_model(build_base("llama"), config)
+    assert model.peft_config["default"].layers == [1, 2, 3]
+    trainer = DepthRouteTrainer(
+        model=model, args=training_arguments(tmp_path / "run", max_steps=2), train_dataset=rows(4)
+    )
+    assert trainer.fused_loss_obstacle() == "the gate reads them inside the layers"
+    trainer.train()
+    ratios = calibrate(model, [{"input_ids": tokens(8, 16)}])
+    assert ratios == pytest.approx({1: 0.5, 2: 0.5, 3: 0.5}, abs=0.02)
+    expected = logits(model.eval())
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(build_base("llama"), tmp_path / "adapter").eval()
+    assert torch.equal(logits(loaded), expected)
+
+
+@pytest.mark.usefixtures("doubt")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {},
+            "gate='doubt' decides on whole blocks or attention, .*; use target='block' or 'attention' and granularity",
+        ),
+        ({"target": "block", "selection": "topk"}, "selection='topk': doubt trains with 'threshold' or 'soft'"),
+    ],
+)
+def test_what_a_gate_does_not_take_is_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        DepthRouteConfig(gate="doubt", **fields)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("doubt")
+def test_gate_that_spares_layer_0_says_so() -> None:
+    with pytest.raises(ConfigError, match="doubt never routes layer 0; leave layers unset"):
+        get_depth_routed_model(build_base("llama"), DepthRouteConfig(gate="doubt", target="block", layers=[0, 1]))
+
+
+@pytest.fixture
+def layer_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows, and the class of the second."""
+    decides = {"token": "whether it runs the layer."}
+    row = Target(skips=("attention", "ffn"), called="layers", decides=decides, norm="attention")
+    monkeypatch.setitem(TARGETS, "layer", row)
+    monkeypatch.setitem(SITES, "layer", LayerSite())
+
+
+@pytest.mark.usefixtures("layer_target")
+def test_target_of_another_package_trains_is_counted_saved_and_described(tmp_path: Path) -> None:
+    def made(target: str) -> PeftModel:
+        config = DepthRouteConfig(layers=[1, 3], target=target)
+        model = get_depth_routed_model(build_base("llama"), config)
+        arguments = training_arguments(tmp_path / target, max_steps=2)
+        DepthRouteTrainer(model=model, args=arguments, train_dataset=rows(4)).train()
+        return model
+
+    model, block = made("layer"), made("block")  # which is the same layer, and saves what is skipped
+    torch.testing.assert_close(logits(model.eval()), logits(block.eval()))
+    assert route_cost(model) == route_cost(block)
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(build_base("llama"), tmp_path / "adapter").eval()
+    assert torch.equal(logits(loaded), logits(model))
+    assert "a small router decides for each token\nwhether it runs the layer.\n" in make_card(tmp_path / "adapter").text
+    with pytest.raises(ConfigError, match="granularity='sequence' is not supported with target='layer'; use 'token'"):
+        DepthRouteConfig(target="layer", granularity="sequence")
+
+
+@pytest.mark.usefixtures("norm_gate", "sure")
+def test_gate_and_loss_of_another_package_are_values_on_the_command_line(tmp_path: Path) -> None:
+    base, text = save_base(tmp_path / "base"), write_text(tmp_path / "text.txt")
+    words = ["train", "--model", base, "--dataset", text, "--batch-size", 2, "--length", 16, "--steps", 2]
+    refused = run(*words, "--gate", "magic", "--out", tmp_path / "none")
+    assert refused.code == 2 and f"use one of: {', '.join(GATES)}" in refused.error and "norm" in refused.error
+    made = run(*words, "--gate", "norm", "--loss-weights", '{"sure": 0.5}', "--out", tmp_path / "out")
+    assert made.code == 0, made.err
+    assert saved(tmp_path / "out")["gate"] == "norm"
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert all("loss_sure" in entry for entry in record["log_history"] if "loss" in entry)
+
+
 @pytest.mark.usefixtures("sure")
 def test_loss_of_another_package_is_weighted_trained_with_and_logged(tmp_path: Path) -> None:
     def first_step(**weights: float) -> dict[str, float]:
@@ -211,3 +353,46 @@ def test_wrong_loss_weights_are_refused_in_one_line(given: Any, message: str) ->
     with pytest.raises(ConfigError, match=message) as refused:
         RoutingArguments(loss_weights=given).check()
     assert "\n" not in str(refused.value)
+
+
+def compared_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and row name of every comparison of something called gate or target with the name of a row."""
+    rows = {"gate": set(GATES), "target": set(TARGETS)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.Match):
+            sides = [node.subject, *(case.pattern for case in node.cases)]
+        else:
+            continue
+        called = {getattr(side, "attr", getattr(side, "id", None)) for side in sides}
+        parts = [part for side in sides for part in ast.walk(side)]
+        said = {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+        yield from ((node.lineno, name) for kind in called & set(rows) for name in rows[kind] & said)
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("if config.gate == 'exit': pass", [(1, "exit")]),
+        ("x = c.target in ('ffn', 'other')", [(1, "ffn")]),
+        ("match target:\n case 'block': pass", [(1, "block")]),
+        ("x = gate.exits and target.skips == ('ffn',)", []),
+    ],
+)
+def test_comparisons_of_names_are_found(code: str, found: list[tuple[int, str]]) -> None:
+    assert list(compared_names(ast.parse(code))) == found
+
+
+def test_nothing_outside_their_own_files_compares_the_names_of_gates_and_targets() -> None:
+    package = Path(sys.modules["hf_depthroute"].__file__ or "").parent
+    found = [
+        f"{path.relative_to(package)}:{line}: {name}"
+        for path in sorted(package.rglob("*.py"))
+        if path.parent.name != "parts"
+        for line, name in compared_names(ast.parse(path.read_text()))
+    ]
+    templates = [
+        path.name for path in package.rglob("*.jinja") if re.search(r"\b(gate|target) [!=]= ", path.read_text())
+    ]
+    assert found + templates == []

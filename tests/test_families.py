@@ -32,10 +32,10 @@ from transformers import (
 )
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, replay_routes, set_budget
-from hf_depthroute.base_fingerprint import describe_base
-from hf_depthroute.execution import projections
-from hf_depthroute.families import FAMILIES, Family, UnsupportedModelError, find_decoder, find_family, row_of
-from hf_depthroute.trace import RouteTrace
+from hf_depthroute.adapter.base_check import describe_base
+from hf_depthroute.base import projections
+from hf_depthroute.base.families import FAMILIES, Family, UnsupportedModelError, find_decoder, find_family, row_of
+from hf_depthroute.routing.trace import RouteTrace
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -13,15 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_depthroute import record_routes, replay_routes, route_cost
-from hf_depthroute.balancing import BalanceBias, load_balance, router_z
-from hf_depthroute.cache import kv_cache_bytes
-from hf_depthroute.families import FAMILIES, find_family
-from hf_depthroute.forks import observe_prefix, run_forks, token_losses
-from hf_depthroute.fused_loss import fused_loss_obstacle
-from hf_depthroute.importance import layer_importance
-from hf_depthroute.moe import observe_routers
-from hf_depthroute.readout import ReadOut
-from hf_depthroute.trace import RouteTrace
+from hf_depthroute.base.cache import kv_cache_bytes
+from hf_depthroute.base.families import FAMILIES, find_family
+from hf_depthroute.base.readout import ReadOut
+from hf_depthroute.inference.importance import layer_importance
+from hf_depthroute.routing.trace import RouteTrace
+from hf_depthroute.training.base_routers import BalanceBias, load_balance, observe_routers, router_z
+from hf_depthroute.training.forks import fork_losses, observe_prefix, run_forks
+from hf_depthroute.training.fused_loss import fused_loss_obstacle
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
@@ -37,7 +36,7 @@ def test_forks_repeat_the_model_itself(family: str, target: str) -> None:
         loss = model(IDS, attention_mask=real, labels=labels).loss
         with prefix.replaying():
             trunk, made = run_forks(prefix, on_policy=True, fork=lambda full, cheap, out: torch.stack([full, cheap]))
-            losses, counted = token_losses(prefix, trunk, labels)
+            losses, counted = fork_losses(prefix, trunk, labels)
     assert float(losses[0].sum() / counted.sum()) == pytest.approx(float(loss.detach()), abs=1e-5)
     assert not trace[1].mask[0, :4].any()
     flipped = {i: replace(r, mask=torch.ones_like(r.mask), token_mask=None) for i, r in trace.items()}

@@ -17,10 +17,10 @@ from protocol import PINNED_BAR, assert_free, assert_pinned, gap
 from test_invariants_execution import assert_only_decided_rows_ran, counted_rows
 
 from hf_depthroute import record_routes, replay_routes, set_budget
-from hf_depthroute.config import ConfigError
-from hf_depthroute.families import FAMILIES, find_family
-from hf_depthroute.losses import routing_losses
-from hf_depthroute.trace import RouteTrace, routings
+from hf_depthroute.base.families import FAMILIES, find_family
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.routing.trace import RouteTrace, routings
+from hf_depthroute.training.losses import routing_losses
 
 TARGETS = ("ffn", "attention", "block")
 CASES = [(family, target) for family in EXTENDED for target in TARGETS]

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from models import FAMILY_NAMES, build_base, decoder_layers, tokens
 
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes
-from hf_depthroute.fitting import fit_branches
-from hf_depthroute.trace import overridden, routings
+from hf_depthroute.inference.fitting import fit_branches
+from hf_depthroute.routing.trace import overridden, routings
 
 BATCHES = [{"input_ids": tokens(8, 16, seed=seed)} for seed in (5, 6)]
 TARGETS = ("ffn", "attention", "block")

@@ -19,10 +19,10 @@ from training import adapter_state, assert_same_tensors, gradients, make_trainer
 from transformers import Trainer
 
 from hf_depthroute import DepthRouteTrainer, get_depth_routed_model
-from hf_depthroute import fused_loss as module
 from hf_depthroute.bench.memory import peak_bytes
-from hf_depthroute.config import DepthRouteConfig
-from hf_depthroute.fused_loss import FusedLoss, fused_cross_entropy, fused_loss, fused_loss_obstacle
+from hf_depthroute.config.adapter import DepthRouteConfig
+from hf_depthroute.training import fused_loss as module
+from hf_depthroute.training.fused_loss import FusedLoss, fused_cross_entropy, fused_loss_obstacle
 
 TOLERANCE = 1e-6  # float32, relative to the largest value
 
@@ -156,7 +156,7 @@ def batch(length: int = 12) -> dict[str, torch.Tensor]:
 def loss_and_gradients(model: nn.Module, fused: bool, **inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad(set_to_none=True)
     if fused:
-        with fused_loss(model):
+        with FusedLoss(model):
             loss = model(**inputs).loss
     else:
         loss = model(**inputs).loss
@@ -220,10 +220,10 @@ def test_it_works_under_lora_and_gradient_checkpointing() -> None:
 def test_the_model_is_left_as_it_was_also_after_an_exception() -> None:
     model, inputs = build_routed("llama"), batch()
     before = model(**inputs).logits
-    with pytest.raises(KeyError, match="stop"), fused_loss(model):
+    with pytest.raises(KeyError, match="stop"), FusedLoss(model):
         raise KeyError("stop")
     with torch.no_grad():
-        context = fused_loss(model)
+        context = FusedLoss(model)
         for _ in range(2):  # one object serves many blocks
             with context:
                 model(**inputs)
@@ -273,12 +273,12 @@ def test_a_model_with_another_forward_is_refused(change: Callable[[Any], None], 
     assert fused_loss_obstacle(base) is None
     change(base)
     with pytest.raises(ValueError, match=message):
-        fused_loss(base)
+        FusedLoss(base)
 
 
 def test_a_model_that_changes_its_logits_is_noticed_in_the_forward_pass() -> None:
     base = build_base("llama")
-    context = fused_loss(base)
+    context = FusedLoss(base)
     with context, pytest.raises(RuntimeError, match="changes its logits"):
         base.loss_function(logits=base.lm_head(torch.zeros(1, 4, 32)) * 0.5, labels=tokens(1, 4), vocab_size=64)
 
@@ -359,7 +359,7 @@ def test_a_subclass_that_asks_for_outputs_gets_logits(tmp_path: Path, monkeypatc
 
 def test_a_trainer_with_a_loss_of_its_own_gets_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As TRL's, which computes accuracies from them."""
-    from hf_depthroute.trainer import DepthRouteTrainerMixin
+    from hf_depthroute.training.trainer import DepthRouteTrainerMixin
 
     shapes = []
 

@@ -16,8 +16,8 @@ from peft import get_peft_model_state_dict
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
-from hf_depthroute.gates import GATES as GATE_CLASSES
-from hf_depthroute.gates import TargetProjection
+from hf_depthroute.parts.gates import GATES as GATE_CLASSES
+from hf_depthroute.parts.gates import TargetProjection
 
 BASE_PARAMETERS = 156_640_640
 # METHODS section 1: gate fields -> trainable, total

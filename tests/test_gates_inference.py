@@ -15,9 +15,9 @@ from test_invariants_execution import assert_only_decided_rows_ran, counted_rows
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, replay_routes, set_budget
-from hf_depthroute.calibration import use_selection
-from hf_depthroute.config import ConfigError
-from hf_depthroute.trace import routings
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.inference.calibration import use_selection
+from hf_depthroute.routing.trace import routings
 
 # Fields of an adapter, by what the literature calls it.
 METHODS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from models import build_base, logits
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from hf_depthroute.adapter_file import CONFIG_NAME, WEIGHTS_NAME
+from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME
 
 GOLDEN = sorted(p.parent for p in Path(__file__).parent.joinpath("golden").rglob("logits.safetensors"))
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_depthroute.cli import main
 from hf_depthroute.evaluation.harness import TASKS, DepthRouteLM, evaluate_tasks, scores
-from hf_depthroute.trace import routings
+from hf_depthroute.routing.trace import routings
 
 TASK = """
 task: {name}

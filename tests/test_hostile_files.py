@@ -20,14 +20,14 @@ from models import build_base, build_routed, logits
 from peft import LoraConfig, PeftConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
-import hf_depthroute.peft_hooks
+import hf_depthroute.adapter.peft_hooks
 from hf_depthroute import cli
-from hf_depthroute.adapter_file import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError, read_tensors
-from hf_depthroute.adapter_folder import RefusedFileError, nests_deeper, place_of, read_file
+from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError, read_tensors
 from hf_depthroute.card import make_card, push_folder, write_card
 from hf_depthroute.card.readme import parse_readme
-from hf_depthroute.hub import without_tokens
-from hf_depthroute.yaml_files import YamlError, read_mapping
+from hf_depthroute.files.hub import without_tokens
+from hf_depthroute.files.strict_yaml import YamlError, read_mapping
+from hf_depthroute.files.untrusted import RefusedFileError, nests_deeper, place_of, read_file
 
 SECRET = "the secret of another folder"
 FIELDS = ("arguments", "calibrated_full_ratio", "command", "dataset", "evaluation", "examples", "hyperparameters")
@@ -77,7 +77,7 @@ def saved_beside(model: PeftModel, name: str, content: bytes) -> list[str]:
             warnings.simplefilter("always")
             model.save_pretrained(folder)
         config = json.loads((folder / CONFIG_NAME).read_text())
-        assert hf_depthroute.adapter_file.tensors_hash(load_file(folder / WEIGHTS_NAME)) == config["weights_hash"]
+        assert hf_depthroute.adapter.files.tensors_hash(load_file(folder / WEIGHTS_NAME)) == config["weights_hash"]
         return [str(warning.message) for warning in said if "model card" in str(warning.message)]
 
 
@@ -154,7 +154,7 @@ def test_a_card_that_cannot_be_made_costs_a_warning(
     def broken(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no card today")
 
-    monkeypatch.setattr("hf_depthroute.card.saved.write_card", broken)
+    monkeypatch.setattr("hf_depthroute.card.peft_cards.write_card", broken)
     with pytest.warns(UserWarning, match=rf"{tmp_path / 'README.md'}: the model card was not written: no card today"):
         model.save_pretrained(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [CONFIG_NAME, WEIGHTS_NAME]
@@ -376,13 +376,13 @@ def swapped(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     """`swapped(change)` changes the weights right after they have been checked."""
 
     def arm(change: Callable[[Path], None]) -> None:
-        real = hf_depthroute.peft_hooks.check_folder
+        real = hf_depthroute.adapter.peft_hooks.check_folder
 
         def checked(folder: Path, config: Any) -> None:
             real(folder, config)
             change(folder)
 
-        monkeypatch.setattr(hf_depthroute.peft_hooks, "check_folder", checked)
+        monkeypatch.setattr(hf_depthroute.adapter.peft_hooks, "check_folder", checked)
 
     yield arm
 
@@ -412,14 +412,14 @@ def test_weights_that_are_exchanged_after_the_check_are_checked_again(
 def test_transformers_loads_the_bytes_that_were_checked(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would read the file again."""
     expected = logits(PeftModel.from_pretrained(build_base("llama"), adapter).eval())
-    real = hf_depthroute.loading.match_tensors
+    real = hf_depthroute.adapter.loading.match_tensors
 
     def checked(*args: Any) -> Any:
         found = real(*args)
         other_weights(adapter)
         return found
 
-    monkeypatch.setattr(hf_depthroute.loading, "match_tensors", checked)
+    monkeypatch.setattr(hf_depthroute.adapter.loading, "match_tensors", checked)
     model = build_base("llama")
     model.load_adapter(str(adapter))
     assert torch.equal(logits(model.eval()), expected)

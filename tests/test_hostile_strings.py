@@ -23,8 +23,8 @@ from text_models import save_base, write_text
 from transformers import AutoModelForCausalLM
 
 import hf_depthroute
-from hf_depthroute.adapter_file import CONFIG_NAME, WEIGHTS_NAME, read_config, tensors_hash
-from hf_depthroute.doctor import examine
+from hf_depthroute.adapter.doctor import examine
+from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, read_config, tensors_hash
 
 FORGED = "me/base\x1b[2K\r\n\x1b[32mok\x1b[0m     hash is fine\x9b2J\x1b]0;owned\x07\u202ekcab\u2066\x85\u2028"
 CONTROLS = st.sampled_from([*map(chr, [*range(32), *range(127, 160)]), *"\u202a\u202e\u2066\u2069\u200f\u061c\u2028"])
@@ -159,7 +159,7 @@ def test_errors_of_the_library_are_one_printable_line(where: str, adapter: Path,
 
 
 def test_a_warning_shows_the_name_of_a_missing_file(tmp_path: Path) -> None:
-    from hf_depthroute.checkpoints import MARKER, CheckpointError, last_complete
+    from hf_depthroute.training.checkpoints import MARKER, CheckpointError, last_complete
 
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
@@ -178,7 +178,7 @@ def test_a_table_shows_names_and_no_markup(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_markdown_of_a_run_keeps_a_sample_in_its_fence(tmp_path: Path) -> None:
-    from hf_depthroute.report.markdown import sample_lines
+    from demo.report import sample_lines
 
     lines = sample_lines({"label": FORGED, "text": f"one\n```\n# two {FORGED}\n````\n"})
     assert controls("\n".join(lines)) == []
@@ -195,4 +195,4 @@ def prints() -> Iterator[str]:
 
 
 def test_everything_is_printed_through_one_place() -> None:
-    assert set(prints()) == {"shown.py"}
+    assert set(prints()) == {"files/shown.py"}

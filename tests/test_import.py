@@ -41,7 +41,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_the_arguments_of_the_losses_come_from_the_package_itself():
-    from hf_depthroute.arguments import RoutingArguments
+    from hf_depthroute.training.arguments import RoutingArguments
 
     assert hf_depthroute.RoutingArguments is RoutingArguments and "RoutingArguments" in hf_depthroute.__all__
 

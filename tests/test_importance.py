@@ -4,8 +4,8 @@ import pytest
 import torch
 from models import DEPTH, FAMILY_NAMES, build_base, decoder_layers, routed, tokens
 
-from hf_depthroute.families import find_family
-from hf_depthroute.importance import expert_importance, layer_importance, least_important
+from hf_depthroute.base.families import find_family
+from hf_depthroute.inference.importance import expert_importance, layer_importance, least_important
 
 PADDED = {"input_ids": tokens(2, 8), "attention_mask": torch.tensor([[1] * 8, [1] * 5 + [0] * 3])}
 MOE_FAMILIES = tuple(name for name in FAMILY_NAMES if "moe" in name or name == "mixtral")

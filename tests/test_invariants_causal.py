@@ -22,7 +22,7 @@ from protocol import (
 )
 from transformers import DynamicCache, StaticCache
 
-from hf_depthroute.trace import RouteTrace, record_routes, replay_routes
+from hf_depthroute.routing.trace import RouteTrace, record_routes, replay_routes
 
 LENGTH = 12
 Run = tuple[torch.Tensor, RouteTrace]

@@ -17,10 +17,11 @@ from protocol import gap
 from torch import nn
 
 from hf_depthroute import record_routes, replay_routes
-from hf_depthroute.execution import gathered_update, masked_update
-from hf_depthroute.execution.projections import STYLES
-from hf_depthroute.families import find_decoder, find_family
-from hf_depthroute.trace import RouteTrace, routings
+from hf_depthroute.base.families import find_decoder, find_family
+from hf_depthroute.base.projections import STYLES
+from hf_depthroute.execution.gathered import gathered_update
+from hf_depthroute.execution.masked import masked_update
+from hf_depthroute.routing.trace import RouteTrace, routings
 
 every_model = pytest.mark.parametrize(("family", "kind"), MODELS)
 some_models = pytest.mark.parametrize(("family", "kind"), COVERING)

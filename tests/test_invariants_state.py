@@ -8,8 +8,8 @@ from models import MODELS, build_base, logits, make_consequential, routed
 from peft import PeftModel
 
 from hf_depthroute import DepthRouteConfig, record_routes, replay_routes, set_budget
-from hf_depthroute.calibration import use_selection
-from hf_depthroute.trace import routings
+from hf_depthroute.inference.calibration import use_selection
+from hf_depthroute.routing.trace import routings
 
 pytestmark = pytest.mark.parametrize(("family", "kind"), MODELS)
 

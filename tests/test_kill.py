@@ -21,10 +21,10 @@ from models import build_base, build_routed, logits, routed
 from peft import PeftModel
 from training import adapter_state, assert_same_tensors, make_trainer, rows
 
-import hf_depthroute.checkpoints
-import hf_depthroute.saving
-from hf_depthroute.adapter_file import CONFIG_NAME, WEIGHTS_NAME
-from hf_depthroute.checkpoints import MARKER, CheckpointError, fault_of, rotate
+import hf_depthroute.adapter.saving
+import hf_depthroute.training.checkpoints
+from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME
+from hf_depthroute.training.checkpoints import MARKER, CheckpointError, fault_of, rotate
 
 WORKER = Path(__file__).with_name("kill_worker.py")
 
@@ -108,7 +108,7 @@ def test_a_folder_that_another_process_holds_is_a_lock_error(tmp_path: Path, mon
     model = build_routed("llama", "mlp")
     model.save_pretrained(tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    monkeypatch.setattr(hf_depthroute.saving, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(hf_depthroute.adapter.saving, "LOCK_SECONDS", 0.2)
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     with pytest.raises(OSError, match="another process has been saving there") as caught:
@@ -217,8 +217,8 @@ def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monke
         there.append(sorted(p.name for p in folder.parent.glob("checkpoint-*") if (p / MARKER).is_file()))
         mark(folder)
 
-    mark = hf_depthroute.checkpoints.mark_complete
-    monkeypatch.setattr(hf_depthroute.checkpoints, "mark_complete", look)
+    mark = hf_depthroute.training.checkpoints.mark_complete
+    monkeypatch.setattr(hf_depthroute.training.checkpoints, "mark_complete", look)
     fields = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     trainer, _ = make_trainer(build_routed("llama", "mlp"), rows(6), tmp_path, **fields)
     trainer.train()

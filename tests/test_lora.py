@@ -19,7 +19,7 @@ from training import make_trainer, rows
 from transformers import AutoModelForCausalLM
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, replay_routes, set_budget
-from hf_depthroute.config import ConfigError
+from hf_depthroute.config.adapter import ConfigError
 
 FAMILIES = ("llama", "gpt2")
 ORDERS = ("below", "on top")

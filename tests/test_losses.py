@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from models import FAMILY_NAMES, GATES, build_routed, tokens
 from torch import nn
 
-from hf_depthroute.execution import masked_update
-from hf_depthroute.losses import LOSSES, diagnostics, mean_probability, routing_losses, token_mean
-from hf_depthroute.trace import RouteRecord, RouteTrace, record_routes, replay_routes, routings
+from hf_depthroute.execution.masked import masked_update
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes, replay_routes, routings
+from hf_depthroute.training.losses import LOSSES, diagnostics, mean_probability, routing_losses, token_mean
 
 # Two sequences of four positions; the second has two padding tokens, one on each side.
 REAL = torch.tensor([[True, True, True, True], [False, True, True, False]])

@@ -15,14 +15,13 @@ from test_losses import REAL, TAU, average, made_trace, p_bar, real_entries
 from torch import nn
 from training import make_trainer, rows, step_logs
 
-from hf_depthroute import objective as objective_module
-from hf_depthroute.config import ConfigError
-from hf_depthroute.exits import exit_cross_entropy, observe_exits
-from hf_depthroute.losses import mean_probability, routing_losses
-from hf_depthroute.moe import RouterTrace
-from hf_depthroute.objective import RoutingArguments, RoutingObjective
-from hf_depthroute.quantiles import BudgetController
-from hf_depthroute.trace import RouteRecord, RouteTrace, record_routes, routings
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.routing.thresholds import BudgetController
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes, routings
+from hf_depthroute.training import objective as objective_module
+from hf_depthroute.training.base_routers import RouterTrace
+from hf_depthroute.training.losses import exit_cross_entropy, mean_probability, observe_exits, routing_losses
+from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
 
 
 def term(name: str, trace: RouteTrace, **inputs: Any) -> torch.Tensor:

@@ -23,11 +23,11 @@ from hf_depthroute import (
     record_routes,
     set_budget,
 )
-from hf_depthroute.calibration import is_calibrated
-from hf_depthroute.doctor import examine
-from hf_depthroute.losses import routing_losses
-from hf_depthroute.quantiles import NOT_FITTED
-from hf_depthroute.trace import routings
+from hf_depthroute.adapter.doctor import examine
+from hf_depthroute.inference.calibration import is_calibrated
+from hf_depthroute.routing.thresholds import NOT_FITTED
+from hf_depthroute.routing.trace import routings
+from hf_depthroute.training.losses import routing_losses
 
 NEVER_FITTED = "never fitted"
 

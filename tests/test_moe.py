@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import tokens
+from moe.plots import plot_expert_load
 from training import make_trainer, rows, step_logs
 from transformers import (
     AutoModelForCausalLM,
@@ -24,10 +25,16 @@ from transformers import (
 )
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
-from hf_depthroute.balancing import BalanceBias, load_balance, router_z
-from hf_depthroute.moe import RouterTrace, expert_load, observe_routers, routers
-from hf_depthroute.report.plots import plot_expert_load
-from hf_depthroute.trace import record_routes
+from hf_depthroute.routing.trace import record_routes
+from hf_depthroute.training.base_routers import (
+    BalanceBias,
+    RouterTrace,
+    expert_load,
+    load_balance,
+    observe_routers,
+    router_z,
+    routers,
+)
 
 EXPERTS, CHOSEN, DEPTH = 4, 2, 3
 _SIZES: dict[str, Any] = {

@@ -12,8 +12,8 @@ from training import adapter_state, assert_same_tensors, make_trainer, rows
 from transformers import Trainer, TrainerCallback
 
 from hf_depthroute import DepthRouteCallback, DepthRouteTrainer
-from hf_depthroute.objective import NonFiniteLossError
-from hf_depthroute.trace import routings
+from hf_depthroute.routing.trace import routings
+from hf_depthroute.training.objective import NonFiniteLossError
 
 
 class At(TrainerCallback):

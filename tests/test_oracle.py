@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from models import FAMILY_NAMES, GATES, build_routed, decoder_layers, tokens
 from torch import nn
 
-from hf_depthroute import forks
-from hf_depthroute.calibration import use_selection
-from hf_depthroute.forks import divergence_from_dense, observe_prefix
-from hf_depthroute.oracle import ORACLES, exact_utility, prefix_utility, refresh_cost, utility_labels
-from hf_depthroute.trace import RouteRecord, RouteTrace, record_routes, replay_routes, routings
+from hf_depthroute.base import readout
+from hf_depthroute.inference.calibration import use_selection
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes, replay_routes, routings
+from hf_depthroute.training.forks import divergence_from_dense, observe_prefix
+from hf_depthroute.training.oracle import ORACLES, exact_utility, prefix_utility, refresh_cost, utility_labels
 
 LAYERS = (1, 2, 3)
 WINDOW, GAMMA = 3, 0.5
@@ -177,7 +177,7 @@ def test_logits_exist_in_chunks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     head = model.get_output_embeddings()
     head.register_forward_hook(lambda module, args, output: seen.append(output.shape[0]))
-    monkeypatch.setattr(forks, "_LOGITS", 5 * head.weight.shape[0])
+    monkeypatch.setattr(readout, "_LOGITS", 5 * head.weight.shape[0])
     labels = utility_labels(model, batch(), "all_full")
     assert seen[1:] == [5] * 8 + [4]  # four streams of eleven predicted tokens
     assert all((labels[i].utility - expected[i].utility).abs().max() <= 1e-5 for i in LAYERS)

@@ -17,12 +17,12 @@ from training import make_trainer, rows, stacked, step_logs
 from transformers import Trainer
 
 from hf_depthroute import DepthRouteCallback
-from hf_depthroute import objective as objective_module
-from hf_depthroute.config import ConfigError
-from hf_depthroute.losses import derangement, routing_losses, shuffled
-from hf_depthroute.objective import RoutingArguments, RoutingObjective
-from hf_depthroute.oracle import UtilityLabels
-from hf_depthroute.trace import RouteTrace
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.routing.trace import RouteTrace
+from hf_depthroute.training import objective as objective_module
+from hf_depthroute.training.losses import derangement, routing_losses, shuffled
+from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
+from hf_depthroute.training.oracle import UtilityLabels
 
 VALID = REAL & torch.tensor([[True, True, True, False], [True, True, True, True]])
 

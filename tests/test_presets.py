@@ -17,8 +17,8 @@ from hf_depthroute import (
     get_depth_routed_model,
     preset,
 )
-from hf_depthroute.config import ConfigError
-from hf_depthroute.study.schema import CONFIG, TRAINING_FIELDS, check_fields
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.study.grid import CONFIG, TRAINING_FIELDS, check_fields
 
 DEPTH_ROUTING = {"lm": 1.0, "util": 1.0, "rank": 0.2, "budget": 1.0, "alive": 0.5}
 # The terms of each method with their weights in its paper.

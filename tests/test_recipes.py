@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from aux_losses.paper.claims import CLAIMS, QUESTIONS, judge
+from embedded_base.pretrain import fingerprint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, DepthRouteTrainingArguments, get_depth_routed_model
-from hf_depthroute.data import PYTHON_STDLIB, fingerprint, load_text, pack
+from hf_depthroute.data.text import PYTHON_STDLIB, load_text, pack
 from hf_depthroute.evaluation import evaluate_budgets, mean_loss
-from hf_depthroute.report.study.claims import CLAIMS, QUESTIONS, judge
-from hf_depthroute.report.study.results import read_study
+from hf_depthroute.report.study_results import read_results
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
@@ -88,7 +89,7 @@ def test_comparison_of_gates_is_made_from_the_committed_results():
 
 def test_auxiliary_loss_report_is_made_from_its_results():
     folder = RECIPES / "aux_losses" / "results"
-    study, written = read_study(folder), (folder / "report.md").read_text()
+    study, written = read_results(folder), (folder / "report.md").read_text()
     assert study.missing() == {} and len(study.names) == 30
     verdicts = judge(study)
     assert len(verdicts) == len(CLAIMS) + len(QUESTIONS)

@@ -21,7 +21,7 @@ from models import routed
 from text_models import save_base, write_text
 from transformers import AutoModelForCausalLM
 
-from hf_depthroute.remote_code import code_repositories
+from hf_depthroute.files.remote_code import code_repositories
 
 REPOSITORY = Path(__file__).parent.parent
 OWN = """

@@ -1,6 +1,6 @@
 """`report.md` and its plots."""
 
-from hf_depthroute.report.markdown import write_report
+from demo.report import write_report
 
 
 def results():

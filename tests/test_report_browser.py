@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from report_pages import BUDGETS, HOSTILE, LAYERS, planted_report, planted_trace
 
-from hf_depthroute.report.run.page import render_page
-from hf_depthroute.report.run.pieces import text_pieces
+from hf_depthroute.report.pieces import text_pieces
+from hf_depthroute.report.run_page import render_page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is looked at with playwright (dev extra)")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

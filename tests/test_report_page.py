@@ -15,7 +15,7 @@ from report_pages import ATTACK, BUDGETS, planted_report
 from text_models import save_base, write_text
 
 from hf_depthroute.cli import main
-from hf_depthroute.report.run.page import render_page
+from hf_depthroute.report.run_page import render_page
 
 
 class Page(HTMLParser):

@@ -13,11 +13,11 @@ from report_pages import HOSTILE, byte_tokenizer, fallback_tokenizer, planted_tr
 from text_models import word_tokenizer
 
 from hf_depthroute import record_routes, set_budget
-from hf_depthroute.calibration import active_routings
-from hf_depthroute.cost import route_cost
-from hf_depthroute.report.run.collect import Sample, collect_scores, collect_tokens, count_costs
-from hf_depthroute.report.run.pieces import text_pieces
-from hf_depthroute.trace import RouteTrace
+from hf_depthroute.evaluation.cost import route_cost
+from hf_depthroute.inference.calibration import active_routings
+from hf_depthroute.report.collect import Sample, collect_scores, collect_tokens, count_costs
+from hf_depthroute.report.pieces import text_pieces
+from hf_depthroute.routing.trace import RouteTrace
 
 
 def decoded(layer: dict, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,9 +12,9 @@ from protocol import gap
 from transformers import DynamicCache, StaticCache
 
 from hf_depthroute import calibrate, record_routes, replay_routes, route_cost
-from hf_depthroute.cache import SkippingLayer, kv_cache_bytes
-from hf_depthroute.sequences import decide_sequences
-from hf_depthroute.trace import RouteTrace
+from hf_depthroute.base.cache import SkippingLayer, kv_cache_bytes
+from hf_depthroute.execution.sequences import decide_sequences
+from hf_depthroute.routing.trace import RouteTrace
 
 TARGETS = ("ffn", "attention", "block")
 ROUTED = [1, 2, 3]
@@ -219,7 +219,7 @@ def test_long_prompt_in_float16_and_bad_padding_are_decided_on_the_mean_of_real_
     stream = torch.full((1, 2000, 32), 100.0, dtype=torch.float16)  # its sum is above the largest float16
     stream[:, 1500:] = torch.nan
     real = torch.arange(2000)[None] < 1500
-    _, scores, _, _ = decide_sequences(layer, holder, plan, stream, real, {}, skips_attention=False)
+    scores = decide_sequences(layer, plan, stream, real, {}).scores
     expected = holder.score(plan, stream[:, :1])["scores"]
     assert torch.isfinite(scores).all()
     assert torch.equal(scores[:, :1], expected)

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.import_utils import is_serve_available
 
 from hf_depthroute.cli.serve import link_model
-from hf_depthroute.cli.serve_requests import Guard, Limits
+from hf_depthroute.cli.serve_limits import Guard, Limits
 
 POSITIONS = 1 << 17
 OPTIONS = ["--max-prompt-tokens", "64", "--max-output-tokens", "100000", "--max-requests", "20"]
@@ -157,7 +157,7 @@ def test_clients_that_vanish_are_not_computed_for(server: Server) -> None:
 def test_an_answer_is_cut_to_the_models_positions(server: Server) -> None:
     from types import SimpleNamespace
 
-    from hf_depthroute.cli.serve_engine import check_generation
+    from hf_depthroute.cli.serve_limits import check_generation
 
     config = SimpleNamespace(max_new_tokens=1024, max_length=20, num_beams=1, num_return_sequences=1)
     check_generation({"input_ids": [1] * 60}, config, Limits(64, 512, 1, positions=64))

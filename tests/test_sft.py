@@ -15,7 +15,7 @@ from text_models import word_tokenizer
 from training import KeepGradients, adapter_state, assert_same_tensors, step_logs, training_arguments
 
 from hf_depthroute import DepthRouteCallback, DepthRouteConfig, DepthRouteTrainer, get_depth_routed_model
-from hf_depthroute.trainer import DepthRouteTrainerMixin, RoutingArguments
+from hf_depthroute.training.trainer import DepthRouteTrainerMixin, RoutingArguments
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aux_losses.paper.page import write_report
 from models import build_base, build_routed, tokens
+from moe.plots import plot_expert_load
 from peft import PeftModel
 from study_results import write_study
 from text_models import save_base, write_text
 from transformers import AutoModelForCausalLM
 
 from hf_depthroute import DepthRouteConfig, calibrate, cli, get_depth_routed_model, record_routes
-from hf_depthroute.adapter_file import STAGE_PREFIX
-from hf_depthroute.bench.plots import plot_result
+from hf_depthroute.adapter.files import STAGE_PREFIX
+from hf_depthroute.bench.result_plots import plot_result
 from hf_depthroute.card import write_card
-from hf_depthroute.checkpoints import MARKER, mark_complete
-from hf_depthroute.report.plots import plot_expert_load
-from hf_depthroute.report.run.tokens import TokenView
-from hf_depthroute.report.study.page import write_report
-from hf_depthroute.staged_files import write_bytes, write_files, write_json
-from hf_depthroute.study.folder import read_json
+from hf_depthroute.files.staged import write_bytes, write_files, write_json
+from hf_depthroute.report.tokens import TokenView
+from hf_depthroute.study.run import read_json
+from hf_depthroute.training.checkpoints import MARKER, mark_complete
 
 OTHER_USER = 12_345
 PLAN = {"a3_g1": {"endpoint": [3.0, 3.1, 3.2]}, "g1": {"endpoint": [2.0, 2.1, 2.2]}}

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from models import build_base, logits, make_consequential, tokens
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
-from hf_depthroute.adapter_file import tensors_hash
-from hf_depthroute.losses import routing_losses
-from hf_depthroute.trace import record_routes
+from hf_depthroute.adapter.files import tensors_hash
+from hf_depthroute.routing.trace import record_routes
+from hf_depthroute.training.losses import routing_losses
 
 NAMES = st.sampled_from(["default", "one", "two"])
 FIELDS = st.fixed_dictionaries(

@@ -21,13 +21,13 @@ from models import VOCABULARY, build_base, tokens
 from safetensors.torch import save_file
 
 from hf_depthroute.cli import main
-from hf_depthroute.config import ConfigError
-from hf_depthroute.data import DataError
-from hf_depthroute.study import progress, runner
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.data.text import DataError
+from hf_depthroute.study import run as one_run
+from hf_depthroute.study import runner
 from hf_depthroute.study.fingerprint import PACKAGE, hash_code
-from hf_depthroute.study.folder import StudyError
 from hf_depthroute.study.grid import read_study
-from hf_depthroute.study.run import DepthRouteTrainer
+from hf_depthroute.study.run import DepthRouteTrainer, StudyError
 from hf_depthroute.study.runner import run_study
 
 TIMES = ("train_seconds", "train_cpu_seconds", "step_seconds_median", "refresh_over_forward")
@@ -395,10 +395,10 @@ def test_the_code_that_results_depend_on_is_hashed(tmp_path):
     package = tmp_path / "package"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     before = hash_code(package)
-    for name in ("cli/study.py", "report/plots.py", "bench/single.py", "hub.py"):
+    for name in ("cli/study.py", "report/plots.py", "bench/suite.py", "files/hub.py"):
         (package / name).write_text("changed\n")
     assert hash_code(package) == before
-    for name in ("oracle.py", "evaluation/perplexity.py", "study/metrics.py"):
+    for name in ("training/oracle.py", "evaluation/perplexity.py", "study/metrics.py"):
         (package / name).write_text("changed\n")
         assert hash_code(package) != before
         before = hash_code(package)
@@ -454,7 +454,7 @@ def test_text_is_packed_once(folder, monkeypatch):
 
 
 def test_the_command_says_how_far_each_run_is_and_takes_other_steps(folder, capfd, monkeypatch):
-    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    monkeypatch.setattr(one_run, "INTERVAL", 0.0)
     study = study_file(folder, "bare", "long", seeds=[42])
     with pytest.raises(SystemExit) as ended:
         main(["study", str(study), "--out", str(folder / "out"), "--steps", "4"])
@@ -500,7 +500,9 @@ def test_the_command_prints_one_line_per_run_and_ends_with_what_failed(folder, c
 def processes() -> Any:
     """Processes that start with everything imported, forked from a server that has computed nothing yet."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hf_depthroute.study.runner", "hf_depthroute.calibration", "sklearn.metrics"])
+    context.set_forkserver_preload(
+        ["hf_depthroute.study.runner", "hf_depthroute.inference.calibration", "sklearn.metrics"]
+    )
     return context
 
 

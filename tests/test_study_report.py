@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import runpy
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import typer
+from aux_losses.paper.claims import CLAIMS, QUESTIONS, judge, untested
+from aux_losses.paper.layouts import LAYOUTS
+from aux_losses.paper.page import render_markdown, write_report
+from aux_losses.paper.tables import build_tables
+from aux_losses.paper.values import hits, significant, spread, uneven_times, values
 from study_results import write_study
 
 from hf_depthroute.cli import errors
 from hf_depthroute.cli.report import report
-from hf_depthroute.report.study.claims import CLAIMS, QUESTIONS, judge, untested
-from hf_depthroute.report.study.layouts import LAYOUTS
-from hf_depthroute.report.study.page import render_markdown, write_report
-from hf_depthroute.report.study.results import ResultsError, read_study, write_results
-from hf_depthroute.report.study.tables import build_tables
-from hf_depthroute.report.study.values import hits, significant, spread, uneven_times, values
+from hf_depthroute.report.study_results import ResultsError, dump_results, read_results
+from hf_depthroute.report.study_table import loss_table, summarize, write_study_report
 
 REPOSITORY = Path(__file__).parent.parent
 CONFIGS = sorted({name for claim in (*CLAIMS, *QUESTIONS) for name in claim.needs})
@@ -28,7 +30,7 @@ VOID = {"meta", "img", "br", "link", "hr", "input"}
 
 def verdict(folder, key, plan, **study):
     """Word and sentence of one claim, of a study with this plan."""
-    found = {v.key: v for v in judge(read_study(write_study(folder, plan, **study)))}
+    found = {v.key: v for v in judge(read_results(write_study(folder, plan, **study)))}
     return found[key].word, found[key].sentence
 
 
@@ -63,7 +65,7 @@ def test_results_json_gives_the_same_report_as_the_folder(tmp_path):
 
 
 def test_training_series_are_averaged_in_at_most_100_windows(tmp_path):
-    study = read_study(write_study(tmp_path, {"g1": {"grad_norm_mean": 7.0}}, seeds=[1], steps=250))
+    study = read_results(write_study(tmp_path, {"g1": {"grad_norm_mean": 7.0}}, seeds=[1], steps=250))
     series = study.runs["g1"][1].training
     rows = [json.loads(line) for line in (tmp_path / "runs/g1/1/metrics.jsonl").read_text().splitlines()]
     assert {len(points) for points in series.values()} == {100}
@@ -73,8 +75,8 @@ def test_training_series_are_averaged_in_at_most_100_windows(tmp_path):
 
 
 def test_ninety_runs_fit_in_two_megabytes(tmp_path):
-    study = read_study(write_study(tmp_path / "in", {"g3": {}}, seeds=[1], steps=500, eval_every=25))
-    write_results(tmp_path / "results.json", study)
+    study = read_results(write_study(tmp_path / "in", {"g3": {}}, seeds=[1], steps=500, eval_every=25))
+    (tmp_path / "results.json").write_text(dump_results(study))
     assert (tmp_path / "results.json").stat().st_size < 2e6 / 90
 
 
@@ -82,22 +84,22 @@ def test_a_run_without_a_summary_is_missing_and_its_last_step_is_known(tmp_path)
     folder = write_study(tmp_path, {"g1": {}}, missing=[("g1", 123)], steps=20)
     with (folder / "runs/g1/123/metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "lo')  # killed while writing
-    study = read_study(folder)
+    study = read_results(folder)
     assert study.missing() == {"g1": [123]}
     assert study.unfinished == {"g1": {123: 10}}
 
 
 def test_numbers_that_are_not_finite_are_left_out_and_told(tmp_path):
     folder = write_study(tmp_path / "in", {"g1": {"endpoint": [3.0, float("nan"), 3.2]}})
-    study = read_study(folder)
+    study = read_results(folder)
     assert values(study, "g1", "endpoint") == {42: 3.0, 7: 3.2}
     assert "left out of means and verdicts: g1 seed 123" in render_markdown(study, [], [], [])
-    write_results(tmp_path / "results.json", study)
+    (tmp_path / "results.json").write_text(dump_results(study))
     json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_runs_of_another_study_are_told(tmp_path):
-    study = read_study(write_study(tmp_path, {"g1": {}}, fingerprint="other"))
+    study = read_results(write_study(tmp_path, {"g1": {}}, fingerprint="other"))
     assert "Runs of another study, by their fingerprint: g1." in render_markdown(study, [], [], [])
 
 
@@ -132,7 +134,7 @@ def listing(*names):
 def test_what_is_no_study_is_refused_in_one_line(make, message, tmp_path):
     folder = make(tmp_path)
     with pytest.raises(ResultsError) as refused:
-        read_study(folder)
+        read_results(folder)
     assert message in str(refused.value)
     assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
 
@@ -141,21 +143,21 @@ def test_what_is_no_study_is_refused_in_one_line(make, message, tmp_path):
 def test_broken_results_json_is_refused(text, tmp_path):
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(ResultsError, match=r"results\.json"):
-        read_study(tmp_path)
+        read_results(tmp_path)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ResultsError, match=r"no study\.json"):
-        read_study(tmp_path)
+        read_results(tmp_path)
 
 
 def test_times_that_differ_for_equal_work_are_told(tmp_path):
     plan = {"g1": {"train_seconds": 100.0}, "g3": {"train_seconds": [130.0, 120.0, 140.0]}}
-    study = read_study(write_study(tmp_path / "noisy", plan))
+    study = read_results(write_study(tmp_path / "noisy", plan))
     assert "took 100 to 130 s on average" in render_markdown(study, [], [], [])
     plan["g3"]["cost/training_ffn_ratio"] = 1.5
-    assert uneven_times(read_study(write_study(tmp_path / "fine", plan))) is None
+    assert uneven_times(read_results(write_study(tmp_path / "fine", plan))) is None
 
 
 # Tables
@@ -166,7 +168,7 @@ def test_tables_hold_mean_and_sample_deviation_over_seeds(tmp_path):
         "g1": {"endpoint": [3.0, 3.1, 3.2], "grad_norm_mean": [80.0, 90.0, 82.0], "hits/3.2": [10, 15, None]},
         "g3": {"endpoint": [3.0, 3.0, 3.0], "best": [2.9, 2.9, 2.96], "hits/3.2": [5, 5, 5]},
     }
-    g1, g3 = table(read_study(write_study(tmp_path, plan)), "table-1")
+    g1, g3 = table(read_results(write_study(tmp_path, plan)), "table-1")
     assert g1["endpoint"] == "3.1000 ± 0.1000" and g1["seeds"] == "3"
     assert g1["grad norm"] == "84.0 ± 5.3"  # sqrt((16 + 36 + 4) / 2) = 5.29
     assert g1["hit 3.2"] == "12 ± 4 (2 of 3)"  # 12.5 and 3.54
@@ -177,7 +179,7 @@ def test_tables_hold_mean_and_sample_deviation_over_seeds(tmp_path):
 
 def test_differences_are_paired_by_seed(tmp_path):
     plan = {"a3_g1": {"endpoint": [3.0, 3.1, 3.2]}, "cgs": {"endpoint": [2.9, 3.1, 3.3]}, "iso_cgs": {"endpoint": 3.0}}
-    base, cgs, iso = table(read_study(write_study(tmp_path, plan, missing=[("iso_cgs", 7)])), "cgs")
+    base, cgs, iso = table(read_results(write_study(tmp_path, plan, missing=[("iso_cgs", 7)])), "cgs")
     assert base["endpoint diff."] == "-"
     assert cgs["endpoint diff."] == "+0.0000 ± 0.1000"
     assert iso["endpoint diff."] == "-0.0500 ± 0.0707" and iso["seeds"] == "2"
@@ -189,7 +191,7 @@ def test_layers_are_averaged_in_tables_and_apart_in_the_auc_table(tmp_path):
     summary = json.loads(path.read_text())
     summary["layers"]["4"] |= {"q_distance": 0.006, "oracle_auc": 0.65}
     path.write_text(json.dumps(summary))
-    study = read_study(folder)
+    study = read_results(folder)
     assert table(study, "table-2")[1]["q distance"] == "0.00500"
     auc = table(study, "oracle-auc")[1]
     assert (auc["on-policy, layer 3"], auc["on-policy, layer 4"], auc["on-policy, mean"]) == ("0.550", "0.650", "0.600")
@@ -232,7 +234,7 @@ def test_thresholds_are_found_as_written(tmp_path):
     folder = write_study(tmp_path, {"g1": {}}, seeds=[1], thresholds=[3.2])
     path = folder / "runs/g1/1/summary.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "hits": {"3.20": 15}}))
-    assert hits(read_study(folder), "g1", 3.2) == {1: 15}
+    assert hits(read_results(folder), "g1", 3.2) == {1: 15}
 
 
 def test_the_reports_configs_are_those_of_the_recipe():
@@ -408,7 +410,7 @@ def test_the_margin_is_that_of_the_study(tmp_path):
 
 def test_one_common_seed_is_never_enough(tmp_path):
     plan = {name: {} for name in CONFIGS}
-    study = read_study(write_study(tmp_path, plan, seeds=[42]))
+    study = read_results(write_study(tmp_path, plan, seeds=[42]))
     assert len(judge(study)) == len(CLAIMS) + len(QUESTIONS)
     assert {v.word for v in judge(study)} == {NEITHER}
 
@@ -508,7 +510,7 @@ def test_a_missing_run_is_named(full):
 
 def test_both_files_hold_the_same_verdicts_and_numbers(full):
     html, markdown = (full / "report.html").read_text(), (full / "report.md").read_text()
-    study = read_study(full)
+    study = read_results(full)
     for found in judge(study):
         assert f'id="claim-{found.key}"' in html
     assert (
@@ -529,12 +531,56 @@ def run(*arguments):
     return typer.main.get_command(app).main([str(a) for a in arguments], standalone_mode=False)
 
 
-def test_the_command_writes_the_report_next_to_the_results(tmp_path, capsys):
+def test_the_recipe_writes_the_report_next_to_the_results(tmp_path, capsys, monkeypatch):
     folder = write_study(tmp_path, early(-0.01, -0.01, -0.01), missing=[("g1", 7)])
-    run(folder)
+    script = REPOSITORY / "recipes/aux_losses/report.py"
+    monkeypatch.syspath_prepend(script.parent)
+    monkeypatch.setattr("sys.argv", [str(script), str(folder)])
+    runpy.run_path(str(script), run_name="__main__")
     out = capsys.readouterr().out
     assert "reproduced" in out and "1 run is missing" in out and str(folder / "report/report.html") in out
     assert {"report.html", "report.md", "results.json"} <= {path.name for path in (folder / "report").iterdir()}
+
+
+def test_the_command_writes_one_table_next_to_the_results(tmp_path, capsys):
+    plan = {"g1": {"endpoint": [3.0, 3.1, 3.2], "label": HOSTILE}, "g3": {"endpoint": 2.0}}
+    folder = write_study(tmp_path, plan, missing=[("g3", 7)])
+    run(folder)
+    out = capsys.readouterr().out
+    assert "1 run is missing" in out and "reproduced" not in out and str(folder / "report/report.html") in out
+    written = folder / "report"
+    assert {path.name for path in written.iterdir()} == {"report.html", "report.md", "results.csv", "results.json"}
+    row = "| 3 | 20 | 20,480 | 3.1000 ± 0.1000 | 3.2000 | 3.1000 | 3.1000 ± 0.1000 | 0.0577 |"  # 0.1 / sqrt(3)
+    markdown, html = (written / "report.md").read_text(), (written / "report.html").read_text()
+    assert row in markdown and "<script>" not in markdown and "Missing seeds: g3: 7 (at step 10)." in markdown
+    page = Page(html)
+    assert page.open == [] and page.resources == [] and "script" not in page.tags and "&lt;script&gt;" in html
+    assert all(cell.strip() in html for cell in row.split("|"))
+
+
+def test_the_table_has_every_measured_number(tmp_path):
+    plan = {"g1": {"cost/training_ffn_ratio": [1.0, 2.0, 3.0], "hits/3.2": [5, None, None]}, "g3": {}}
+    plan["g3"]["training"] = {"gradient_accumulation_steps": 4}
+    frame = summarize(read_results(write_study(tmp_path, plan)))
+    assert list(frame.index) == ["g1", "g3"] and list(frame["tokens"]) == [20_480, 4 * 20_480]
+    assert frame.loc["g1", "cost/training_ffn_ratio"] == 2 and frame.loc["g1", "cost/training_ffn_ratio std"] == 1
+    assert frame.loc["g1", "cost/training_ffn_ratio se"] == pytest.approx(3**-0.5)
+    assert frame.loc["g1", "hits/3.2"] == 5 and frame.loc["g1", "layers/3/oracle_auc"] == 0.55
+
+
+def test_the_tables_results_give_the_same_table_again(tmp_path):
+    write_study_report(write_study(tmp_path / "in", {"g1": {"endpoint": [1 / 3, 2 / 3, 1.0]}}), tmp_path / "first")
+    write_study_report(tmp_path / "first", tmp_path / "again")
+    for path in (tmp_path / "first").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+def test_the_table_of_bare_summaries_has_what_they_have(tmp_path):
+    folder = write_study(tmp_path / "in", {"g1": {}, "g3": {}}, thresholds=[])
+    for path in folder.glob("runs/*/*/summary.json"):
+        path.write_text('{"endpoint": 3.0}')
+    study = read_results(folder)
+    assert list(loss_table(study, summarize(study))) == ["config", "seeds", "endpoint", "standard error"]
 
 
 def test_the_command_prints_the_losses_of_a_study_of_ones_own_and_no_claim(tmp_path, capsys):

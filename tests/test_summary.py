@@ -7,8 +7,8 @@ from models import build_base, build_routed, routed
 from peft import LoraConfig, get_peft_model
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
-from hf_depthroute.cost import cost_remark
-from hf_depthroute.summary import routing_summary
+from hf_depthroute.evaluation.cost import cost_remark
+from hf_depthroute.routing.description import routing_summary
 
 
 def test_trainable_parameters_are_printed_with_what_is_routed(capsys: pytest.CaptureFixture[str]) -> None:

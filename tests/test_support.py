@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from models import EXTENDED, FAMILY_NAMES, build_base, decoder_layers
 
+from hf_depthroute.base.capabilities import LEGEND, Support, support_table
+from hf_depthroute.base.families import FAMILIES, VARIANTS, find_family
 from hf_depthroute.cli import main
-from hf_depthroute.families import FAMILIES, VARIANTS, find_family
-from hf_depthroute.support import LEGEND, Support, support_table
 
 CASES = {name: name for name in FAMILY_NAMES} | {name: model_type for name, (model_type, _) in EXTENDED.items()}
 TABLE = support_table()

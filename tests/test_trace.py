@@ -13,7 +13,7 @@ from models import FAMILY_NAMES, GATES, build_base, build_routed, tokens
 from torch import nn
 
 from hf_depthroute import record_routes, replay_routes
-from hf_depthroute.trace import RouteRecord, RouteTrace, routings
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace, routings
 
 ROUTED = [1, 2, 3]
 

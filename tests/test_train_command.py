@@ -19,12 +19,11 @@ from safetensors.torch import load_file
 from text_models import save_base, write_text
 
 from hf_depthroute import DepthRouteConfig, RoutingArguments
-from hf_depthroute.checkpoints import MARKER
 from hf_depthroute.cli import app, errors, main
-from hf_depthroute.cli.adapter_options import OTHER_NAMES, AdapterOptions
 from hf_depthroute.cli.training import hold_out
-from hf_depthroute.losses import LOSSES
-from hf_depthroute.presets import PRESETS
+from hf_depthroute.training.checkpoints import MARKER
+from hf_depthroute.training.losses import LOSSES
+from hf_depthroute.training.presets import PRESETS
 
 Run = Callable[..., tuple[int, str, str]]
 # Written by the library, or fixed: trainable_token_indices must stay None.
@@ -84,10 +83,7 @@ def test_every_training_argument_and_every_adapter_field_is_an_option() -> None:
     inherited = {field.name for field in dataclasses.fields(PeftConfig)}
     written = inherited | FILLED | {"trainable_token_indices"}
     own = {field.name: field.default for field in dataclasses.fields(DepthRouteConfig) if field.name not in written}
-    assert {OTHER_NAMES.get(name, name): value for name, value in own.items() if name != "seed"} == {
-        field.name: field.default for field in dataclasses.fields(AdapterOptions)
-    }
-    assert own["seed"] == defaults["seed"]
+    assert own == {name: defaults[name] for name in own}
 
 
 def test_the_default_weight_of_a_loss_stands_in_its_field() -> None:
@@ -185,7 +181,7 @@ def test_a_run_that_died_after_its_last_step_is_only_finished(
     whole, history = weights(tmp_path / "out"), record(tmp_path / "out")["log_history"]
     shutil.rmtree(tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr("hf_depthroute.calibration.calibrate", lambda *args: 1 / 0)
+        patch.setattr("hf_depthroute.inference.calibration.calibrate", lambda *args: 1 / 0)
         assert train(*words)[0] == errors.OTHER
     code, _, err = train(*words, "--resume")
     assert code == 0, err
@@ -292,8 +288,8 @@ def test_overwriting_keeps_what_somebody_wrote_into_the_readme(train: Run, tmp_p
     ("broken", "missing"),
     [
         ("transformers.PreTrainedTokenizerBase.save_pretrained", "tokenizer_config.json"),
-        ("hf_depthroute.staged_files.write_json", "training.json"),
-        ("hf_depthroute.card.saved.write_card", "README.md"),
+        ("hf_depthroute.files.staged.write_json", "training.json"),
+        ("hf_depthroute.card.peft_cards.write_card", "README.md"),
     ],
 )
 def test_what_goes_with_an_adapter_does_not_cost_the_training(

@@ -31,11 +31,11 @@ from hf_depthroute import (
     get_depth_routed_model,
     record_routes,
 )
-from hf_depthroute.calibration import is_calibrated
-from hf_depthroute.config import ConfigError
-from hf_depthroute.losses import LOSSES, mean_probability, routing_losses
-from hf_depthroute.trace import RouteTrace, routings
-from hf_depthroute.trainer import RoutingArguments
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.inference.calibration import is_calibrated
+from hf_depthroute.routing.trace import RouteTrace, routings
+from hf_depthroute.training.losses import LOSSES, mean_probability, routing_losses
+from hf_depthroute.training.trainer import RoutingArguments
 
 LAYERS = (1, 2, 3)
 TERMS = {"mlp": ("lm", "budget", "alive"), "jepa": ("lm", "jepa", "budget", "alive")}

@@ -11,7 +11,6 @@ rounds, and ratios are medians of each round's own ratio.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cost import route_cost
+from ..evaluation.roofline import Peaks, count_work
 from .modes import as_run, check_modes, fill_cache, new_cache, new_step, rewind_cache
-from .roofline import count_work
-from .timing import Estimate, Peaks, Samples, interleave, measure_peaks, synchronise
+from .timing import Estimate, Samples, interleave, measure_peaks, seconds_of
 from .variants import BASE, DISABLED, FULL, LEFT_OUT, Variants, budget_name, count_passes, masked_name, tuned_name
 
 Key = tuple[str, str]  # variant, mode
@@ -124,11 +122,7 @@ class _Runs:
                 if last < _LONG:
                     run()
                     rewind()
-                synchronise(device)
-                start = time.perf_counter()
-                run()
-                synchronise(device)
-                last = time.perf_counter() - start
+                last = seconds_of(run, device)
                 rewind()
                 return last
 
@@ -249,16 +243,8 @@ def _report(
         row, ratio = timed(budget_name(budget), "routed")
         ran = {index: rows for index, (rows, _) in layers.items()}
         with variants.using(budget_name(budget)):
-            cost = route_cost(
-                variants.model,
-                batch_size=sizes["batch"],
-                length=sizes["length"],
-                cached=sizes["cached"],
-                logits_to_keep=sizes["logits"],
-                full_ratio=ran,
-            )
             routed_work = count_work(variants.model, **sizes, shares=layers)
-        ideal = cost.flops_routed / cost.flops_dense
+        ideal = routed_work.total_flops / dense_work.total_flops
         ideal_roofline = routed_work.seconds(peaks) / dense_work.seconds(peaks)
         share = statistics.mean(ran.values())
         row |= {

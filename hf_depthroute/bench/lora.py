@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,17 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..arguments import RoutingArguments
-from ..calibration import active_routings
-from ..config import DepthRouteConfig
-from ..families import find_decoder, find_family
-from ..fused_loss import FusedLoss
-from ..objective import RoutingObjective
-from ..tuner import get_depth_routed_model
+from ..adapter.tuner import get_depth_routed_model
+from ..base.families import find_decoder, find_family
+from ..config.adapter import DepthRouteConfig
+from ..evaluation.roofline import Peaks, count_work
+from ..inference.calibration import active_routings
+from ..training.arguments import RoutingArguments
+from ..training.fused_loss import FusedLoss
+from ..training.objective import RoutingObjective
 from .memory import peak_bytes
-from .roofline import count_work
 from .shapes import dense_view, random_tokens
-from .timing import Peaks, interleave, measure_peaks, synchronise
+from .timing import interleave, measure_peaks, seconds_of
 
 LOSSES = ("naive", "fused")
 _CLIP = 1.0
@@ -74,7 +74,7 @@ def measure_training(
     peaks = peaks or measure_peaks(device, next(base.parameters()).dtype)
     objective = RoutingObjective(RoutingArguments(), routed)
     steps = {"routed": _step(routed, ids, loss, objective), "lora": _step(lora, ids, loss, None)}
-    samples = interleave({name: _timer(step, device) for name, step in steps.items()}, rounds)
+    samples = interleave({name: partial(seconds_of, step, device) for name, step in steps.items()}, rounds)
     memory = {name: peak_bytes(step, device) for name, step in steps.items()}
     ratio, error = samples.ratio("routed", "lora").rounded()
     with torch.no_grad():
@@ -153,17 +153,6 @@ def _head_of(model: nn.Module, loss: str) -> AbstractContextManager[None]:
     return nullcontext() if loss == "naive" else FusedLoss(model)
 
 
-def _timer(step: Callable[[], None], device: torch.device) -> Callable[[], float]:
-    def seconds() -> float:
-        synchronise(device)
-        start = time.perf_counter()
-        step()
-        synchronise(device)
-        return time.perf_counter() - start
-
-    return seconds
-
-
 def _trained(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
@@ -195,11 +184,7 @@ def measure_loading(base: Any, config: DepthRouteConfig, *, lora_rank: int = 8, 
     def timer(work: Callable[[Any], Any], subject: Callable[[], Any]) -> Callable[[], float]:
         def seconds() -> float:
             given = subject()
-            synchronise(device)
-            start = time.perf_counter()
-            work(given)
-            synchronise(device)
-            return time.perf_counter() - start
+            return seconds_of(lambda: work(given), device)
 
         return seconds
 

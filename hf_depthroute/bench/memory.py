@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache import kv_cache_bytes
-from ..calibration import active_routings
+from ..base.cache import kv_cache_bytes
+from ..inference.calibration import active_routings
 from .inference import Workload
 from .modes import fill_cache, new_cache
 from .variants import Variants, budget_name

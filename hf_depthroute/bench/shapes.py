@@ -11,54 +11,18 @@ from torch import nn
 
 # Speed does not depend on the values of the weights. The two small shapes have a vocabulary of 32,000, so that the
 # head, which no routing touches, does not hide the layers; `random_model(vocabulary=...)` sets another one.
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2.5-0.5b": {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 32000,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
-    "llama-3-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-    },
-    "olmoe-1b-7b": {
-        "model_type": "olmoe",
-        "hidden_size": 2048,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "vocab_size": 50304,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-    },
+_FIELDS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+           "num_key_value_heads", "vocab_size", "tie_word_embeddings")  # fmt: skip
+_ROWS: dict[str, tuple[Any, ...]] = {
+    "qwen2.5-0.5b": ("qwen2", 896, 4864, 24, 14, 2, 32000, True),
+    "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 32000, True),
+    "llama-3-8b": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
+    "olmoe-1b-7b": ("olmoe", 2048, 1024, 16, 16, 16, 50304, False),
 }
+SHAPES: dict[str, dict[str, Any]] = {
+    name: dict(zip(_FIELDS, row)) | {"max_position_embeddings": 8192} for name, row in _ROWS.items()
+}
+SHAPES["olmoe-1b-7b"] |= {"num_experts": 64, "num_experts_per_tok": 8}
 
 
 def random_model(

@@ -15,28 +15,11 @@ from typing import Any, Generic, TypeVar
 import torch
 import transformers
 
+from ..evaluation.roofline import Peaks
+
 _ROUNDS = 15
 _BUFFER_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}  # far beyond any cache
 _MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
-
-
-@dataclass(frozen=True)
-class Peaks:
-    """What the machine reaches, in one dtype.
-
-    Attributes:
-        bytes_per_s: The higher rate of a copy (bytes read and written) and of a matrix-vector product (bytes read).
-        flops_per_s: What a linear map of as many rows as features reaches, 1,024 on CPUs and 8,192 on GPUs.
-    """
-
-    bytes_per_s: float
-    flops_per_s: float
-
-    def to_dict(self) -> dict[str, float]:
-        return {
-            "gb_per_s": round(self.bytes_per_s / 1e9, 2),
-            "gflop_per_s": round(self.flops_per_s / 1e9, 2),
-        }
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -50,6 +33,10 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def synchronise(device: torch.device) -> None:
@@ -78,16 +65,18 @@ def _measure_peaks(device: torch.device, dtype: torch.dtype, threads: int) -> Pe
     return Peaks(max(copied, read), flops)
 
 
+def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
+    """Wall time of one run, with everything that the device has to do for it."""
+    synchronise(device)
+    start = time.perf_counter()
+    run()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
 def _best(run: Callable[..., Any], arguments: tuple[torch.Tensor, ...], device: torch.device) -> float:
     """Seconds of the fastest run: a peak is what the machine can do when nothing disturbs it."""
-    seconds = []
-    for _ in range(_ROUNDS):
-        synchronise(device)
-        start = time.perf_counter()
-        run(*arguments)
-        synchronise(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return min(seconds_of(lambda: run(*arguments), device) for _ in range(_ROUNDS))
 
 
 def relative_load() -> float | None:

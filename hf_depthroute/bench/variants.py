@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autotune import tune_execution
-from ..calibration import active_routings, calibrate
-from ..families import find_decoder
-from ..trace import RouteRecord, overridden
+from ..base.families import find_decoder
+from ..inference.autotune import tune_execution
+from ..inference.calibration import active_routings, calibrate
+from ..parts.targets import TARGETS
+from ..parts.traits import traits_of
+from ..routing.trace import RouteRecord, overridden
 
 BASE, DISABLED, FULL, LEFT_OUT = "base", "disabled", "budget 1.0", "without FFNs"
 
@@ -86,7 +88,8 @@ class Variants:
         names += [*(map(masked_name, self.budgets) if masked else ()), *map(tuned_name, self._tuned)]
         self.names: tuple[str, ...] = tuple(names)
         self.reference = self.names[0]
-        self.leaves_out = base is not None and self.config.target == "ffn"  # whether there is a variant without FFNs
+        # Whether there is a variant without FFNs.
+        self.leaves_out = base is not None and TARGETS[self.config.target].skips == ("ffn",)
         # `generate` calls the model without PEFT's wrapper.
         self.inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._current: float | None = None
@@ -127,7 +130,7 @@ class Variants:
 
     def keeps_sequences(self) -> bool:
         """Whether a KV cache remembers decisions, so that no two variants can share one."""
-        return self.config.granularity == "sequence" or self.config.gate == "none"
+        return self.config.granularity == "sequence" or traits_of(self.config.gate).static
 
     def _tune(self, budget: float, prompts: torch.Tensor, decodes: bool) -> None:
         choices = tune_execution(self.model, prompts, steps=8 if decodes else 0, repeats=3)

@@ -7,9 +7,9 @@
 from the command line.
 """
 
+from ..training.record import add_results
+from .measured import ResultError
 from .page import make_card, write_card
 from .push import push_folder
-from .record import add_results
-from .results import ResultError
 
 __all__ = ["ResultError", "add_results", "make_card", "push_folder", "write_card"]

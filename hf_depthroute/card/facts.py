@@ -1,18 +1,22 @@
-"""What an adapter's folder says about it, without its base model and without the network."""
+"""What an adapter's folder says about it, without its base model and without the network.
+
+The record of its training, `training.json`, may have been written by anybody; a card shows what it understands of it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
-from ..adapter_file import (
+from ..adapter.files import (
     CONFIG_NAME,
     PEFT_TYPE,
     WEIGHTS_NAME,
@@ -21,11 +25,14 @@ from ..adapter_file import (
     read_tensors,
     tensors_hash,
 )
-from ..config import DepthRouteConfig
-from ..quantiles import ScoreQuantiles
-from ..version import __version__
-from .training import read_training, understood
+from ..config.adapter import DepthRouteConfig
+from ..files.untrusted import RefusedFileError, nests_deeper, read_file
+from ..routing.thresholds import ScoreQuantiles
+from .measured import ResultError, read_losses
 
+TRAINING_NAME = "training.json"
+_MAX_BYTES = 16 << 20
+_MAX_DEPTH = 32
 _TABLE = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.values$")
 _UPDATES = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.updates$")
 _BUFFER = re.compile(r"\.routing\.depth_route_(quantiles|controller|target)\.")
@@ -62,10 +69,6 @@ class Facts:
         content = {name: value for name, value in self.config.to_dict().items() if name not in _PASSING}
         text = json.dumps(content, sort_keys=True, default=str) + str(self.weights_hash)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
-    def library_version(self) -> str:
-        return self.config.library_version or __version__
 
 
 def read_facts(folder: Path, adapter_name: str | None = None, training: Mapping[str, Any] | None = None) -> Facts:
@@ -142,3 +145,67 @@ def _thresholds(
             found[int(layer[1])] = float(table(config.budget))
     updates = [int(value) for name, value in tensors.items() if _UPDATES.search(name)]
     return dict(sorted(found.items())), all(updates)
+
+
+def read_training(folder: Path) -> dict[str, Any]:
+    """The record in a folder; empty where there is none.
+
+    Raises:
+        AdapterMismatchError: It is larger than 16 MiB, nests more than 32 deep, links out of the folder, or is no JSON
+            object.
+    """
+    path = folder / TRAINING_NAME
+    try:
+        text = read_file(path, _MAX_BYTES, folder).decode("utf-8-sig")
+        content = None if nests_deeper(text, _MAX_DEPTH) else json.loads(text)
+    except FileNotFoundError:
+        return {}
+    except RefusedFileError as error:
+        raise AdapterMismatchError(str(error)) from error
+    except ValueError as error:
+        raise AdapterMismatchError(f"{path}: cannot be read ({str(error).splitlines()[0]}); remove it") from error
+    if not isinstance(content, dict):
+        raise AdapterMismatchError(f"{path}: holds no JSON object, or one that nests too deep; remove it")
+    return content
+
+
+def understood(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a card can show of a record: fields of another kind than training writes are left out, with a warning."""
+    kept = {name: value for name, value in record.items() if name not in _KINDS or _KINDS[name](value)}
+    left = [name for name, value in record.items() if name not in kept and value is not None]
+    if left:
+        warnings.warn(
+            f"left out of the model card: {', '.join(left)} in {TRAINING_NAME}, not in the form that training writes",
+            stacklevel=2,
+        )
+    return kept
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether `value` is a number that a table can show."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e18
+
+
+def _by_layer(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        str(layer).isdecimal() and len(str(layer)) < 7 and is_number(figure) for layer, figure in value.items()
+    )
+
+
+def _is_evaluation(value: Any) -> bool:
+    try:
+        return bool(read_losses({"rows": value}))
+    except (ResultError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
+        return False
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("arguments", "hyperparameters", "versions"), lambda value: isinstance(value, Mapping)),
+    **dict.fromkeys(("calibrated_full_ratio", "thresholds"), _by_layer),
+    **dict.fromkeys(("examples", "trainable_parameters"), lambda value: isinstance(value, int) and is_number(value)),
+    "command": lambda value: isinstance(value, list),
+    "dataset": lambda value: isinstance(value, str),
+    "evaluation": _is_evaluation,
+    "log_history": lambda value: isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value),
+    "seconds": is_number,
+}

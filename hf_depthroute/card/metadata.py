@@ -3,23 +3,44 @@
 `library_name` is `peft`: the Hub knows that library, files the adapter under its base, counts its downloads by
 `adapter_config.json` and shows PEFT's way of loading; under a name that the Hub does not know there would be none of
 this. What it cannot say, that `hf_depthroute` has to be imported, the card says.
+
+A dataset of the Hub is a benchmark where its owner registered it as one. Of those, lm-eval has tasks for three; their
+scores go into a file each, `.eval_results/*.yaml`, beside the `model-index` of the card, which holds every score.
+Only whole test sets count there.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+import yaml
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
+from huggingface_hub.constants import EVAL_RESULTS_FOLDER
 
-from ..data import PYTHON_STDLIB, is_local_file
+from ..adapter.files import AdapterMismatchError
+from ..data.text import PYTHON_STDLIB, is_local_file
+from ..files.staged import write_files
+from .escaping import clean, hub_id
 from .facts import Facts
-from .results import Losses, Results, Score
-from .text import clean, hub_id
+from .measured import Losses, Results, Score
 
 TAGS = ("depth-routing", "hf_depthroute")
+OURS = f"{EVAL_RESULTS_FOLDER}/depth_routing_*.yaml"  # what others have put there stays
+
+# (task, metric) of lm-eval -> (benchmark's dataset, its task).
+BENCHMARKS = {
+    ("gsm8k", "exact_match"): ("openai/gsm8k", "gsm8k"),
+    ("gsm8k_cot", "exact_match"): ("openai/gsm8k", "gsm8k"),
+    ("mmlu_pro", "exact_match"): ("TIGER-Lab/MMLU-Pro", "mmlu_pro"),
+    ("gpqa_diamond_zeroshot", "acc"): ("Idavidrein/gpqa", "gpqa_diamond"),
+    ("gpqa_diamond_n_shot", "acc"): ("Idavidrein/gpqa", "gpqa_diamond"),
+    ("gpqa_diamond_cot_zeroshot", "exact_match"): ("Idavidrein/gpqa", "gpqa_diamond"),
+    ("gpqa_diamond_cot_n_shot", "exact_match"): ("Idavidrein/gpqa", "gpqa_diamond"),
+}
 
 
 def make_metadata(
@@ -74,7 +95,7 @@ def _losses(measured: Sequence[Losses]) -> list[EvalResult]:
             dataset_config=None if losses.config is None else clean(losses.config),
             dataset_split=None if losses.split is None else clean(losses.split),
             metric_type="loss",
-            metric_name=_metric("Loss, nats per token", None if row.rule == "fixed" else row.budget),
+            metric_name="Loss, nats per token" + ("" if row.rule == "fixed" else f" (budget {row.budget:g})"),
             metric_value=round(row.loss, 4),
         )
         for losses in measured
@@ -90,7 +111,7 @@ def _scores(measured: Sequence[Score]) -> list[EvalResult]:
             dataset_type=clean(score.dataset or score.task),
             dataset_name=clean(score.task),
             metric_type=clean(score.metric),
-            metric_name=_metric(clean(score.metric), score.budget),
+            metric_name=clean(score.metric) + ("" if score.budget is None else f" (budget {score.budget:g})"),
             metric_value=round(score.value, 4),
         )
         for score in measured
@@ -98,5 +119,27 @@ def _scores(measured: Sequence[Score]) -> list[EvalResult]:
     ]
 
 
-def _metric(name: str, budget: float | None) -> str:
-    return name if budget is None else f"{name} (budget {budget:g})"
+def write_entries(folder: Path, scores: Sequence[Score]) -> None:
+    """Make the files of ours in `folder` the routed model's scores on whole test sets of benchmarks, in percent."""
+    wanted = {}
+    for score in scores:
+        dataset, task = BENCHMARKS.get((score.task, score.metric), (None, ""))
+        if dataset is not None and score.dataset == dataset and score.whole and score.run != "dense":
+            shots = "" if score.shots is None else f", {score.shots}-shot"
+            name = re.sub(r"[^A-Za-z0-9.]+", "_", f"depth_routing {score.task} {score.run}")
+            wanted[f"{name}.yaml"] = EvalResultEntry(
+                dataset_id=dataset,
+                task_id=task,
+                value=round(100 * score.value, 2),
+                notes=f"depth routing, {score.run}; lm-eval task {score.task}{shots}",
+            )
+    place = folder / EVAL_RESULTS_FOLDER
+    if place.is_symlink():
+        raise AdapterMismatchError(f"{place}: is a link; put a folder there")
+    if wanted:
+        place.mkdir(exist_ok=True)
+    files = {place / name: eval_result_entries_to_yaml([entry]) for name, entry in wanted.items()}
+    write_files({path: yaml.safe_dump(rows, sort_keys=False).encode() for path, rows in files.items()}, follow=False)
+    for stale in folder.glob(OURS):
+        if stale.name not in wanted:
+            stale.unlink()

@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import jinja2
-from huggingface_hub import ModelCard
 
-from ..staged_files import write_bytes
-from . import views
-from .benchmarks import write_entries
-from .facts import read_facts
-from .metadata import base_id, make_metadata
-from .readme import BEGIN, CARD_NAME, END, MEASURED, PLACEHOLDER, merge, read_readme
-from .record import remembered
-from .results import Results, Score, read_losses, read_results
-from .text import Safe, code, command_line, escape, literal, row, shown_path
-from .training import is_number
+from ..adapter.files import CARD_NAME
+from ..files.staged import write_bytes
+from ..parts.targets import TARGETS
+from ..parts.traits import traits_of
+from ..training.record import remembered
+from ..version import __version__
+from . import tables
+from .escaping import Safe, code, command_line, escape, literal, shown_path
+from .facts import is_number, read_facts
+from .measured import read_losses, read_results
+from .metadata import base_id, make_metadata, write_entries
+from .readme import BEGIN, END, MEASURED, PLACEHOLDER, Card, merge, old_card
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -39,7 +40,7 @@ def make_card(
     license: str | None = None,
     tags: Sequence[str] = (),
     datasets: Sequence[str] = (),
-) -> ModelCard:
+) -> Card:
     """The model card of a routed adapter. What was not measured is said to be not measured.
 
     Args:
@@ -60,61 +61,41 @@ def make_card(
         ResultError: A result cannot be read, or was measured with other weights.
         AdapterMismatchError: There is no routed adapter, or its files are not whole.
     """
-    arguments: dict[str, Any] = {
-        "adapter_name": adapter_name, "repo_id": repo_id, "model_name": model_name, "language": language,
-        "license": license, "tags": tags, "datasets": datasets,
-    }  # fmt: skip
     if not isinstance(adapter, (str, Path)):
-        return _of_model(adapter, results, arguments)
-    return _composed(adapter, results, training=training, **arguments)[0]
-
-
-def _composed(
-    adapter: str | Path,
-    results: Sequence[Any] = (),
-    *,
-    adapter_name: str | None = None,
-    training: Mapping[str, Any] | None = None,
-    repo_id: str | None = None,
-    model_name: str | None = None,
-    datasets: Sequence[str] = (),
-    **words: Any,
-) -> tuple[ModelCard, Results]:
-    """`make_card` of a folder, and what its results were read as."""
+        name = adapter_name or routed_name(adapter)
+        if name is None:
+            raise ValueError("the model has no depth-routed adapter")
+        run = remembered(adapter, name)
+        with tempfile.TemporaryDirectory() as folder:
+            adapter.save_pretrained(folder)
+            return make_card(
+                folder, [*run.results, *results], adapter_name=name, training=run.record(adapter, name),
+                repo_id=repo_id, model_name=model_name, language=language, license=license, tags=tags,
+                datasets=datasets,
+            )  # fmt: skip
     facts = read_facts(Path(adapter), adapter_name, training)
-    record = facts.training
+    config, record = facts.config, facts.training
     found = read_results(results, facts.weights_hash)
     changed = record.get("weights_hash") not in (None, facts.weights_hash)
     if record.get("evaluation") and not changed and not found.losses:
         found.losses.append(read_losses(_evaluation(record)))
-    trained_on = list(datasets) or [str(name) for name in (views.dataset_of(record),) if name]
-    base = facts.config.base_model_name_or_path
-    title = model_name or (repo_id or "").split("/")[-1] or _title(base)
-    metadata = make_metadata(facts, found, model_name=title, datasets=trained_on, **words)
-    body = (
-        _environment()
-        .get_template("model_card.md.jinja")
-        .render(
-            title=title,
-            adapter=repo_id or PLACEHOLDER,
-            facts=facts,
-            config=facts.config,
-            base=shown_path(base or "") or None,
-            base_id=base_id(facts),
-            results=found,
-            routed=views.routed_rows(facts),
-            thresholds=views.threshold_rows(facts),
-            losses=[views.loss_table(losses) for losses in found.losses],
-            scores=views.score_table(found.scores),
-            benches=[views.bench_table(bench) for bench in found.benches],
-            slower=views.slower(found.benches),
-            training=views.training(record, trained_on),
-            changed=changed,
-        )
-    )
+    recorded = record.get("dataset") or (record.get("arguments") or {}).get("dataset")
+    trained_on = list(datasets) or ([str(recorded)] if recorded else [])
+    base = shown_path(config.base_model_name_or_path or "")
+    of_base = f"Depth-routing adapter of {base.split('/')[-1]}" if base else "Depth-routing adapter"
+    title = model_name or (repo_id or "").split("/")[-1] or of_base
+    body = _environment().get_template("model_card.md.jinja").render(
+        title=title, adapter=repo_id or PLACEHOLDER, facts=facts, config=config,
+        static=traits_of(config.gate).static, decides=TARGETS[config.target].decides[config.granularity],
+        base=base or None, base_id=base_id(facts), results=found, tables=tables,
+        training=tables.training(record, trained_on), changed=changed, version=__version__,
+    )  # fmt: skip
     note = f"\n{MEASURED}" if found.losses or found.scores or found.benches else ""
     text = f"\n{BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{END}\n"
-    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n{text}"), found
+    metadata = make_metadata(
+        facts, found, model_name=title, language=language, license=license, tags=tags, datasets=trained_on
+    )
+    return Card(metadata, text, found.scores)
 
 
 def write_card(folder: str | Path, results: Sequence[Any] = (), **arguments: Any) -> Path:
@@ -125,44 +106,29 @@ def write_card(folder: str | Path, results: Sequence[Any] = (), **arguments: Any
     The card stands between two HTML comments; what somebody wrote around them stays, and so do keys of the metadata
     that a card does not set. Without `results`, a card with results of the same adapter stays too.
     """
-    return put_card(folder, *updated_card(folder, results, **arguments))
+    return put_card(folder, updated_card(folder, results, **arguments))
 
 
-def updated_card(
-    folder: str | Path, results: Sequence[Any] = (), **arguments: Any
-) -> tuple[ModelCard, list[Score] | None]:
-    """The card that `write_card` writes, and the scores that it shows; None where the results of the old one stay."""
-    old = read_readme(Path(folder))
-    new, found = _composed(folder, results, **arguments)
-    if old is None:
-        return new, found.scores
-    card, stays = merge(old, new, arguments.get("repo_id"))
-    return card, None if stays else found.scores
+def updated_card(folder: str | Path, results: Sequence[Any] = (), **arguments: Any) -> Card:
+    """The card that `write_card` writes."""
+    old = old_card(Path(folder))
+    new = make_card(folder, results, **arguments)
+    return new if old is None else merge(old, new, arguments.get("repo_id"))
 
 
-def put_card(folder: str | Path, card: ModelCard, scores: Sequence[Score] | None = None) -> Path:
-    """Put a card in the place of `README.md`: also in that of a link, such as those of the Hub's cache."""
+def put_card(folder: str | Path, card: Card) -> Path:
+    """Put a card in the place of `README.md`, also in that of a link, such as those of the Hub's cache; and its scores
+    in their files."""
     path = Path(folder) / CARD_NAME
     write_bytes(path, str(card).encode(), follow=False)
-    if scores is not None:
-        write_entries(path.parent, scores)
+    if card.scores is not None:
+        write_entries(path.parent, card.scores)
     return path
-
-
-def _of_model(model: PeftModel, results: Sequence[Any], arguments: dict[str, Any]) -> ModelCard:
-    name = arguments["adapter_name"] or routed_name(model)
-    if name is None:
-        raise ValueError("the model has no depth-routed adapter")
-    run = remembered(model, name)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        arguments |= {"adapter_name": name, "training": run.record(model, name)}
-        return make_card(folder, [*run.results, *results], **arguments)
 
 
 def routed_name(model: Any) -> str | None:
     """The name of the model's routed adapter: the active one, where there are several; None where there is none."""
-    from ..config import DepthRouteConfig
+    from ..config.adapter import DepthRouteConfig
 
     names = [name for name, config in model.peft_config.items() if isinstance(config, DepthRouteConfig)]
     active = [name for name in names if name in model.active_adapters]
@@ -183,22 +149,6 @@ def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _url(name: str) -> Safe:
-    return Safe(quote(name))
-
-
-def _listed(parts: Sequence[str]) -> Safe:
-    return Safe(", ".join(escape(part) for part in parts))
-
-
-def _lines(parts: Sequence[str]) -> Safe:
-    return Safe("\n".join(escape(part) for part in parts))
-
-
-def _title(base: str | None) -> str:
-    return f"Depth-routing adapter of {shown_path(base).split('/')[-1]}" if base else "Depth-routing adapter"
-
-
 @functools.cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
@@ -209,6 +159,14 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"code": code, "row": row, "literal": literal, "command_line": command_line}
-    environment.filters |= {"url": _url, "listed": _listed, "lines": _lines}
+    environment.filters |= {
+        "code": code,
+        "loss_table": tables.loss_table,
+        "bench_table": tables.bench_table,
+        "literal": literal,
+        "command_line": command_line,
+        "url": lambda name: Safe(quote(name)),
+        "listed": lambda parts: Safe(", ".join(map(escape, parts))),
+        "lines": lambda parts: Safe("\n".join(map(escape, parts))),
+    }
     return environment

@@ -7,108 +7,87 @@ be read is left out; the text is somebody's, and is kept.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..adapter_file import AdapterMismatchError
-from ..adapter_folder import RefusedFileError, read_file
-from .text import hub_id, literal
+from ..adapter.files import CARD_NAME, AdapterMismatchError, read_readme
+from .escaping import hub_id, literal
+from .measured import Score
 
-CARD_NAME = "README.md"
 PLACEHOLDER = "path/to/this/folder"
 MEASURED = "<!-- with results -->"
 BEGIN, END = "<!-- hf_depthroute: generated, {} -->", "<!-- hf_depthroute: end of the generated part -->"
 _BEGIN = re.compile(re.escape(BEGIN).replace(r"\{\}", r"(\w{1,64})") + r"\n")
-_RULE = re.compile(r"^---[ \t]*$", re.MULTILINE)
-_MAX_BYTES = 1 << 20
+_METADATA = re.compile(r"\s*^---[ \t]*\n(.*?)^---[ \t]*(?:\n|\Z)", re.MULTILINE | re.DOTALL)
+_SET_HERE = (
+    "base_model", "base_model_relation", "library_name", "pipeline_tag", "license", "language", "datasets",
+    "model-index",
+)  # fmt: skip
 _MAX_METADATA = 1 << 16
 
 
-def read_readme(folder: Path) -> ModelCard | None:
-    """The README of a folder; None where there is none.
+class Card(ModelCard):
+    """A card of metadata and text; `ModelCard` itself would search the text for metadata again.
+
+    Attributes:
+        scores: Those that it shows; None where it has those of the card before it.
+    """
+
+    def __init__(self, data: ModelCardData, text: str, scores: Sequence[Score] | None = None) -> None:
+        super().__init__("---\n{}\n---\n")
+        self.data, self.text, self.scores = data, text, scores
+
+
+def old_card(folder: Path) -> Card | None:
+    """The README of a folder as a card; None where there is none.
 
     Raises:
-        AdapterMismatchError: As `read_readme_file`; or its metadata is larger than 64 KiB.
+        AdapterMismatchError: As `read_readme`; or its metadata is larger than 64 KiB.
     """
     try:
-        return parse_readme(read_readme_file(folder))
+        return parse_readme(read_readme(folder))
     except FileNotFoundError:
         return None
 
 
-def read_readme_file(folder: Path) -> bytes:
-    """The content of a folder's README.
-
-    Raises:
-        FileNotFoundError: There is none.
-        AdapterMismatchError: It links out of the folder, cannot be read, or is larger than 1 MiB.
-    """
-    try:
-        return read_file(folder / CARD_NAME, _MAX_BYTES, folder)
-    except RefusedFileError as error:
-        raise AdapterMismatchError(str(error)) from error
-
-
-def parse_readme(content: bytes) -> ModelCard:
+def parse_readme(content: bytes) -> Card:
     """A README's metadata and text."""
     text = re.sub("\r\n?", "\n", content.decode("utf-8-sig", errors="replace"))
-    metadata, text = _parted(text)
+    found = _METADATA.match(text)
+    metadata, text = (found[1], text[found.end() :]) if found else ("", text)
     if len(metadata) > _MAX_METADATA:
         raise AdapterMismatchError(f"{CARD_NAME}: its metadata is larger than {_MAX_METADATA:,} characters")
     try:
-        found = yaml.safe_load(metadata) or {}
-        card = card_of(ModelCardData(**found, ignore_metadata_errors=True), text)
+        card = Card(ModelCardData(**(yaml.safe_load(metadata) or {}), ignore_metadata_errors=True), text)
         str(card).encode()
     except Exception:  # whatever a stranger's metadata makes the parsers do
-        card = card_of(ModelCardData(), text)
+        card = Card(ModelCardData(), text)
     return card
-
-
-def card_of(data: ModelCardData, text: str) -> ModelCard:
-    """A card of metadata and text; `ModelCard` itself would search the text for metadata again."""
-    card = ModelCard("---\n{}\n---\n")
-    card.data, card.text = data, text
-    return card
-
-
-def _parted(text: str) -> tuple[str, str]:
-    """The YAML at the top, and what follows it."""
-    first = _RULE.search(text)
-    if first is None or text[: first.start()].strip():
-        return "{}", text
-    last = _RULE.search(text, first.end())
-    if last is None:
-        return "{}", text
-    return text[first.end() : last.start()], text[last.end() + 1 :]
 
 
 def shows_results(folder: Path) -> bool:
     """Whether the card in `folder` shows something that was measured."""
     try:
-        return MEASURED.encode() in read_readme_file(folder)
+        return MEASURED.encode() in read_readme(folder)
     except (FileNotFoundError, AdapterMismatchError):
         return False
 
 
-def merge(old: ModelCard, new: ModelCard, repo_id: str | None) -> tuple[ModelCard, bool]:
-    """`old` with the generated part and the metadata of `new`, and whether the results of the old one stay.
-
-    What somebody wrote stays.
-    """
-    stays = False
+def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
+    """`old` with the generated part and the metadata of `new`; what somebody wrote stays."""
+    scores = new.scores
     ours = generated_part(new.text)
     assert ours is not None
     part, digest = new.text[ours[0]], ours[1]
-    before = generated_part(old.text)
     metadata, known = new.data.to_dict(), old.data.to_dict()
+    before = generated_part(old.text)
     if before is not None:
         there = old.text[before[0]]
         if before[1] == digest and MEASURED in there and MEASURED not in part:
-            part, stays = there, True
+            part, scores = there, None
             if repo_id is not None:
                 part = part.replace(f"adapter = {literal(PLACEHOLDER)}", f"adapter = {literal(repo_id)}")
         else:
@@ -123,8 +102,9 @@ def merge(old: ModelCard, new: ModelCard, repo_id: str | None) -> tuple[ModelCar
     if hub_id(known.get("base_model")) is None:  # PEFT puts the path of a folder there
         known.pop("base_model", None)
     kept = {str(name): value for name, value in known.items()}
-    merged = {**metadata, **kept, **{n: metadata[n] for n in _set_here(metadata)}, "tags": list(tags)}
-    return card_of(ModelCardData(**merged, ignore_metadata_errors=True), text), stays
+    ours_alone = {name: metadata[name] for name in _SET_HERE if metadata.get(name) is not None}
+    merged = {**metadata, **kept, **ours_alone, "tags": list(tags)}
+    return Card(ModelCardData(**merged, ignore_metadata_errors=True), text, scores)
 
 
 def generated_part(text: str) -> tuple[slice, str] | None:
@@ -134,14 +114,7 @@ def generated_part(text: str) -> tuple[slice, str] | None:
     return None if begin is None or end < 0 else (slice(begin.start(), end + len(END)), begin[1])
 
 
-def _set_here(metadata: Mapping[str, Any]) -> list[str]:
-    """What a card of ours says, whatever stood there."""
-    names = ("base_model", "base_model_relation", "library_name", "pipeline_tag", "license", "language", "datasets")
-    return [name for name in (*names, "model-index") if metadata.get(name) is not None]
-
-
 def _is_template(text: str) -> bool:
     """Whether nobody has written into the empty card that PEFT saves."""
-    empty = ModelCard.from_template(ModelCardData()).text.split()
     found = text.split("### Framework versions")[0].split()
-    return not found or found == empty
+    return found in ([], ModelCard.from_template(ModelCardData()).text.split())

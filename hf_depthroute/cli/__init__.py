@@ -6,6 +6,7 @@ Every command ends with exit code 0, or with one line `error: ...` on stderr and
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -13,13 +14,13 @@ from typing import Annotated
 
 import typer
 
-from ..hub import without_tokens
-from ..shown import say, say_block
+from ..files.hub import without_tokens
+from ..files.shown import say, say_block
 from ..version import __version__
 from .bench import bench
 from .card import card
 from .doctor import doctor
-from .errors import INTERRUPTED, describe
+from .errors import INTERRUPTED, CliError, describe
 from .evaluate import evaluate
 from .families import families
 from .generate import generate
@@ -27,7 +28,6 @@ from .report import report
 from .serve import serve
 from .study import study
 from .train import train
-from .words import check_words, show_what_fits
 
 app = typer.Typer(
     name="hf-depthroute",
@@ -70,19 +70,27 @@ app.command("doctor")(doctor)
 app.command("families")(families)
 
 
+def _check_words(words: Sequence[str]) -> None:
+    """Refuse a word of the command line that is no text; a path of such bytes can be given by a link to it."""
+    for word in words:
+        if word.isascii() or not any("\ud800" <= character <= "\udfff" for character in word):
+            continue
+        try:
+            os.fsencode(word).decode("utf-8")
+            problem = f"cannot be read in this locale ({sys.getfilesystemencoding()}); set PYTHONUTF8=1"
+        except UnicodeError:
+            problem = "not UTF-8; write it in UTF-8, or link to the file by another name"
+        raise CliError(f"{word[:100]!r} on the command line: {problem}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit.
-
-    Args:
-        argv: Arguments without the program's name; `sys.argv[1:]` when None.
-
-    Raises:
-        SystemExit: Always, with the exit code.
-    """
+    """Run the command line on `argv` (without the program's name; default: `sys.argv[1:]`), and exit with its code."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    show_what_fits()
+    for stream in (sys.stdout, sys.stderr):  # what they cannot show is escaped: no command ends for the lack of é
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        check_words(arguments)
+        _check_words(arguments)
         code = typer.main.get_command(app).main(arguments, prog_name="hf-depthroute", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..shown import say
+from ..files.shown import say
 from . import options as o
-from .adapter import Adapter, OldAdapter
 from .errors import ADAPTER, CliError
 from .output import restore_hidden
 
 
-def doctor(
-    adapter: Adapter = "",
-    adapter_option: OldAdapter = None,
-    debug: o.Debug = False,
-) -> None:
+def doctor(adapter: o.Adapter = "", adapter_option: o.OldAdapter = None, debug: o.Debug = False) -> None:
     """Check an adapter's files without loading them into a model.
 
     Ends with exit code 0 when they can be loaded onto their base, and with 4 at the first fault.
@@ -27,19 +22,15 @@ def doctor(
     from . import loading
 
     loading.quiet(debug)
-    from ..adapter_file import CONFIG_NAME, WEIGHTS_NAME
-    from ..doctor import examine
-    from ..saving import settle
+    from ..adapter.doctor import examine
+    from ..adapter.files import CONFIG_NAME, WEIGHTS_NAME
+    from ..adapter.saving import settle
 
     folder = Path(adapter)
     restore_hidden(folder)
-    if not folder.is_dir():
-        import huggingface_hub
-
-        with loading.explained(f"adapter {adapter}", adapter, code=ADAPTER):
-            folder = Path(huggingface_hub.snapshot_download(adapter, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
-    else:
+    if folder.is_dir():
         settle(folder)  # a save that was killed, as loading does
+    folder = loading.folder_of("adapter", adapter, [CONFIG_NAME, WEIGHTS_NAME], ADAPTER)
     fault = None
     for finding in examine(folder):
         say(f"{finding.state:5}  {finding.text}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
-from ..hub import without_tokens
-from ..shown import OneLine, shown
+from ..files.hub import without_tokens
+from ..files.shown import OneLine, shown
 
 OTHER = 1  # not foreseen; `--debug` shows where
 USAGE = 2  # command line, config or data
@@ -38,12 +38,12 @@ def _describe(error: BaseException) -> tuple[int, str]:
         hint = f" (see {context.command_path} --help)" if context is not None else ""
         return USAGE, usage_message(error) + hint
     # Everything below needs the heavy libraries, which have been imported if their exceptions can occur.
-    from ..adapter_file import AdapterMismatchError
-    from ..config import ConfigError
-    from ..data import DataError
-    from ..families import UnsupportedModelError
-    from ..hub import HubError, causes, explain
-    from ..resources import disk_full, out_of_memory
+    from ..adapter.files import AdapterMismatchError
+    from ..base.families import UnsupportedModelError
+    from ..config.adapter import ConfigError
+    from ..data.text import DataError
+    from ..files.hub import HubError, causes, explain
+    from ..files.out_of_resources import disk_full, out_of_memory
 
     if isinstance(error, HubError) or any(isinstance(cause, HubError) for cause in causes(error)):
         return HUB, str(error)
@@ -53,21 +53,20 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return USAGE, str(error)
     if type(error).__name__ in ("NonFiniteLossError", "NonFiniteError"):  # their modules take seconds to import
         return OTHER, str(error)
+    said = str(error).strip() or "no message"
     if out_of_memory(error):
         remedy = "lower --batch-size (or --batch) or --length, or use a smaller model or --dtype bfloat16"
-        said = _message(error)
         return RESOURCES, f"{said if said.startswith('out of memory') else f'out of memory: {said}'}; {remedy}"
     if disk_full(error):
-        path, said = getattr(error, "filename", None), getattr(error, "strerror", None) or ""
-        if said.startswith("disk full"):  # ours, with what is needed and what is left
-            return RESOURCES, f"{path}: {said}"
+        path, why = getattr(error, "filename", None), getattr(error, "strerror", None) or ""
+        if why.startswith("disk full"):  # ours, with what is needed and what is left
+            return RESOURCES, f"{path}: {why}"
         return RESOURCES, f"disk full{f' while writing {path}' if path else ''}; free some space and run again"
-    hub = explain(error, "download")
-    if hub is not None:
+    if hub := explain(error, "download"):
         return HUB, str(hub)
     if isinstance(error, OSError) and error.strerror:
         return USAGE, f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return OTHER, f"{type(error).__name__}: {_message(error)} (run again with --debug for the traceback)"
+    return OTHER, f"{type(error).__name__}: {said} (run again with --debug for the traceback)"
 
 
 def usage_message(error: Any) -> str:
@@ -77,7 +76,3 @@ def usage_message(error: Any) -> str:
     if callable(problems):
         message = message.replace("Invalid value for", f"Invalid value {reprlib.repr(problems()[0]['input'])} for", 1)
     return message
-
-
-def _message(error: BaseException) -> str:
-    return str(error).strip() or "no message"

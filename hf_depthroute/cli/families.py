@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ..shown import say
+from ..files.shown import say
 from . import options as o
 from .output import ResultFile, write_result
-
-if TYPE_CHECKING:
-    from ..support import Support
 
 
 def families(json_file: ResultFile = None, debug: o.Debug = False) -> None:
@@ -27,13 +22,17 @@ def families(json_file: ResultFile = None, debug: o.Debug = False) -> None:
     from . import loading
 
     loading.quiet(debug)
-    from ..support import LEGEND, support_table
+    from ..base.capabilities import LEGEND, support_table
 
     table = support_table()
     if write_result(json_file, {"families": [asdict(row) for row in table], "legend": LEGEND}):
         return
     header = ("family", "layout", "ffn", "attention", "block", "experts", "sequence")
-    lines = [header, *(_cells(row) for row in table)]
+    lines = [header]
+    for row in table:
+        name = f"{row.family} ({row.variant})" if row.variant else row.family
+        sequence = row.sequence if row.sliding in (row.sequence, "-") else f"{row.sequence}*"
+        lines.append((name, row.layout, row.ffn, row.attention, row.block, row.experts, sequence))
     widths = [max(len(line[at]) for line in lines) for at in range(len(header))]
     for line in lines:
         say("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
@@ -41,9 +40,3 @@ def families(json_file: ResultFile = None, debug: o.Debug = False) -> None:
     for word, meaning in LEGEND.items():
         say(f"{word:8}  {meaning}")
     say("sequence  attention and block with granularity='sequence'; *: masked in layers with a sliding window")
-
-
-def _cells(row: Support) -> tuple[str, ...]:
-    name = f"{row.family} ({row.variant})" if row.variant else row.family
-    sequence = row.sequence if row.sliding in (row.sequence, "-") else f"{row.sequence}*"
-    return name, row.layout, row.ffn, row.attention, row.block, row.experts, sequence

@@ -5,53 +5,48 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..shown import say, say_content
+from ..files.shown import say, say_content
 from . import options as o
-from .adapter import Adapter, OldAdapter
 from .errors import CliError
-from .words import read_stdin
 
 if TYPE_CHECKING:
     import torch
 
 
-def generate(
-    adapter: Adapter = "",
-    model: o.BaseModel = None,
-    config: o.ConfigFile = None,
-    prompt: Annotated[str | None, typer.Option(help="Start of the text. Default: read from stdin.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64,
-    budget: Annotated[float | None, typer.Option(help="Budget in (0, 1]. Default: the adapter's.")] = None,
-    sample: Annotated[bool, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")] = False,
-    temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="With --sample: keep the likeliest tokens of this total.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="With --sample.")] = 0,
-    full: Annotated[bool, typer.Option("--full", help="Disable the adapter: the dense base.")] = False,
-    lossless: Annotated[
-        bool, typer.Option("--lossless", help="The dense base's text, faster: the routed model drafts it.")
-    ] = False,
-    draft_budget: Annotated[
-        float | None, typer.Option(help="With --lossless: the draft's budget. Default: the adapter's.")
-    ] = None,
-    draft_drop: Annotated[
-        str | None, typer.Option(help="With --lossless: decoder layers that the draft leaves out, such as 3,4.")
-    ] = None,
+@dataclass(kw_only=True)
+class GenerateOptions:
+    adapter: o.Adapter = ""
+    model: o.BaseModel = None
+    config: o.ConfigFile = None
+    prompt: Annotated[str | None, "Start of the text. Default: read from stdin."] = None
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64
+    budget: Annotated[float | None, "Budget in (0, 1]. Default: the adapter's."] = None
+    sample: Annotated[bool, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")] = False
+    temperature: Annotated[float, "With --sample."] = 1.0
+    top_p: Annotated[float, "With --sample: keep the likeliest tokens of this total."] = 1.0
+    seed: Annotated[int, "With --sample."] = 0
+    full: Annotated[bool, "Disable the adapter: the dense base."] = False
+    lossless: Annotated[bool, "The dense base's text, faster: the routed model drafts it."] = False
+    draft_budget: Annotated[float | None, "With --lossless: the draft's budget. Default: the adapter's."] = None
+    draft_drop: Annotated[str | None, "With --lossless: decoder layers that the draft leaves out, such as 3,4."] = None
     draft_tokens: Annotated[
         int | None, typer.Option(min=1, help="With --lossless: tokens drafted before the base looks. Default: 5.")
-    ] = None,
-    draft_search: Annotated[
-        bool, typer.Option("--draft-search", help="With --lossless: time several drafts on the prompt, use the best.")
-    ] = False,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
-    allow_base_mismatch: o.AllowBaseMismatch = False,
-    adapter_option: OldAdapter = None,
-    trust_remote_code: o.TrustRemoteCode = False,
-    debug: o.Debug = False,
-) -> None:
+    ] = None
+    draft_search: Annotated[bool, "With --lossless: time several drafts on the prompt, use the best."] = False
+    dtype: o.Dtype = "auto"
+    allow_base_mismatch: o.AllowBaseMismatch = False
+    adapter_option: o.OldAdapter = None
+    trust_remote_code: o.TrustRemoteCode = False
+    debug: o.Debug = False
+
+
+@o.command
+def generate(options: GenerateOptions) -> None:
     """Continue a prompt. The text goes to stdout; tokens per second and the full ratio to stderr.
 
     With --lossless, stderr tells how much of the draft was accepted, and the speed against plain generation, which runs
@@ -63,89 +58,104 @@ def generate(
       echo "def main():" | hf-depthroute generate routed --full
       hf-depthroute generate routed --prompt "def main():" --lossless --draft-search
     """
-    if not 0 < temperature < float("inf"):
-        raise CliError(f"--temperature {temperature}: must be a finite number above 0")
-    if not 0 < top_p <= 1:
-        raise CliError(f"--top-p {top_p}: must be in (0, 1]")
-    if full and budget is not None:
-        raise CliError("--budget has no effect with --full; leave one out")
-    draft = {"--draft-budget": draft_budget, "--draft-drop": draft_drop, "--draft-tokens": draft_tokens}
-    _check_draft_options(lossless, full, budget, draft_search, [name for name in draft if draft[name] is not None])
-    dropped = _layer_list(draft_drop)
-    if prompt is None:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise CliError('no prompt; pass --prompt "..." or pipe text in')
-        prompt = read_stdin().rstrip("\n")
-    if not prompt:
-        raise CliError('the prompt is empty; pass --prompt "..." or pipe text in')
+    _check_options(options)
+    dropped = _layer_list(options.draft_drop)
+    prompt = _prompt(options.prompt)
     from . import loading
 
-    loading.quiet(debug)
+    loading.quiet(options.debug)
     import torch
     import transformers
 
-    from ..calibration import set_budget
-    from ..config import check_budget
-    from ..finite import finite_logits
-    from ..trace import count_routes
+    from ..inference.calibration import set_budget
+    from ..inference.non_finite import finite_logits
+    from ..routing.trace import count_routes
 
-    for given in (budget, draft_budget):
-        if given is not None:
-            check_budget(given)
-    loading.check_dtype(dtype, loading.DTYPES)
-    adapter_config = loading.load_adapter_config(adapter)
-    for option, given in (("--budget", budget), ("--draft-budget", draft_budget)):
-        if given is not None and not adapter_config.takes_budget():
-            raise CliError(
-                f"{option} {given}: adapter {adapter} decides by a fixed rule, so budgets have no effect on it"
-            )
-    model, base_config = loading.find_base(adapter, adapter_config, model)
-    depth = base_config.num_hidden_layers
+    source = loading.find_source(options)
+    _check_budgets(options, source.config)
+    depth = source.base_config.num_hidden_layers
     if dropped and (dropped[-1] >= depth or len(dropped) == depth):
-        raise CliError(f"--draft-drop {draft_drop}: the model has layers 0 to {depth - 1}; name some of them, not all")
-    tokenizer = loading.load_tokenizer(model, base_config)
+        layers = f"the model has layers 0 to {depth - 1}; name some of them, not all"
+        raise CliError(f"--draft-drop {options.draft_drop}: {layers}")
+    tokenizer = source.tokenizer()
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     length = inputs["input_ids"].shape[1]
     if length == 0:
         raise CliError("the prompt has no tokens in this model's tokenizer")
-    loading.check_length(length + max_new_tokens, base_config, f"prompt of {length} tokens + --max-new-tokens =")
-    routed = loading.load_adapter(loading.load_model(model, dtype), adapter, allow_base_mismatch)
-    if budget is not None:
-        set_budget(routed, budget)
+    total = length + options.max_new_tokens
+    loading.check_length(total, source.base_config, f"prompt of {length} tokens + --max-new-tokens =")
+    routed = source.routed(source.base_model())
+    if options.budget is not None:
+        set_budget(routed, options.budget)
 
-    transformers.set_seed(seed)
-    choice: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if sample:
-        choice = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    choice["max_new_tokens"] = max_new_tokens
-    pad = tokenizer.pad_token_id
-    choice["pad_token_id"] = tokenizer.eos_token_id if pad is None else pad
-    if lossless:
-        arguments = {"budget": draft_budget, "drop": dropped, "num_tokens": draft_tokens or 5}
-        ids, report = _lossless(routed, inputs.to(routed.device), None if draft_search else arguments, choice)
-        say_content(tokenizer.decode(ids[0], skip_special_tokens=True))
-        say(report, sys.stderr)
-        return
-    dense = routed.disable_adapter() if full else nullcontext()
-    with dense, torch.no_grad(), finite_logits(routed), count_routes(routed) as counter:
-        start = time.perf_counter()
-        ids = routed.generate(**inputs.to(routed.device), **choice)
-        seconds = time.perf_counter() - start
+    transformers.set_seed(options.seed)
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if options.sample:
+        settings = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
+    settings |= {"max_new_tokens": options.max_new_tokens, "pad_token_id": pad}
+    if options.lossless:
+        draft = {"budget": options.draft_budget, "drop": dropped, "num_tokens": options.draft_tokens or 5}
+        ids, report = _lossless(routed, inputs.to(routed.device), None if options.draft_search else draft, settings)
+    else:
+        dense = routed.disable_adapter() if options.full else nullcontext()
+        with dense, torch.no_grad(), finite_logits(routed), count_routes(routed) as counter:
+            start = time.perf_counter()
+            ids = routed.generate(**inputs.to(routed.device), **settings)
+            seconds = time.perf_counter() - start
+        shares = list(counter.full_ratio().values()) or [1.0]
+        new = ids.shape[1] - length
+        report = f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio {sum(shares) / len(shares):.3f}"
     say_content(tokenizer.decode(ids[0], skip_special_tokens=True))
-    shares = list(counter.full_ratio().values()) or [1.0]
-    new = ids.shape[1] - length
-    say(f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio {sum(shares) / len(shares):.3f}", sys.stderr)
+    say(report, sys.stderr)
 
 
-def _check_draft_options(lossless: bool, full: bool, budget: float | None, search: bool, named: list[str]) -> None:
-    if not lossless and (search or named):
-        raise CliError(f"{named[0] if named else '--draft-search'} needs --lossless")
-    if lossless and full:
+def _check_budgets(options: GenerateOptions, config: Any) -> None:
+    from ..config.adapter import check_budget
+
+    for option, budget in (("--budget", options.budget), ("--draft-budget", options.draft_budget)):
+        if budget is not None and check_budget(budget) and not config.takes_budget():
+            why = f"adapter {options.adapter} decides by a fixed rule, so budgets have no effect on it"
+            raise CliError(f"{option} {budget}: {why}")
+
+
+def _check_options(options: GenerateOptions) -> None:
+    if not 0 < options.temperature < float("inf"):
+        raise CliError(f"--temperature {options.temperature}: must be a finite number above 0")
+    if not 0 < options.top_p <= 1:
+        raise CliError(f"--top-p {options.top_p}: must be in (0, 1]")
+    if options.full and options.budget is not None:
+        raise CliError("--budget has no effect with --full; leave one out")
+    draft = [
+        f"--{o.option_name(name)}"
+        for name in ("draft_budget", "draft_drop", "draft_tokens")
+        if getattr(options, name) is not None
+    ]
+    if not options.lossless and (options.draft_search or draft):
+        raise CliError(f"{draft[0] if draft else '--draft-search'} needs --lossless")
+    if options.lossless and options.full:
         raise CliError("--lossless writes what --full writes; leave one out")
-    if lossless and budget is not None:
+    if options.lossless and options.budget is not None:
         raise CliError("--budget has no effect with --lossless, which writes the full model's text; use --draft-budget")
-    if search and named:
-        raise CliError(f"--draft-search chooses the draft itself; leave out {' and '.join(named)}")
+    if options.draft_search and draft:
+        raise CliError(f"--draft-search chooses the draft itself; leave out {' and '.join(draft)}")
+
+
+def _prompt(given: str | None) -> str:
+    """The prompt, from stdin where it is not given: in UTF-8, whatever the locale says."""
+    if given is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise CliError('no prompt; pass --prompt "..." or pipe text in')
+        raw = getattr(sys.stdin, "buffer", None)  # None: a stream of text
+        try:
+            given = sys.stdin.read() if raw is None else raw.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            raise CliError(f"the prompt on stdin is not UTF-8: byte {byte:#x} at position {error.start}") from error
+        given = given.rstrip("\n")
+    if not given:
+        raise CliError('the prompt is empty; pass --prompt "..." or pipe text in')
+    return given
 
 
 def _layer_list(text: str | None) -> list[int]:
@@ -162,8 +172,9 @@ def _lossless(
     """The full model's token ids `[1, T]`, and what to say about the draft. It is searched if `arguments` is None."""
     import torch
 
-    from ..draft_search import search_draft
-    from ..drafting import DraftCounter, draft_view, full_depth, lossless_generate
+    from ..inference.draft_search import search_draft
+    from ..inference.drafting import DraftCounter, draft_view, lossless_generate
+    from ..routing.trace import full_depth
 
     if arguments is None:
         arguments = search_draft(routed, [inputs["input_ids"]], pad_token_id=settings["pad_token_id"]).best.arguments()

@@ -11,12 +11,13 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import tuner as tuner
-from ..remote_code import code_repositories, refused_code, trusts_remote_code
-from ..shown import reason, say, shown
+from .. import registration as registration
+from ..files.remote_code import code_repositories, refused_code, trusts_remote_code
+from ..files.shown import reason, say, shown
 from .errors import ADAPTER, USAGE, CliError
 from .output import restore_hidden
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from peft import PeftModel
 
-    from ..config import DepthRouteConfig
+    from ..config.adapter import DepthRouteConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -33,7 +34,7 @@ def load_config(model: str) -> Any:
     """The base model's configuration; small, and enough to refuse an unsupported model before its weights load."""
     import transformers
 
-    from ..families import UnsupportedModelError, row_of
+    from ..base.families import UnsupportedModelError, row_of
 
     if (Path(model) / "adapter_config.json").is_file():
         raise CliError(f"model {model}: is an adapter, not a model; pass it as --adapter")
@@ -49,84 +50,34 @@ def load_config(model: str) -> Any:
     return config
 
 
-def load_tokenizer(model: str, config: Any) -> Any:
-    import transformers
-
-    with explained(f"tokenizer of {model}", model):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=trusts_remote_code())
-    if len(tokenizer) == 0:
-        raise CliError(f"tokenizer of {model}: it is empty; are tokenizer.json and tokenizer_config.json there?")
-    highest = max(tokenizer.get_vocab().values())
-    if highest >= config.vocab_size:
-        raise CliError(
-            f"tokenizer of {model}: token id {highest} does not fit the model's vocabulary of {config.vocab_size}"
-        )
-    return tokenizer
-
-
-def load_model(model: str, dtype: str) -> Any:
-    """The base model, in eval mode, on the GPU if there is one."""
-    import torch
-    import transformers
-
-    check_dtype(dtype, DTYPES)
-    with explained(f"model {model}", model):
-        base: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            model,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            trust_remote_code=trusts_remote_code(),
-        )
-    return base.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
 def load_adapter_config(adapter: str) -> DepthRouteConfig:
-    """The adapter's configuration.
-
-    Raises:
-        CliError: There is none (code 2 if the folder is missing, else 4), it is broken, or of another PEFT method.
-    """
+    """The adapter's configuration; `CliError` where there is none, it is broken, or of another PEFT method."""
     import peft
 
-    from ..config import DepthRouteConfig
+    from ..config.adapter import DepthRouteConfig
 
     folder = Path(adapter)
     restore_hidden(folder)
-    if folder.is_dir():
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            if not (folder / name).is_file():
-                raise CliError(
-                    f"adapter {adapter}: there is no {name} in it; is this the --out of a training?", ADAPTER
-                )
+    for name in ("adapter_config.json", "adapter_model.safetensors") if folder.is_dir() else ():
+        if not (folder / name).is_file():
+            raise CliError(f"adapter {adapter}: there is no {name} in it; is this the --out of a training?", ADAPTER)
     with explained(f"adapter {adapter}", adapter, code=ADAPTER):
         try:
             config = peft.PeftConfig.from_pretrained(adapter)
-        except json.JSONDecodeError as error:  # so broken that PEFT could not tell whose it is
-            raise CliError(
-                f"adapter {adapter}: adapter_config.json is corrupt ({error}); train or copy again", ADAPTER
-            ) from error
-        except KeyError as error:
-            raise CliError(
-                f"adapter {adapter}: peft_type {error} is unknown; upgrade hf_depthroute", ADAPTER
-            ) from error
+        except (json.JSONDecodeError, KeyError) as error:  # PEFT could not tell whose it is
+            what = f"adapter_config.json is corrupt ({error}); train or copy again"
+            if isinstance(error, KeyError):
+                what = f"peft_type {error} is unknown; upgrade hf_depthroute"
+            raise CliError(f"adapter {adapter}: {what}", ADAPTER) from error
     if not isinstance(config, DepthRouteConfig):
         kind = getattr(config.peft_type, "value", config.peft_type)
         raise CliError(f"adapter {adapter}: a {kind} adapter, not a depth-routed one", ADAPTER)
     return config
 
 
-def load_adapter(base: Any, adapter: str, allow_base_mismatch: bool = False, is_trainable: bool = False) -> PeftModel:
-    """`base` with the adapter on it, in eval mode."""
-    import peft
-
-    from ..base_fingerprint import allow_base_mismatch as allowed
-
-    with explained(f"adapter {adapter}", adapter, code=ADAPTER), allowed() if allow_base_mismatch else nullcontext():
-        return peft.PeftModel.from_pretrained(base, adapter, is_trainable=is_trainable).eval()
-
-
 def find_base(adapter: str, config: DepthRouteConfig, model: str | None) -> tuple[str, Any]:
     """Where the base model is, `--model` or what the adapter was trained on, and the base's configuration."""
-    from ..hub import HubError
+    from ..files.hub import HubError
 
     base = model or config.base_model_name_or_path
     if not base:
@@ -138,6 +89,16 @@ def find_base(adapter: str, config: DepthRouteConfig, model: str | None) -> tupl
             raise
         hint = f"{error}; adapter {adapter} names this base: where it is elsewhere by now, pass --model"
         raise (CliError(hint, error.code) if isinstance(error, CliError) else HubError(hint)) from error
+
+
+def folder_of(what: str, source: str, patterns: list[str], code: int = USAGE) -> Path:
+    """The folder of `what` at `source`; from the Hub, its files of these patterns are downloaded."""
+    if Path(source).is_dir():
+        return Path(source)
+    import huggingface_hub
+
+    with explained(f"{what} {source}", source, code):
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns))
 
 
 def check_dtype(dtype: str, allowed: tuple[str, ...]) -> None:
@@ -152,6 +113,87 @@ def check_length(length: int, config: Any, option: str = "--length") -> None:
         raise CliError(f"{option} {length}: the model has {positions} positions; use at most {positions}")
 
 
+@dataclass(frozen=True)
+class Source:
+    """The adapter (its configuration) and the base that a command's options name; the weights are loaded by methods."""
+
+    options: Any
+    config: DepthRouteConfig
+    base: str
+    base_config: Any
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a result says about them."""
+        return {"model": self.base, "adapter": self.options.adapter, "weights_hash": self.config.weights_hash}
+
+    def tokenizer(self) -> Any:
+        """The base's tokenizer."""
+        import transformers
+
+        what, size = f"tokenizer of {self.base}", self.base_config.vocab_size
+        with explained(what, self.base):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.base, trust_remote_code=trusts_remote_code())
+        if len(tokenizer) == 0:
+            raise CliError(f"{what}: it is empty; are tokenizer.json and tokenizer_config.json there?")
+        highest = max(tokenizer.get_vocab().values())
+        if highest >= size:
+            raise CliError(f"{what}: token id {highest} does not fit the model's vocabulary of {size}")
+        return tokenizer
+
+    def batches(self, tokenizer: Any, split: str, blocks: int) -> list[dict[str, torch.Tensor]]:
+        """Up to `blocks` blocks of a split of the text."""
+        from ..data.text import pack
+
+        options = self.options
+        packed = pack(read_text(options, split), tokenizer, options.length, verbose=options.debug)
+        return to_batches(packed, options.batch_size, blocks)
+
+    def base_model(self) -> Any:
+        """The base model, in eval mode, on the GPU if there is one."""
+        import torch
+        import transformers
+
+        dtype = self.options.dtype
+        how: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+        how |= {"trust_remote_code": trusts_remote_code()}
+        with explained(f"model {self.base}", self.base):
+            base: Any = transformers.AutoModelForCausalLM.from_pretrained(self.base, **how)
+        return base.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+    def routed(self, base: Any, is_trainable: bool = False) -> PeftModel:
+        """`base` with the adapter on it, in eval mode."""
+        import peft
+
+        from ..adapter.base_check import allow_base_mismatch
+
+        adapter = self.options.adapter
+        mismatch = allow_base_mismatch() if getattr(self.options, "allow_base_mismatch", False) else nullcontext()
+        with explained(f"adapter {adapter}", adapter, code=ADAPTER), mismatch:
+            return peft.PeftModel.from_pretrained(base, adapter, is_trainable=is_trainable).eval()
+
+
+def find_source(options: Any) -> Source:
+    """As `load_adapter_config` and `find_base`."""
+    check_dtype(options.dtype, DTYPES)
+    config = load_adapter_config(options.adapter)
+    return Source(options, config, *find_base(options.adapter, config, options.model))
+
+
+def read_text(options: Any, split: str, other: str | None = None) -> Any:
+    """A split of the dataset that a command's options name, or of `other`."""
+    from ..data.text import load_text
+
+    return load_text(
+        other or options.dataset,
+        split=split,
+        name=None if other else options.dataset_name,
+        column=options.column,
+        streaming=options.streaming,
+        verbose=options.debug,
+    )
+
+
 def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[str, torch.Tensor]]:
     """Up to `blocks` blocks of a packed dataset as batches: spread evenly, or the first ones of a stream."""
     import torch
@@ -161,27 +203,25 @@ def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[st
         rows = packed.select([i * len(packed) // count for i in range(count)])
     else:
         rows = itertools.islice(packed, blocks)
-    batches = []
     ids = [row["input_ids"] for row in rows]
-    for start in range(0, len(ids), batch_size):
-        input_ids = torch.tensor(ids[start : start + batch_size])
-        batches.append({"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)})
-    return batches
+    batches = [torch.tensor(ids[start : start + batch_size]) for start in range(0, len(ids), batch_size)]
+    return [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in batches]
 
 
-def print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """A table on stdout; numbers to the right."""
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool = False) -> None:
+    """A table on stdout, numbers to the right; a `wide` one has no frame, and is wrapped in a narrow terminal."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)  # a pipe or a file has no width to cut numbers for
-    table = Table(*header)
-    for column in table.columns:
-        column.justify = "right"
-        column.no_wrap = True
+        console = Console(width=240 if wide else 120)  # a pipe or a file has no width to cut numbers for
+    table = Table(*header, box=box.SIMPLE_HEAD if wide else box.HEAVY_HEAD)
+    for number, column in enumerate(table.columns):
+        text = wide and (number == 0 or not any(row[number][:1].isdigit() for row in rows))
+        column.justify, column.no_wrap = "left" if text else "right", not wide
     for row in rows:
         table.add_row(*(Text(shown(cell)) for cell in row))
     console.print(table)
@@ -208,29 +248,25 @@ def explained(what: str, source: str, code: int = USAGE) -> Iterator[None]:
     import safetensors
     from huggingface_hub.errors import HFValidationError
 
-    from ..adapter_file import AdapterMismatchError
-    from ..config import ConfigError
-    from ..families import UnsupportedModelError
-    from ..hub import causes, explain
-    from ..resources import disk_full, out_of_memory
+    from ..adapter.files import AdapterMismatchError
+    from ..base.families import UnsupportedModelError
+    from ..config.adapter import ConfigError
+    from ..files.hub import causes, explain
+    from ..files.out_of_resources import disk_full, out_of_memory
 
     try:
         yield
     except (CliError, UnsupportedModelError):
         raise
-    except AdapterMismatchError as error:
-        raise CliError(f"{what}: {error}", ADAPTER) from error
-    except ConfigError as error:
-        raise CliError(f"{what}: {error}", code) from error
+    except (AdapterMismatchError, ConfigError) as error:
+        raise CliError(f"{what}: {error}", ADAPTER if isinstance(error, AdapterMismatchError) else code) from error
     except Exception as error:
         if out_of_memory(error) or disk_full(error):
             raise
-        code_refused = refused_code(error, source)
-        if code_refused is not None:
+        if code_refused := refused_code(error, source):
             raise CliError(f"{what}: {code_refused}") from error
         if not Path(source).exists():
-            hub = explain(error, what)
-            if hub is not None:
+            if hub := explain(error, what):
                 raise hub from error
             if any(isinstance(cause, HFValidationError) for cause in causes(error)):
                 raise CliError(f"{what}: no such folder, and not a Hub id (user/name)") from error

@@ -1,60 +1,56 @@
-"""Options that several commands share, and `--config FILE.yaml`."""
+"""Options that several commands share: ADAPTER with `--adapter`, its older spelling, and `--config FILE.yaml`."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from ..remote_code import trust_remote_code
-from ..yaml_files import YamlError, read_mapping
+from ..files.remote_code import trust_remote_code
+from ..files.strict_yaml import YamlError, read_mapping
+from ..files.suggestions import closest
 from .errors import CliError, usage_message
 
+OTHER_NAMES = {"gate_temperature": "temperature", "learning_rate": "lr"}  # fields whose option has another name
+_TAKEN = "hf_depthroute.cli option in the place of ADAPTER"
 _NOT_IN_YAML = ("config", "help", "debug")
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Callback of `--config`: the file's values become the defaults of the command's other options.
-
-    Raises:
-        CliError: The file cannot be read, is not a flat mapping, repeats a key, has a key that is no option of this
-            command, or a value that is no scalar.
-    """
+    """Callback of `--config`: the file's values become the defaults of the command's other options."""
     if path is None or context.resilient_parsing:
         return path
-    options = {p.name: p for p in context.command.params if p.name and p.name not in _NOT_IN_YAML}
-    spelled = {word.lstrip("-").replace("-", "_"): p for p in options.values() for word in p.opts}
+    parameters = [p for p in context.command.params if p.name and p.name not in _NOT_IN_YAML]
+    options = {word.lstrip("-").replace("-", "_"): p for p in parameters for word in p.opts}  # `out` and `json` are one
+    options |= {str(p.name): p for p in parameters}
     defaults = dict(context.default_map or {})
-    try:
-        # `max-steps` and `max_steps` are the same option.
+    try:  # `max-steps` and `max_steps` are the same option
         content = read_mapping(path, key_name=lambda key: key.replace("-", "_"))
     except YamlError as error:
         raise CliError(f"--config {error}") from error
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name not in options and name in spelled:  # `out: FILE` and `json: FILE` are the same option
-            name = str(spelled[name].name)
         if name not in options:
-            close = difflib.get_close_matches(name, [*options, *spelled], n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"see {context.command_path} --help for the options"
+            close = closest(name, options)
+            hint = f"did you mean {close!r}?" if close else f"see {context.command_path} --help for the options"
             raise CliError(f"{path}: unknown key {key!r}; {hint}")
         if value is None:
             continue
-        defaults[name] = _as_option(path, key, value, flag=bool(getattr(options[name], "is_flag", False)))
+        option = options[name]
+        typed = defaults[str(option.name)] = _as_typed(path, key, value, flag=bool(getattr(option, "is_flag", False)))
         try:  # checked here too: a value that the command line overrides must not be wrong either
-            options[name].process_value(context, defaults[name])
+            option.process_value(context, typed)
         except typer.BadParameter as error:
             raise CliError(f"{path}: {usage_message(error)}") from error
     context.default_map = defaults
     return path
 
 
-def _as_option(path: Path, key: str, value: Any, flag: bool) -> Any:
+def _as_typed(path: Path, key: str, value: Any, flag: bool) -> Any:
     """What would have been typed on the command line, so that YAML and command line are checked alike."""
     if flag != isinstance(value, bool):
         hint = "true or false" if flag else "a value, not true or false (quote it if you mean the word)"
@@ -62,40 +58,50 @@ def _as_option(path: Path, key: str, value: Any, flag: bool) -> Any:
     if flag:
         return value
     if isinstance(value, list) and all(isinstance(x, int | float) and not isinstance(x, bool) for x in value):
-        return ",".join(str(x) for x in value)
+        return ",".join(map(str, value))
     if not isinstance(value, str | int | float):
         raise CliError(f"{path}: {key} must be a single value or a list of numbers, not {type(value).__name__}")
     return str(value)
 
 
-def options_of(*classes: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for every field of some dataclasses, which it takes as `**fields`.
+def command(function: Callable[[Any], None]) -> Callable[..., None]:
+    """A command for typer from a function of one dataclass: each of its fields is an option.
 
-    Name, type and default are the field's, and its metadata holds the help. `"flag": True` there makes a boolean that
-    is False by default an option without its negation. Training arguments hold the help alone: transformers'
-    argument parser hands the rest of a field's metadata to argparse.
+    Name, type and default are the field's; its help is the text in `Annotated[TYPE, "text"]` or in its metadata, and
+    `Annotated[TYPE, typer.Option(...)]` says more. What is neither text nor a number nor true or false is given as
+    text. A flag that is off by default has no negation.
     """
+    (owner,) = (kind for name, kind in get_type_hints(function).items() if name != "return")
+    kinds, parameters = get_type_hints(owner, include_extras=True), []
+    for field in fields(owner):
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        how = {"default": default, "annotation": _annotation(field, kinds[field.name])}
+        parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, **how))
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind != p.VAR_KEYWORD]
-        added = []
-        for owner in classes:
-            types = get_type_hints(owner)
-            for field in fields(owner):
-                assert field.default is not MISSING
-                words = [f"--{field.name.replace('_', '-')}"] if field.metadata.get("flag") else []
-                kind: Any = types[field.name]
-                if str in get_args(kind):  # a field that takes several types takes each of them as text
-                    kind = str | None
-                option = Annotated[kind, typer.Option(*words, help=field.metadata["help"])]
-                added.append(
-                    inspect.Parameter(field.name, own[0].KEYWORD_ONLY, default=field.default, annotation=option)
-                )
-        parameters = [*(p.replace(kind=p.KEYWORD_ONLY) for p in own), *added]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return command
+    def call(**values: Any) -> None:
+        function(owner(**values))
 
-    return decorate
+    call.__doc__ = function.__doc__
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call
+
+
+def _annotation(field: Field[Any], kind: Any) -> Any:
+    text = field.metadata.get("help")
+    if get_origin(kind) is Annotated and isinstance(kind.__metadata__[0], str):
+        kind, text = get_args(kind)
+    if get_origin(kind) is Annotated or kind is typer.Context:
+        return kind
+    types = set(get_args(kind) or (kind,)) - {type(None)}
+    if len(types) > 1 or not types <= {str, int, float, bool}:
+        kind = str | None
+    words = [f"--{option_name(field.name)}"] if kind is not bool or field.default is False else []
+    return Annotated[kind, typer.Option(*words, help=text)]
+
+
+def option_name(field: str) -> str:
+    """`"gate_hidden"` -> `"gate-hidden"`."""
+    return OTHER_NAMES.get(field, field).replace("_", "-")
 
 
 def given(context: typer.Context) -> set[str]:
@@ -121,12 +127,8 @@ def command_words(context: typer.Context, leave_out: Sequence[str] = ()) -> list
 
 
 def parse_budgets(text: str) -> list[float]:
-    """`"0.25,0.5"` -> `[0.25, 0.5]`.
-
-    Raises:
-        CliError: Not a comma-separated list of numbers in (0, 1].
-    """
-    from ..config import ConfigError, check_budget
+    """`"0.25,0.5"` -> `[0.25, 0.5]`; `CliError` where that is no list of numbers in (0, 1]."""
+    from ..config.adapter import ConfigError, check_budget
 
     try:
         return [check_budget(float(part)) for part in text.split(",")]
@@ -143,32 +145,51 @@ def parse_layers(text: str | None) -> str | list[int] | None:
     return [int(part) for part in text.split(",")]
 
 
-def parse_numbers(option: str, text: str, low: int = 1) -> list[int]:
-    """`"1,8"` -> `[1, 8]`.
-
-    Raises:
-        CliError: Not a comma-separated list of whole numbers, each at least `low`.
-    """
+def parse_numbers(option: str, text: str, low: int | None = 1, wanted: str = "whole numbers, such as 1,8") -> list[int]:
+    """`"1,8"` -> `[1, 8]`; `CliError` where that is no list of whole numbers, each at least `low`."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise CliError(f"{option} {text!r}: write whole numbers, such as 1,8") from error
-    if min(numbers) < low:
+        raise CliError(f"{option} {text!r}: write {wanted}") from error
+    if low is not None and min(numbers) < low:
         raise CliError(f"{option} {text}: each must be at least {low}")
     return numbers
 
 
 def parse_names(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """`"eager,static"` -> `("eager", "static")`.
-
-    Raises:
-        CliError: One of them is not in `allowed`.
-    """
+    """`"eager,static"` -> `("eager", "static")`; `CliError` where one of them is not in `allowed`."""
     names = tuple(part.strip() for part in text.split(","))
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise CliError(f"{option} {text}: {unknown[0]!r} is unknown here; use some of: {', '.join(allowed)}")
     return names
+
+
+def passed_on(context: typer.Context) -> list[str]:
+    """The words that a command did not know, for the program it starts. With `--adapter`, ADAPTER took the first."""
+    return [*context.meta.get(_TAKEN, ()), *context.args]
+
+
+def either(context: typer.Context, value: str | None) -> str | None:
+    """Callback of ADAPTER, which is read after `--adapter`: the one of both that was given."""
+    old = context.params.get("adapter_option")
+    if old is None:
+        return value
+    source = context.get_parameter_source("adapter")
+    if value and source is not None and source.name == "COMMANDLINE":
+        if not value.startswith("-"):
+            raise CliError(f"{context.info_name}: {value} and --adapter {old} name an adapter twice; leave one out")
+        context.meta[_TAKEN] = [value]
+    return str(old)
+
+
+def _one(context: typer.Context, value: str) -> str:
+    adapter = either(context, value) or ""
+    if (not adapter or adapter.startswith("-")) and not context.resilient_parsing:
+        before = f" before {adapter}" if adapter else ""
+        words = f"{context.command_path} ADAPTER {adapter}".strip()
+        raise CliError(f"no adapter; name its folder or Hub id{before}: {words}")
+    return adapter
 
 
 def _trust_remote_code(context: typer.Context, given: bool) -> bool:
@@ -177,6 +198,10 @@ def _trust_remote_code(context: typer.Context, given: bool) -> bool:
     return given
 
 
+_ADAPTER = "Hub id or folder of the adapter."
+Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", show_default=False, callback=_one, help=_ADAPTER)]
+AnyAdapter = Annotated[str | None, typer.Argument(metavar="ADAPTER", callback=either, help=_ADAPTER)]
+OldAdapter = Annotated[str | None, typer.Option("--adapter", is_eager=True, help="Older spelling of ADAPTER.")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -188,12 +213,9 @@ ConfigFile = Annotated[
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show warnings, and the traceback of an error.")]
-Model = Annotated[str, typer.Option(help="Hub id or folder of the base model.")]
-BaseModel = Annotated[str | None, typer.Option(help="Hub id or folder of the base model. Default: the adapter's.")]
-AllowBaseMismatch = Annotated[
-    bool,
-    typer.Option("--allow-base-mismatch", help="Load the adapter onto a base of its shape with other weights."),
-]
+Dtype = Annotated[str, "auto (as stored), float32, bfloat16 or float16."]
+BaseModel = Annotated[str | None, "Hub id or folder of the base model. Default: the adapter's."]
+AllowBaseMismatch = Annotated[bool, "Load the adapter onto a base of its shape with other weights."]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
@@ -203,14 +225,11 @@ TrustRemoteCode = Annotated[
     ),
 ]
 Dataset = Annotated[
-    str,
-    typer.Option(
-        help="python-stdlib, a .txt/.jsonl/.json/.csv/.parquet file, a folder (also of save_to_disk), or a Hub id."
-    ),
+    str, "python-stdlib, a .txt/.jsonl/.json/.csv/.parquet file, a folder (also of save_to_disk), or a Hub id."
 ]
-DatasetName = Annotated[str | None, typer.Option(help="Configuration of the Hub dataset, such as sample-10BT.")]
-Column = Annotated[str, typer.Option(help="Column that holds the text.")]
+DatasetName = Annotated[str | None, "Configuration of the Hub dataset, such as sample-10BT."]
+Column = Annotated[str, "Column that holds the text."]
 Streaming = Annotated[bool, typer.Option("--streaming/--no-streaming", help="Read the dataset without downloading it.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Blocks in a batch.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens in a block.")]
-Budgets = Annotated[str, typer.Option(help="Fractions of tokens that run full, comma-separated.")]
+Budgets = Annotated[str, "Fractions of tokens that run full, comma-separated."]

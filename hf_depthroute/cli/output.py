@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import staged_files
-from ..shown import reason, say, say_block
+from ..files import staged
+from ..files.shown import reason, say, say_block
 from .errors import ADAPTER, RESOURCES, CliError
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
@@ -29,10 +29,6 @@ def check_out(out: Path, overwrite: bool, resume: bool = False) -> Path:
     """The absolute output folder, if it may be written.
 
     Overwriting replaces the files of the adapter that is there; everything else in the folder stays.
-
-    Raises:
-        CliError: It is a file; it holds checkpoints and `resume` is not given; it is not empty and `overwrite` is not
-            given; or it holds something else than an adapter.
     """
     resolved = out.expanduser().resolve()
     if resolved.is_file():
@@ -41,10 +37,8 @@ def check_out(out: Path, overwrite: bool, resume: bool = False) -> Path:
     held = sorted(entry.name for entry in resolved.iterdir()) if resolved.is_dir() else []
     checkpoints = [name for name in held if _CHECKPOINT.fullmatch(name)]
     if checkpoints and not resume:
-        raise CliError(
-            f"--out {out}: holds {checkpoints[0]} of a run that did not end; pass --resume to go on with it, or remove "
-            "its checkpoints"
-        )
+        what = "pass --resume to go on with it, or remove its checkpoints"
+        raise CliError(f"--out {out}: holds {checkpoints[0]} of a run that did not end; {what}")
     if not checkpoints and any(name != _LOGS for name in held):
         if not overwrite:
             raise CliError(f"--out {out}: already exists and is not empty; pass --overwrite or name another folder")
@@ -57,11 +51,7 @@ def check_out(out: Path, overwrite: bool, resume: bool = False) -> Path:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Refuse a folder in which `needed` bytes cannot be written, before hours are spent on them.
-
-    Raises:
-        CliError: With code 5: there is less space, or no file can be made there.
-    """
+    """Refuse a folder in which `needed` bytes cannot be written, before hours are spent on them."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CliError(f"--out {folder}: needs about {needed:,} bytes and only {free:,} are free there", RESOURCES)
@@ -89,9 +79,6 @@ def restore_hidden(folder: Path) -> None:
     """Put back an adapter that is not in its place: earlier versions renamed it while they replaced it.
 
     One that was killed between its two renames left `.NAME.previous-PID` beside the folder.
-
-    Raises:
-        CliError: There are several, and it is not known which one to take.
     """
     pattern = f".{glob.escape(folder.name)}.previous-*"
     if folder.exists() or not folder.name or not folder.parent.is_dir():
@@ -130,25 +117,18 @@ ResultFile = Annotated[
 
 
 def write_result(path: Path | None, content: Any) -> bool:
-    """Write what a command measured as JSON to its `--out`, if that was given.
-
-    Returns:
-        Whether that was stdout, which then holds nothing else.
-    """
+    """Write what a command measured as JSON to its `--out`, if given; True if that is stdout, for nothing else then."""
+    if path is None:
+        return False
+    text = json.dumps(content, indent=2)
     if path == STDOUT:
-        say_block(json.dumps(content, indent=2))
-    elif path is not None:
-        write_json(path, content)
-    return path == STDOUT
-
-
-def write_json(path: Path, content: Any) -> None:
-    """As `staged_files.write_json`; the folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged_files.write_json(path, content)
+        say_block(text)
+        return True
+    write_text(path, f"{text}\n")
+    return False
 
 
 def write_text(path: Path, text: str) -> None:
-    """As `staged_files.write_text`; the folder is made."""
+    """As `staged.write_text`; the folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    staged_files.write_text(path, text)
+    staged.write_text(path, text)

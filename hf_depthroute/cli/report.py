@@ -2,64 +2,74 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..shown import say
+from ..files.shown import say
 from . import options as o
 from .errors import CliError
-from .report_run import RunOptions, report_run
+from .output import write_text
+
+_OF_ADAPTER = {name: name for name in ("adapter", "dataset", "prompt", "budgets", "model")}
+_OF_ADAPTER |= {"eval_file": "eval", "bench_file": "bench"}
+_TIMES = ("routed_ms", "ratio", "speedup", "eta", "full_ratio", "flops_routed_over_dense", "tokens_per_s")
+_TIMED_BLOCKS = 4  # sequences of the prefill that is timed, as in bench
 
 
-def report(
+@dataclass(kw_only=True)
+class ReportOptions:
     source: Annotated[
         str | None,
         typer.Argument(metavar="ADAPTER|STUDY", help="Hub id or folder of an adapter, or result folder of a study."),
-    ] = None,
-    adapter: Annotated[str | None, typer.Option(help="Older spelling of ADAPTER.")] = None,
-    model: o.BaseModel = None,
-    config: o.ConfigFile = None,
-    dataset: Annotated[str | None, typer.Option(help="Text to measure and to show: as for train.")] = None,
-    dataset_name: o.DatasetName = None,
-    split: Annotated[str, typer.Option(help="Split of the text.")] = "train",
-    column: o.Column = "text",
-    streaming: o.Streaming = False,
-    budgets: Annotated[
-        str | None,
-        typer.Option(help="Fractions of tokens that run full, comma-separated. Default: 0.25,0.5,0.75."),
-    ] = None,
-    blocks: Annotated[int, typer.Option(min=1, help="At most this many blocks.")] = 64,
-    batch_size: o.BatchSize = 8,
-    length: o.Length = 256,
-    samples: Annotated[int, typer.Option(min=1, help="Blocks of the text in the token view.")] = 3,
-    prompt: Annotated[str | None, typer.Option(help="Show how this text is continued, too.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="With --prompt: tokens to add.")] = 64,
+    ] = None
+    adapter: Annotated[str, typer.Option(show_default=False, help="Older spelling of ADAPTER.")] = ""
+    model: o.BaseModel = None
+    config: o.ConfigFile = None
+    dataset: Annotated[str, typer.Option(show_default=False, help="Text to measure and to show: as for train.")] = ""
+    dataset_name: o.DatasetName = None
+    split: Annotated[str, "Split of the text."] = "train"
+    column: o.Column = "text"
+    streaming: o.Streaming = False
+    budgets: Annotated[str | None, "Fractions of tokens that run full, comma-separated. Default: 0.25,0.5,0.75."] = None
+    blocks: Annotated[int, typer.Option(min=1, help="At most this many blocks.")] = 64
+    batch_size: o.BatchSize = 8
+    length: o.Length = 256
+    samples: Annotated[int, typer.Option(min=1, help="Blocks of the text in the token view.")] = 3
+    prompt: Annotated[str | None, "Show how this text is continued, too."] = None
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="With --prompt: tokens to add.")] = 64
     eval_file: Annotated[
         Path | None, typer.Option("--eval", metavar="FILE", help="Losses from eval --out, instead of taking them.")
-    ] = None,
+    ] = None
     bench_file: Annotated[
         Path | None, typer.Option("--bench", metavar="FILE", help="Times from bench --out, instead of taking them.")
-    ] = None,
-    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of the speed; medians are reported.")] = 15,
-    title: Annotated[str | None, typer.Option(help="Of the page. Default: the adapter's name.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    ] = None
+    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of the speed; medians are reported.")] = 15
+    title: Annotated[str | None, "Of the page. Default: the adapter's name."] = None
+    dtype: o.Dtype = "auto"
     out: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Where to write; of an adapter's page also a .html. Default: DIR/report."),
-    ] = None,
-    allow_base_mismatch: o.AllowBaseMismatch = False,
-    trust_remote_code: o.TrustRemoteCode = False,
-    debug: o.Debug = False,
-) -> None:
+    ] = None
+    allow_base_mismatch: o.AllowBaseMismatch = False
+    trust_remote_code: o.TrustRemoteCode = False
+    debug: o.Debug = False
+
+
+@o.command
+def report(options: ReportOptions) -> None:
     """Write one HTML page that loads nothing: about a routed model, or about a study.
 
     An adapter's page has loss, speed and arithmetic by budget, what every layer ran, scores with thresholds, and a text
-    coloured token by token. A study's has losses, tables and figures, verdicts on the papers' claims whose configs it
-    has, and report.md and results.json besides; a folder with only results.json is enough to write it again.
+    coloured token by token. A study's has a table of its configs: steps, tokens, and losses over the seeds with their
+    standard error. Beside it stand report.md, results.csv with every measured number, and results.json; a folder with
+    only results.json is enough to write it again.
 
     \b
     Example:
@@ -67,57 +77,227 @@ def report(
       hf-depthroute report routed --dataset my_text.jsonl --prompt "Once upon a time" --out page.html
       hf-depthroute report results                                     # of hf-depthroute study
     """
-    given = {"--adapter": adapter, "--dataset": dataset, "--prompt": prompt, "--eval": eval_file}
-    given |= {"--bench": bench_file, "--budgets": budgets, "--model": model}
-    for_adapter = [name for name, value in given.items() if value is not None]
-    if source is not None and (_is_adapter(source) or (for_adapter and not Path(source).exists())):
-        if adapter is not None:
-            raise CliError(f"report: {source} and --adapter {adapter} are two adapters; give one")
-        adapter = source
+    for_adapter = [f"--{word}" for name, word in _OF_ADAPTER.items() if getattr(options, name) not in (None, "")]
+    source = options.source
+    is_adapter = source is not None and (Path(source) / "adapter_config.json").is_file()
+    if source is not None and (is_adapter or (for_adapter and not Path(source).exists())):
+        if options.adapter:
+            raise CliError(f"report: {source} and --adapter {options.adapter} are two adapters; give one")
+        options.adapter = source
     elif source is not None:
         if for_adapter:
             raise CliError(f"report: {for_adapter[0]} is for an adapter, and {source} is no adapter's folder")
-        _report_study(Path(source), out, debug)
+        _report_study(Path(source), options.out, options.debug)
         return
-    if adapter is None:
+    if not options.adapter:
         raise CliError("report: name an adapter and give --dataset, or name the folder of a study")
-    if dataset is None:
-        raise CliError(f"report: give --dataset, the text to measure adapter {adapter} on")
-    run = RunOptions(
-        adapter=adapter, model=model, dataset=dataset, dataset_name=dataset_name, split=split, column=column,
-        streaming=streaming, budgets=budgets, blocks=blocks, batch_size=batch_size, length=length, samples=samples,
-        prompt=prompt, max_new_tokens=max_new_tokens, eval_file=eval_file, bench_file=bench_file, speed=speed,
-        repeats=repeats, title=title, dtype=dtype, out=out, allow_base_mismatch=allow_base_mismatch,
-    )  # fmt: skip
-    say(report_run(run, debug))
-
-
-def _is_adapter(source: str) -> bool:
-    return (Path(source) / "adapter_config.json").is_file()
+    if not options.dataset:
+        raise CliError(f"report: give --dataset, the text to measure adapter {options.adapter} on")
+    say(_report_adapter(options))
 
 
 def _report_study(directory: Path, out: Path | None, debug: bool) -> None:
-    if importlib.util.find_spec("adjustText") is None:
-        raise CliError("adjustText is not installed: pip install 'hf-depthroute[study]'")
     from . import loading
 
     loading.quiet(debug)
-    from ..report.study.page import count_runs, write_report
-    from ..report.study.results import ResultsError
-    from ..report.study.tables import loss_table
+    from ..report.study_results import ResultsError
+    from ..report.study_table import count_missing, loss_table, summarize, write_study_report
 
     folder = directory / "report" if out is None else out
     if folder.exists() and not folder.is_dir():
         raise CliError(f"--out {folder}: is a file, not a folder")
     try:
-        study, verdicts = write_report(directory, folder)
+        study = write_study_report(directory, folder)
     except ResultsError as error:
         raise CliError(str(error)) from error
-    losses = loss_table(study)
-    loading.print_table(tuple(losses.columns), [tuple(row) for row in losses.rows])
-    if verdicts:
-        loading.print_table(("verdict", "claim"), [(verdict.word, verdict.statement) for verdict in verdicts])
-    missing = sum(len(seeds) for seeds in study.missing().values())
-    if missing:
-        say(f"{count_runs(missing)} missing")
+    losses = loss_table(study, summarize(study))
+    losses = losses.drop(columns=["steps", "tokens"], errors="ignore")  # a terminal's width
+    loading.print_table(tuple(losses), losses.to_numpy().tolist())
+    if study.missing():
+        say(count_missing(study))
     say(folder / "report.html")
+
+
+def _report_adapter(given: ReportOptions) -> Path:
+    """Measure, and write the page; its path. What can be refused is refused before the weights are loaded."""
+    path = _page_path(given)
+    rows = None if given.eval_file is None else _read_rows(given.eval_file)
+    timed = None if given.bench_file is None else _read_bench(given.bench_file)
+    wanted = _wanted_budgets(given, rows)
+    from . import loading
+
+    loading.quiet(given.debug)
+    source = loading.find_source(given)
+    loading.check_length(given.length, source.base_config)
+    tokenizer = source.tokenizer()
+    batches = source.batches(tokenizer, given.split, given.blocks)
+    samples = _samples(given, tokenizer, batches, source.base_config)
+
+    from ..bench.shapes import dense_view
+    from ..evaluation import evaluate_budgets
+    from ..inference.non_finite import check_losses
+    from ..report.collect import RunReport, collect_scores, collect_tokens, count_costs
+    from ..report.run_page import render_page
+
+    base = source.base_model()
+    untouched = dense_view(base)
+    routed = source.routed(base)
+    follows = source.config.takes_budget()
+    budgets = wanted if follows else [float(source.config.budget)]
+    if rows is None:
+        say("losses ...", sys.stderr)
+        rows = [asdict(row) for row in evaluate_budgets(routed, batches, None, budgets)]
+        check_losses(routed, [row["loss"] for row in rows], batches)
+    _check_rows(given, rows, budgets, follows)
+    notes = []
+    if timed is None and given.speed:
+        say("speed ...", sys.stderr)
+        try:
+            timed = _measure_speed(routed, untouched, budgets, batches, given.repeats)
+        except ValueError as error:
+            notes.append(f"Speed was not measured: {error}.")
+    say("scores and decisions ...", sys.stderr)
+    scores = collect_scores(routed, batches, budgets)
+    shape = (min(_TIMED_BLOCKS, len(batches[0]["input_ids"])), given.length)
+    page = RunReport(
+        title=given.title or f"Depth routing: {_name(given.adapter)}",
+        facts=_facts(given, source.base, routed, sum(len(batch["input_ids"]) for batch in batches), timed or {}),
+        rows=rows,
+        budgets=budgets,
+        follows_budget=follows,
+        scores=scores,
+        costs=count_costs(routed, scores, *shape),
+        cost_shape=shape,
+        tokens=collect_tokens(routed, tokenizer, samples, budgets),
+        bench=timed,
+        notes=notes,
+    )
+    write_text(path, render_page(page))
+    return path
+
+
+def _page_path(given: ReportOptions) -> Path:
+    """Where the page goes: `--out page.html`, `--out FOLDER`, or the adapter's own folder if it has one here."""
+    if given.out is not None and given.out.suffix.lower() in (".html", ".htm"):
+        if given.out.is_dir():
+            raise CliError(f"--out {given.out}: is a folder, not a file")
+        return given.out
+    default = Path(given.adapter) / "report" if Path(given.adapter).is_dir() else Path("report")
+    folder = default if given.out is None else given.out
+    if folder.exists() and not folder.is_dir():
+        raise CliError(f"--out {folder}: is a file, not a folder; name a folder or a .html file")
+    return folder / "report.html"
+
+
+def _wanted_budgets(given: ReportOptions, rows: list[dict[str, Any]] | None) -> list[float]:
+    if rows is None:
+        return sorted(set(o.parse_budgets(given.budgets or "0.25,0.5,0.75")))
+    known = sorted({float(row["budget"]) for row in rows if row["rule"] == "threshold"})
+    if given.budgets is None:
+        return known
+    budgets = sorted(set(o.parse_budgets(given.budgets)))
+    missing = [budget for budget in budgets if budget not in known]
+    if missing:
+        raise CliError(f"--eval {given.eval_file}: has no row of budget {missing[0]:g}")
+    return budgets
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        for row in rows:
+            row |= {name: float(row[name]) for name in ("budget", "loss", "perplexity", "full_ratio")}
+            row["rule"] = str(row["rule"])
+    except OSError as error:
+        raise CliError(f"--eval {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CliError(f"--eval {path}: not a result of hf-depthroute eval --out ({error!r} is wrong)") from error
+    return list(rows)
+
+
+def _read_bench(path: Path) -> dict[str, Any]:
+    from ..bench.measurements import read_result
+
+    try:
+        result = read_result(path)
+    except ValueError as error:
+        raise CliError(f"--bench {error}") from error
+    if "prefill" not in result and "decode" not in result:
+        raise CliError(f"--bench {path}: has no single prefill or decode; measure one size with hf-depthroute bench")
+    try:
+        setting = result["setting"]
+        for part, batch in (("prefill", "batch"), ("decode", "decode_batch")):
+            if part in result:
+                result[part] = {"batch": setting[batch], "length": setting["length"], **result[part]}
+                result[part]["dense_ms"] = float(result[part]["dense_ms"])
+                for row in result[part]["budgets"].values():
+                    row |= {name: float(row[name]) for name in _TIMES if (name, row[name]) != ("eta", None)}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CliError(f"--bench {path}: not a result of hf-depthroute bench --out ({error!r} is wrong)") from error
+    return result
+
+
+def _check_rows(given: ReportOptions, rows: list[dict[str, Any]], budgets: list[float], follows: bool) -> None:
+    """One dense row, and one of the inference rule per budget, all with a loss that is a number."""
+    rule = "threshold" if follows else "fixed"
+    if not budgets:
+        raise CliError(f"--eval {given.eval_file}: has no row of the threshold rule")
+    source = f"--eval {given.eval_file}" if given.eval_file else f"adapter {given.adapter}"
+    for budget in budgets:
+        if not any(row["rule"] == rule and row["budget"] == budget for row in rows):
+            raise CliError(f"{source}: no {rule} row of budget {budget:g}")
+    if not any(row["rule"] == "dense" for row in rows):
+        raise CliError(f"{source}: no dense row")
+    broken = [row for row in rows if not math.isfinite(row["loss"])]
+    if broken:
+        raise CliError(f"{source}: the {broken[0]['rule']} loss is {broken[0]['loss']}; there is nothing to draw")
+
+
+def _samples(given: ReportOptions, tokenizer: Any, batches: list[dict[str, Any]], base_config: Any) -> list[Any]:
+    from ..report.collect import Sample
+    from . import loading
+
+    rows = [row for batch in batches for row in batch["input_ids"]][: given.samples]
+    found = [Sample(f"text {number}", row) for number, row in enumerate(rows, 1)]
+    if given.prompt is None:
+        return found
+    ids = tokenizer(given.prompt, return_tensors="pt", return_token_type_ids=False)["input_ids"][0].long()
+    if len(ids) == 0:
+        raise CliError("--prompt has no tokens in this model's tokenizer")
+    total = len(ids) + given.max_new_tokens
+    loading.check_length(total, base_config, f"--prompt of {len(ids)} tokens + --max-new-tokens =")
+    return [Sample("prompt and what each budget wrote", ids, given.max_new_tokens), *found]
+
+
+def _measure_speed(
+    routed: Any, untouched: Any, budgets: list[float], batches: list[dict[str, Any]], repeats: int
+) -> dict[str, Any]:
+    """The measured speed on the first blocks of the text; `ValueError` where it cannot be measured."""
+    from ..bench.suite import bench
+
+    prompts = batches[0]["input_ids"][:_TIMED_BLOCKS]
+    room = getattr(routed.config, "max_position_embeddings", None) or math.inf
+    steps = int(min(16, room - prompts.shape[1]))
+    return bench(routed, base=untouched, input_ids=prompts, budgets=budgets, decode_steps=steps, repeats=repeats)
+
+
+def _facts(given: ReportOptions, model: str, routed: Any, blocks: int, timed: dict[str, Any]) -> list[tuple[str, str]]:
+    from ..files.versions import versions
+
+    config = routed.active_peft_config
+    adapter = f"{_name(given.adapter)}: gate {config.gate}, target {config.target}, per {config.granularity}"
+    size = sum(p.numel() for name, p in routed.named_parameters() if ".routing." not in name)
+    facts = [
+        ("Base model", f"{_name(model)}, {routed.config.model_type}, {size:,} parameters"),
+        ("Adapter", f"{adapter}, branch {config.branch}, trained at budget {config.budget:g}"),
+        ("Text", f"{_name(given.dataset)}, split {given.split}, {blocks} blocks of {given.length} tokens"),
+    ]
+    if machine := timed.get("machine"):
+        dtype = timed.get("setting", {}).get("dtype", "")
+        facts.append(("Machine", f"{machine['device']}, {machine['threads']} threads, {dtype}"))
+    return [*facts, ("Versions", ", ".join(f"{name} {version}" for name, version in versions().items()))]
+
+
+def _name(source: str) -> str:
+    """A Hub id as it is; of a local path its last part, since a page is for other machines."""
+    return Path(source).resolve().name if Path(source).exists() else source

@@ -2,46 +2,48 @@
 
 `transformers serve` does not know this package, and loads no adapter by its name. It does load a folder that holds a
 complete model and an adapter, so it is given one: links to the base's files and to the adapter's two. It has no limits
-either; `serve_requests` and `serve_engine` add them.
+either; `serve_limits` adds them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..shown import say
+from ..files.shown import reason, say
 from . import options as o
-from .adapter import Adapter, OldAdapter, passed_on
 from .errors import CliError
-from .serve_engine import guarded, limited_engine
-from .serve_requests import Limits
+from .serve_limits import Guard, Limits, error_body, limited_managers
 
 _ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 _BASE_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
-def serve(
-    context: typer.Context,
-    adapter: Adapter = "",
-    model: o.BaseModel = None,
-    adapter_option: OldAdapter = None,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt; a longer one gets 400.")] = 16_384,
-    max_output_tokens: Annotated[int, typer.Option(min=1, help="Longest answer; asking for more gets 400.")] = 4096,
+@dataclass(kw_only=True)
+class ServeOptions:
+    context: typer.Context
+    adapter: o.Adapter = ""
+    model: o.BaseModel = None
+    adapter_option: o.OldAdapter = None
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt; a longer one gets 400.")] = 16_384
+    max_output_tokens: Annotated[int, typer.Option(min=1, help="Longest answer; asking for more gets 400.")] = 4096
     max_requests: Annotated[
         int, typer.Option(min=1, help="Requests at one time, running and waiting; one more gets 429.")
-    ] = 32,
-    trust_remote_code: o.TrustRemoteCode = False,
-    debug: o.Debug = False,
-) -> None:
+    ] = 32
+    trust_remote_code: o.TrustRemoteCode = False
+    debug: o.Debug = False
+
+
+@o.command
+def serve(options: ServeOptions) -> None:
     """Serve a routed model with `transformers serve`: the API of OpenAI, chat and completions.
 
     Every other option goes to `transformers serve` (see its --help), such as --port, --device, --dtype and
@@ -59,54 +61,54 @@ def serve(
 
     if not is_serve_available():
         raise CliError('serve needs more packages; install them with: pip install "transformers[serving]"')
-    loading.quiet(debug)
-    base, base_config = loading.find_base(adapter, loading.load_adapter_config(adapter), model)
+    loading.quiet(options.debug)
+    adapter, trusted = options.adapter, options.trust_remote_code
+    base, base_config = loading.find_base(adapter, loading.load_adapter_config(adapter), options.model)
     positions = getattr(base_config, "max_position_embeddings", None)
-    limits = Limits(max_prompt_tokens, max_output_tokens, max_requests, positions)
+    limits = Limits(options.max_prompt_tokens, options.max_output_tokens, options.max_requests, positions)
     name = Path(adapter).resolve().name if Path(adapter).is_dir() else adapter
     from transformers.cli.transformers import app
 
     with tempfile.TemporaryDirectory(prefix="depthroute") as root:
-        patterns = [*_BASE_FILES, "*.py"] if trust_remote_code else _BASE_FILES
-        folders = _folder(base, patterns), _folder(adapter, _ADAPTER_FILES)
-        link_model(*folders, Path(root, name), code=trust_remote_code)
+        base_folder = loading.folder_of("model", base, [*_BASE_FILES, "*.py"] if trusted else _BASE_FILES)
+        link_model(base_folder, loading.folder_of("model", adapter, _ADAPTER_FILES), Path(root, name), code=trusted)
         say(f"serving {adapter} on {base} as model {name!r}", sys.stderr)
         # The server calls the model by the path that it was given.
-        with _working_in(root), limited_engine(limits), _one_model(name, limits):
-            trusted = ["--trust-remote-code"] if trust_remote_code else []
-            app(["serve", name, *trusted, *passed_on(context)], standalone_mode=False)
-
-
-@contextlib.contextmanager
-def _working_in(folder: str) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
+        with contextlib.chdir(root), _one_model(name, limits):
+            words = ["--trust-remote-code"] if trusted else []
+            app(["serve", name, *words, *o.passed_on(options.context)], standalone_mode=False)
 
 
 @contextlib.contextmanager
 def _one_model(name: str, limits: Limits) -> Iterator[None]:
-    """Let `transformers serve` list the model that is served, and end on Ctrl-C.
+    """Let `transformers serve` list the model that is served, keep to the limits, and end on Ctrl-C.
 
-    By itself it lists what lies in the Hub's cache, and its threads of continuous batching outlive it.
+    By itself it lists what lies in the Hub's cache, answers 500 to what a client got wrong, and its threads of
+    continuous batching outlive it.
     """
-    from transformers.cli.serving import server
+    import jinja2
+    from fastapi.responses import JSONResponse
+    from transformers.cli.serving import server, utils
 
     owner = name.split("/")[0] if "/" in name else ""
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": owner}
     build: Any = server.build_server
+    managers = utils.GenerateManager, utils.CBGenerateManager
     states = []
+
+    async def wrong(request: Any, error: Exception) -> Any:
+        return JSONResponse(error_body(reason(error)[:300]), status_code=400)
 
     def build_server(model_manager: Any, *handlers: Any, generation_state: Any, **others: Any) -> Any:
         model_manager.get_gen_models = lambda: [model]
         states.append(generation_state)
         served = build(model_manager, *handlers, generation_state=generation_state, **others)
-        return guarded(served, name, limits)
+        for kind in (ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError):
+            served.add_exception_handler(kind, wrong)
+        return Guard(served, name, limits)
 
     server.build_server = build_server  # type: ignore[assignment]
+    utils.GenerateManager, utils.CBGenerateManager = limited_managers(limits)  # type: ignore[misc,assignment]
     try:
         yield
     except Exception as error:
@@ -115,6 +117,7 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
         raise
     finally:
         server.build_server = build
+        utils.GenerateManager, utils.CBGenerateManager = managers  # type: ignore[misc]
         for state in states:
             state.shutdown()
 
@@ -128,14 +131,3 @@ def link_model(base: Path, adapter: Path, folder: Path, code: bool = False) -> N
     files = {file.name: file for file in base.iterdir() if file.is_file() and (code or file.suffix != ".py")}
     for name, file in (files | {name: adapter / name for name in _ADAPTER_FILES}).items():
         (folder / name).symlink_to(file.resolve())
-
-
-def _folder(source: str, patterns: list[str] | None) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    import huggingface_hub
-
-    from . import loading
-
-    with loading.explained(f"model {source}", source):
-        return Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns))

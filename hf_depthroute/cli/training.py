@@ -1,4 +1,4 @@
-"""The steps of `train` before and after the training itself: text, the adapter to train, what it may cost."""
+"""What `train` does: what it is asked for, the adapter to train, what that may cost, and what is saved."""
 
 from __future__ import annotations
 
@@ -7,79 +7,189 @@ import copy
 import itertools
 import shutil
 import sys
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerState
+import torch
+import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..checkpoints import CheckpointError, checkpoints_in, last_complete
-from ..config import DepthRouteConfig
-from ..cost import route_cost
-from ..data import load_text, pack
-from ..presets import find_preset
-from ..shown import reason, say
+from ..adapter.saving import SaveWarning, staged_save
+from ..adapter.tuner import get_depth_routed_model
+from ..config.adapter import DepthRouteConfig
+from ..config.fields import RoutingFields
+from ..data.text import pack
+from ..evaluation import BudgetRow, evaluate_budgets
+from ..evaluation.cost import route_cost
+from ..files import staged
+from ..files.out_of_resources import disk_full
+from ..files.shown import reason, say
+from ..files.versions import versions
+from ..inference import calibration
+from ..training.arguments import RoutingArguments
+from ..training.checkpoints import CheckpointError, checkpoints_in, last_complete
+from ..training.presets import find_preset
+from ..training.record import remember_training
+from ..training.trainer import DepthRouteTrainer, DepthRouteTrainingArguments
 from . import loading
-from .adapter_options import OTHER_NAMES, AdapterOptions, config_fields
-from .errors import OTHER, CliError
+from . import options as o
+from .errors import OTHER, RESOURCES, CliError
+from .output import check_space, made
 
 if TYPE_CHECKING:
-    from ..evaluation import BudgetRow
+    from .train import TrainOptions
 
 # Not part of what an adapter computes: where it comes from, and what a save writes.
 _NOT_COMPARED = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "base_architecture")
 
 
-def preset_values(name: str | None, given: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A published method's fields of the adapter and of the training arguments that no option in `given` sets.
+@dataclass
+class Run:
+    """What `train` was asked for, checked.
 
-    Raises:
-        ConfigError: There is no such preset.
+    `preset` are the values that its preset sets; `blocks` are to train on, and `validation` are the batches to evaluate
+    on, for which `held_out` blocks were taken out of the same text.
     """
-    if name is None:
-        return {}, {}
-    row = find_preset(name)
-    adapter, training = (
-        {field: copy.deepcopy(value) for field, value in values.items() if OTHER_NAMES.get(field, field) not in given}
-        for values in (row.adapter, row.training)
+
+    options: TrainOptions
+    preset: dict[str, Any]
+    source: loading.Source
+    arguments: DepthRouteTrainingArguments
+    tokenizer: Any
+    blocks: Any
+    validation: list[Any] | None
+    held_out: int
+    started: float
+
+
+def train_adapter(options: TrainOptions) -> None:
+    """Everything that `train` does once the libraries are loaded; what can be refused is, before the weights load."""
+    run, out = _prepared(options), options.out
+    transformers.set_seed(options.seed)
+    base = run.source.base_model()
+    if options.adapter is None:
+        model: Any = get_depth_routed_model(base, run.source.config)
+    else:
+        model = run.source.routed(base, is_trainable=True)
+    checkpoint = _checkpoint_to_resume(out, model) if options.resume else None
+    remark = route_cost(model, length=options.length).remark
+    if remark is not None:  # routers and branches cost more than what is skipped
+        say(f"note: {remark}")
+    with made(out):
+        check_space(out, _bytes_needed(model, run.tokenizer, checkpoints=run.arguments.save_strategy != "no"))
+        log_history = _trained(run, model, checkpoint)
+        full_ratio, rows = _measured(run, model)
+        record = _record_of(run, model, log_history, full_ratio, rows)
+        _save(run, model, record)
+    if rows:
+        dense, routed = rows[0], rows[-1]
+        gap = "" if routed.gap is None else f", threshold - top-k {routed.gap:+.4f}"
+        share = f"{routed.full_ratio:.1%} of the tokens run full"
+        say(f"validation loss: dense {dense.loss:.4f}, routed {routed.loss:.4f} ({share}){gap}")
+    say(f"saved {out} in {record['seconds']} s")
+
+
+def _prepared(options: TrainOptions) -> Run:
+    given = o.given(options.context)
+    row = None if options.preset is None else find_preset(options.preset)
+    adapter_values, training_values = (
+        {field: copy.deepcopy(value) for field, value in values.items() if not given & {field, _option(field)}}
+        for values in ((row.adapter, row.training) if row else ({}, {}))
     )
-    return adapter, training
+    config = _new_or_saved_config(options, given, adapter_values)
+    loading.check_dtype(options.dtype, ("float32", "bfloat16"))
+    if not 0 < options.lr < float("inf"):
+        raise CliError(f"--lr {options.lr}: must be a finite number above 0")
+    arguments = _training_arguments(options, training_values)
+    source = loading.Source(options, config, *loading.find_base(options.adapter or "", config, options.model))
+    config.routed_layers(source.base_config.num_hidden_layers)
+    loading.check_length(options.length, source.base_config)
+    tokenizer = source.tokenizer()
+    text, preset = _packed_text(options, tokenizer), adapter_values | training_values
+    return Run(options, preset, source, arguments, tokenizer, *text, started=time.time())
 
 
-def new_or_saved_config(options: dict[str, Any], given: set[str], preset: dict[str, Any]) -> DepthRouteConfig:
-    """The configuration that the options and the preset describe, or that of the adapter that `--adapter` names.
+def _option(field: str) -> str:
+    return o.OTHER_NAMES.get(field, field)
 
-    Raises:
-        CliError: Options of a new adapter beside `--adapter`, or an adapter that cannot be read.
-        ConfigError: An option is out of range.
-    """
-    adapter = options["adapter"]
+
+def _new_or_saved_config(options: TrainOptions, given: set[str], preset: dict[str, Any]) -> DepthRouteConfig:
+    """The configuration that the options and the preset describe, or that of the adapter that ADAPTER names."""
+    adapter, names = options.adapter, [field.name for field in fields(RoutingFields)]
     if adapter is None:
-        if options["model"] is None:
+        if options.model is None:
             raise CliError("Missing option '--model' (see hf-depthroute train --help)")
-        return DepthRouteConfig(**{**config_fields(options), **preset}, seed=options["seed"])
-    fixed = sorted(given & {"preset", *AdapterOptions.__dataclass_fields__})
+        values = {name: getattr(options, name) for name in names}
+        values |= {name: read(values[name]) for name, read in _READ.items() if values[name] is not None}
+        return DepthRouteConfig(**{**values, **preset, "seed": options.seed})
+    fixed = sorted(o.option_name(name) for name in given & {"preset", *names} - {"seed"})
     if fixed:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in fixed)
-        raise CliError(f"{names}: defines a new adapter; with --adapter it is what {adapter} says")
+        listed = ", ".join(f"--{name}" for name in fixed)
+        raise CliError(f"{listed}: defines a new adapter; with --adapter it is what {adapter} says")
     return loading.load_adapter_config(adapter)
 
 
-def read_text(options: dict[str, Any], validation: bool) -> Any:
-    """The text to train on; or the text to evaluate on, None where no option names one."""
-    split, other = options["validation_split"], options["eval_dataset"]
-    if validation and not (split or other):
-        return None
-    return load_text(
-        (validation and other) or options["dataset"],
-        split=(split or "train") if validation else options["split"],
-        name=None if validation and other else options["dataset_name"],
-        column=options["column"],
-        streaming=options["streaming"],
-        verbose=options["debug"],
-    )
+def _dropped(text: str) -> list[list[int]]:
+    """`"0,3/1,2"` -> `[[0, 3], [1, 2]]`; an empty part drops nothing in its layer."""
+    try:
+        return [[int(number) for number in part.split(",") if number.strip()] for part in text.split("/")]
+    except ValueError as error:
+        raise CliError(f"--dropped-experts {text!r}: write whole numbers, such as 0,3/1,2") from error
+
+
+def _threshold(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # the configuration knows which words it takes
+
+
+_READ: dict[str, Callable[[str], Any]] = {  # fields that are given as text
+    "layers": o.parse_layers,
+    "threshold": _threshold,
+    "dropped_experts": _dropped,
+    "modules_to_save": lambda text: [name.strip() for name in text.split(",")],
+}
+
+
+def _training_arguments(options: TrainOptions, preset: dict[str, Any]) -> DepthRouteTrainingArguments:
+    """The Trainer's arguments; `CliError` where it cannot use them, `ConfigError` for a loss weight out of range."""
+    warmup = options.steps // 20 if options.warmup_steps is None else options.warmup_steps
+    values = {
+        "output_dir": str(options.out),
+        "learning_rate": options.lr,
+        "max_steps": options.steps,
+        "warmup_steps": warmup,
+        "per_device_train_batch_size": options.batch_size,
+        "gradient_accumulation_steps": options.accumulate,
+        "seed": options.seed,
+        "bf16": options.dtype == "bfloat16",
+        "use_cpu": not torch.cuda.is_available(),
+        "logging_steps": options.logging_steps,
+        "report_to": [name.strip() for name in options.report_to.split(",")],
+        "save_strategy": "steps" if 0 < options.save_steps < options.steps else "no",
+        "save_steps": max(1, options.save_steps),
+        "save_total_limit": 2,
+        **{field.name: getattr(options, field.name) for field in fields(RoutingArguments)},
+    }
+    with _said_in_one_line():
+        arguments = DepthRouteTrainingArguments(**values | preset)
+        for integration in transformers.integrations.get_reporting_integration_callbacks(arguments.report_to):
+            integration()  # says whether its package is installed
+    return arguments
+
+
+@contextlib.contextmanager
+def _said_in_one_line() -> Iterator[None]:
+    """The Trainer's complaints about its arguments, such as an integration that is not installed, in one line."""
+    try:
+        yield
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise CliError(f"training arguments: {reason(error)}") from error
 
 
 def hold_out(packed: Any, share: float, most: int) -> tuple[Any, Any]:
@@ -100,32 +210,26 @@ def hold_out(packed: Any, share: float, most: int) -> tuple[Any, Any]:
     return packed.select(range(length - count)), packed.select(range(length - count, length))
 
 
-def packed_blocks(options: dict[str, Any], tokenizer: Any) -> tuple[Any, list[Any] | None, int]:
-    """Blocks to train on, batches to evaluate on, and how many blocks of the training text these are."""
-    length, verbose, most = options["length"], options["debug"], options["validation_blocks"]
-    packed = pack(read_text(options, validation=False), tokenizer, length, verbose=verbose)
-    other = read_text(options, validation=True)
-    if other is not None:
+def _packed_text(options: TrainOptions, tokenizer: Any) -> tuple[Any, list[Any] | None, int]:
+    """`Run.blocks`, `Run.validation` (from another text, or a part of the same that is held out), `Run.held_out`."""
+    length, verbose, most = options.length, options.debug, options.validation_blocks
+    packed = pack(loading.read_text(options, options.split), tokenizer, length, verbose=verbose)
+    if options.validation_split or options.eval_dataset:
+        other = loading.read_text(options, options.validation_split or "train", options.eval_dataset)
         blocks, held_out = pack(other, tokenizer, length, verbose=verbose), 0
     else:
-        packed, blocks = hold_out(packed, options["hold_out"], most)
+        packed, blocks = hold_out(packed, options.hold_out, most)
         held_out = 0 if blocks is None else sum(1 for _ in blocks)
     if blocks is None:
         say("nothing to evaluate on: pass --validation-split, --eval-dataset or --hold-out to compare with the base")
         return packed, None, 0
-    batches = loading.to_batches(blocks, options["batch_size"], most)
     if held_out:
         say(f"held out {held_out} blocks of the text to evaluate on (--hold-out, or name a --validation-split)")
-    return packed, batches, held_out
+    return packed, loading.to_batches(blocks, options.batch_size, most), held_out
 
 
-def checkpoint_to_resume(out: Path, config: DepthRouteConfig) -> Path | None:
-    """The last whole checkpoint in `out`; None where there is none at all.
-
-    Raises:
-        CliError: There are some, and none is whole; or the last one is of an adapter with another configuration than
-            `config`, that of the model that is to train.
-    """
+def _checkpoint_to_resume(out: Path, model: Any) -> Path | None:
+    """The last whole checkpoint in `out`, of an adapter like that of `model`; None where there is none at all."""
     try:
         found, skipped = last_complete(out) if out.is_dir() else (None, [])
     except CheckpointError as error:
@@ -135,7 +239,7 @@ def checkpoint_to_resume(out: Path, config: DepthRouteConfig) -> Path | None:
     if found is None:
         say(f"no checkpoint in {out}: training begins at the first step")
         return None
-    saved, wanted = loading.load_adapter_config(str(found)).to_dict(), config.to_dict()
+    saved, wanted = loading.load_adapter_config(str(found)).to_dict(), _active_config(model).to_dict()
     for name, value in saved.items():
         if name not in _NOT_COMPARED and value != wanted.get(name):
             raise CliError(f"--resume: {found} was trained with {name}={value}, not {wanted.get(name)}; give it again")
@@ -143,8 +247,90 @@ def checkpoint_to_resume(out: Path, config: DepthRouteConfig) -> Path | None:
     return found
 
 
+def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, Any]]:
+    """Train, from `checkpoint` on if there is one (of the last step, it is only loaded); what the Trainer logged."""
+    with _said_in_one_line():
+        collator = transformers.default_data_collator
+        trainer = DepthRouteTrainer(model=model, args=run.arguments, train_dataset=run.blocks, data_collator=collator)
+    state = None if checkpoint is None else trainer.state.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    if state is not None and state.global_step >= run.arguments.max_steps:  # the Trainer would take another step
+        model.load_adapter(str(checkpoint), model.active_adapter, is_trainable=True)
+        trainer.state = state
+    else:
+        trainer.train(None if checkpoint is None else str(checkpoint))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.isfinite().all():
+            raise CliError(f"training diverged: {name} is not finite, nothing was saved; lower --lr", OTHER)
+    return list(trainer.state.log_history)
+
+
+def _measured(run: Run, model: Any) -> tuple[dict[int, float], list[BudgetRow]]:
+    """Calibrate; the share that each layer then ran in full, and the losses on the text to evaluate on."""
+    config, full_ratio = _active_config(model), {}
+    if config.takes_budget():
+        blocks = loading.to_batches(run.blocks, run.options.batch_size, run.options.calibration_blocks)
+        full_ratio = calibration.calibrate(model, blocks)
+    return full_ratio, [] if run.validation is None else evaluate_budgets(model, run.validation, None, [config.budget])
+
+
+def _active_config(model: Any) -> DepthRouteConfig:
+    return calibration.active_routings(model)[0].active_config()
+
+
+def _record_of(
+    run: Run, model: Any, log_history: list[dict[str, Any]], full_ratio: dict[int, float], rows: Sequence[BudgetRow]
+) -> dict[str, Any]:
+    """The content of training.json."""
+    given = {
+        _option(name): str(value) if isinstance(value, Path) else value
+        for name, value in run.options.context.params.items()
+        if name != "adapter_option"
+    }
+    return {
+        "command": o.command_words(run.options.context, leave_out=("out", "overwrite", "resume")),
+        "arguments": given | {_option(name): v for name, v in run.preset.items()} | {"model": run.source.base},
+        "seconds": round(time.time() - run.started, 1),
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "calibrated_full_ratio": {str(index): ratio for index, ratio in full_ratio.items()},
+        "thresholds": {str(index): value for index, value in calibration.thresholds(model).items()},
+        "held_out_blocks": run.held_out,
+        "evaluation": [asdict(row) for row in rows],
+        "log_history": log_history,
+        "versions": versions(),
+    }
+
+
+def _save(run: Run, model: Any, record: dict[str, Any]) -> None:
+    """The adapter with its card, the tokenizer and training.json, into `--out`; the run's checkpoints are removed.
+
+    What goes with an adapter and was not saved is said; other warnings are kept off the terminal.
+    """
+    out = run.options.out
+    remember_training(model, record)
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", SaveWarning)
+            with staged_save(out) as stage:
+                model.save_pretrained(str(stage))
+                with _at_best(stage, "the tokenizer"):
+                    run.tokenizer.save_pretrained(stage)
+                with _at_best(stage, "training.json"):
+                    record["weights_hash"] = loading.load_adapter_config(str(stage)).weights_hash
+                    staged.write_json(stage / "training.json", record)
+    except Exception as error:
+        if not disk_full(error):
+            raise
+        size = _bytes_needed(model, run.tokenizer, checkpoints=False)
+        raise CliError(f"{out}: disk full; the adapter needs about {size:,} bytes", RESOURCES) from error
+    for warning in found:
+        say(f"note: {warning.message}", file=sys.stderr)
+    for checkpoint in checkpoints_in(out):
+        shutil.rmtree(checkpoint, ignore_errors=True)
+
+
 @contextlib.contextmanager
-def at_best(folder: Path, what: str) -> Iterator[None]:
+def _at_best(folder: Path, what: str) -> Iterator[None]:
     """Say that `what` was not written into `folder`, where it could not be; an adapter is not lost for it."""
     before = set(folder.iterdir())
     try:
@@ -155,61 +341,7 @@ def at_best(folder: Path, what: str) -> Iterator[None]:
         say(f"note: {what} was not written: {reason(error)}", file=sys.stderr)
 
 
-@contextlib.contextmanager
-def save_warnings_said() -> Iterator[None]:
-    """Say what goes with an adapter and was not saved; other warnings are kept off the terminal."""
-    from ..saving import SaveWarning
-
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", SaveWarning)
-        yield
-    for warning in found:
-        say(f"note: {warning.message}", file=sys.stderr)
-
-
-def run(trainer: Any, checkpoint: Path | None) -> None:
-    """Train, from `checkpoint` on if there is one; where that is of the last step, it is only loaded."""
-    if checkpoint is not None:
-        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-        if state.global_step >= trainer.args.max_steps:  # the Trainer would take another step
-            trainer.model.load_adapter(str(checkpoint), trainer.model.active_adapter, is_trainable=True)
-            trainer.state = state
-            return
-    trainer.train(None if checkpoint is None else str(checkpoint))
-
-
-def remove_checkpoints(out: Path) -> None:
-    """Remove the checkpoints of the run whose adapter has been saved."""
-    for checkpoint in checkpoints_in(out):
-        shutil.rmtree(checkpoint, ignore_errors=True)
-
-
-def bytes_needed(model: Any, tokenizer: Any, checkpoints: bool) -> int:
+def _bytes_needed(model: Any, tokenizer: Any, checkpoints: bool) -> int:
     """About what a run writes: the adapter and the tokenizer, and up to three checkpoints with two Adam moments."""
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return trained * (10 if checkpoints else 1) + 64 * len(tokenizer) + 2**20
-
-
-def say_what_it_costs(model: Any, length: int) -> None:
-    """A line where routers and branches cost more than what is skipped."""
-    remark = route_cost(model, length=length).remark
-    if remark is not None:
-        say(f"note: {remark}")
-
-
-def say_results(rows: Sequence[BudgetRow]) -> None:
-    """The dense base beside the adapter, on the text to evaluate on."""
-    if rows:
-        dense, routed = rows[0], rows[-1]
-        gap = "" if routed.gap is None else f", threshold - top-k {routed.gap:+.4f}"
-        say(
-            f"validation loss: dense {dense.loss:.4f}, routed {routed.loss:.4f} "
-            f"({routed.full_ratio:.1%} of the tokens run full){gap}"
-        )
-
-
-def check_finite(model: Any) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not parameter.isfinite().all():
-            raise CliError(f"training diverged: {name} is not finite, nothing was saved; lower --lr", OTHER)

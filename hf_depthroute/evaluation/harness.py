@@ -21,11 +21,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from ..base_fingerprint import allow_base_mismatch as allowed
-from ..calibration import active_routings, set_budget
-from ..hub import explained
-from ..trace import count_routes
-from .scores import read_scores
+from ..adapter.base_check import allow_base_mismatch as allowed
+from ..files.hub import explained
+from ..inference.calibration import active_routings, set_budget
+from ..routing.trace import count_routes
+from .harness_scores import read_scores
+from .perplexity import restored
 
 TASKS = Path(__file__).with_name("tasks")  # groups of ours
 
@@ -138,29 +139,24 @@ def evaluate_tasks(
         ValueError: A task is unknown.
     """
     config = active_routings(model)[0].active_config()
-    before, manager = config.budget, _manager(tasks, include_path)
+    manager = _manager(tasks, include_path)
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         raise ValueError(f"lm-eval has no task {unknown[0]!r}; name one of its tasks, or pass the folder of your own")
     variants: list[tuple[str, float | None]] = [("dense", None)]
     variants += [(f"budget {b:g}", b) for b in budgets] if config.takes_budget() else [("routed", None)]
+    settings: dict[str, Any] = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": False}
     runs = []
-    try:
+    with restored(model):
         for name, budget in variants:
             lm = DepthRouteLM(model, budget=budget, tokenizer=tokenizer, batch_size=batch_size)
-            off = name == "dense"
-            with model.disable_adapter() if off else nullcontext():
+            with model.disable_adapter() if name == "dense" else nullcontext():
                 _warm_up(lm)
-            with model.disable_adapter() if off else nullcontext(), count_routes(model) as counter:
-                results = lm_eval.simple_evaluate(
-                    lm, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
-                )
+                with count_routes(model) as counter:
+                    results = lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager, **settings)
             ratios = counter.full_ratio().values()
             ratio = sum(ratios) / len(ratios) if ratios else 1.0
             runs.append(TaskRun(name, budget, ratio, lm.seconds, dict(results or {})))
-    finally:
-        if config.takes_budget():
-            set_budget(model, before)
     return runs
 
 

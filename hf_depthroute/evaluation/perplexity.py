@@ -6,20 +6,21 @@ Shapes: B batch, T positions, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft import PeftModel
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..calibration import active_routings, calibrate, set_budget, use_selection
-from ..config import check_budget
-from ..trace import count_routes
+from ..base.contexts import evaluating
+from ..base.readout import predicting, token_losses
+from ..config.adapter import check_budget
+from ..inference.calibration import active_routings, calibrate, set_budget, use_selection
+from ..routing.trace import count_routes
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -59,14 +60,31 @@ def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
     Raises:
         ValueError: There is no token to predict.
     """
-    return _mean_loss(model, blocks, after_batch=lambda: None)
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
+    with evaluating(model):
+        for block in blocks:
+            given = {name: torch.as_tensor(value).to(device) for name, value in block.items()}
+            losses_N = _losses(model, given)
+            total += losses_N.sum().double().cpu()
+            count += len(losses_N)
+    if count == 0:
+        raise ValueError("there is no text to evaluate: no block holds two real tokens")
+    return float(total / count)
+
+
+def _losses(model: nn.Module, block: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Cross-entropy of every token that counts, `[N]`."""
+    labels_BT = block.get("labels", block["input_ids"])
+    counted_BT = predicting(labels_BT, block.get("attention_mask"))
+    inputs = {name: block[name] for name in ("input_ids", "attention_mask") if name in block}
+    logits_BTV = model(**inputs, use_cache=False).logits[:, :-1]
+    return token_losses(logits_BTV[counted_BT], labels_BT[:, 1:][counted_BT])
 
 
 def evaluate_budgets(
-    model: PeftModel,
-    batches: Iterable[Batch],
-    calibration_batches: Iterable[Batch] | None,
-    budgets: Sequence[float],
+    model: PeftModel, batches: Iterable[Batch], calibration_batches: Iterable[Batch] | None, budgets: Sequence[float]
 ) -> list[BudgetRow]:
     """Loss of the dense base, then of top-k and of threshold routing at every budget.
 
@@ -88,76 +106,42 @@ def evaluate_budgets(
         check_budget(budget)
     kept = list(batches)
     calibration = None if calibration_batches is None else list(calibration_batches)
-    with (
-        restored(model),
-        tqdm(total=len(kept) * (1 + 2 * len(budgets)), desc="eval", unit="batch", disable=None) as bar,
-    ):
+    rounds = 1 + 2 * len(budgets)
+    with restored(model), tqdm(total=len(kept) * rounds, desc="eval", unit="batch", disable=None) as bar:
+
+        def seen() -> Iterator[Batch]:
+            for batch in kept:
+                yield batch
+                bar.update()
+
+        def routed(budget: float, rule: str, topk_loss: float | None = None) -> BudgetRow:
+            with count_routes(model) as counter:
+                loss = mean_loss(model, seen())
+            shares = counter.full_ratio().values()
+            gap = None if topk_loss is None else loss - topk_loss
+            return _row(budget, rule, loss, sum(shares) / len(shares), gap)
+
         with model.disable_adapter():
-            rows = [_row(1.0, "dense", _mean_loss(model, kept, bar.update), 1.0)]
+            rows = [_row(1.0, "dense", mean_loss(model, seen()), 1.0)]
         config = active_routings(model)[0].active_config()
         if not config.takes_budget():
-            return [*rows, _row(config.budget, "fixed", *_routed_loss(model, kept, bar.update))]
+            return [*rows, routed(config.budget, "fixed")]
         for budget in budgets:
             set_budget(model, budget)
             if calibration is not None:
                 calibrate(model, calibration)
-            gap = None
+            topk_loss = None
             if config.ranks_tokens():
                 with use_selection(model, "topk"):
-                    rows.append(_row(budget, "topk", *_routed_loss(model, kept, bar.update)))
-                gap = -rows[-1].loss
-            loss, full_ratio = _routed_loss(model, kept, bar.update)
-            rows.append(_row(budget, "threshold", loss, full_ratio, None if gap is None else loss + gap))
+                    rows.append(routed(budget, "topk"))
+                topk_loss = rows[-1].loss
+            rows.append(routed(budget, "threshold", topk_loss))
     return rows
 
 
 def _row(budget: float, rule: str, loss: float, full_ratio: float, gap: float | None = None) -> BudgetRow:
     perplexity = math.exp(loss) if loss < 700 else math.inf  # exp overflows a float above 709
     return BudgetRow(float(budget), rule, loss, perplexity, full_ratio, gap)
-
-
-@torch.no_grad()
-def _mean_loss(model: Any, blocks: Iterable[Batch], after_batch: Callable[[], Any]) -> float:
-    device = next(model.parameters()).device
-    total = torch.zeros((), dtype=torch.float64)
-    count = 0
-    was_training = model.training
-    model.eval()
-    try:
-        for block in blocks:
-            moved = {name: torch.as_tensor(value).to(device) for name, value in block.items()}
-            loss, tokens = _summed_loss(model, moved)
-            total += loss.double().cpu()
-            count += tokens
-            after_batch()
-    finally:
-        model.train(was_training)
-    if count == 0:
-        raise ValueError("there is no text to evaluate: no block holds two real tokens")
-    return float(total / count)
-
-
-def _summed_loss(model: nn.Module, block: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """Summed cross-entropy, and the number of tokens it is over."""
-    ids_BT = block["input_ids"]
-    labels_BT = block.get("labels", ids_BT)[:, 1:]
-    counted_BT = labels_BT != -100
-    inputs = {"input_ids": ids_BT}
-    if "attention_mask" in block:
-        inputs["attention_mask"] = block["attention_mask"]
-        real_BT = block["attention_mask"].bool()
-        counted_BT = counted_BT & real_BT[:, 1:] & real_BT[:, :-1]
-    logits_BTV = model(**inputs, use_cache=False).logits[:, :-1]
-    loss = F.cross_entropy(logits_BTV[counted_BT].float(), labels_BT[counted_BT], reduction="sum")
-    return loss, int(counted_BT.sum())
-
-
-def _routed_loss(model: nn.Module, blocks: list[Batch], after_batch: Callable[[], Any]) -> tuple[float, float]:
-    """The loss, and the fraction of real tokens that ran full, mean over layers."""
-    with count_routes(model) as counter:
-        loss = _mean_loss(model, blocks, after_batch)
-    shares = counter.full_ratio().values()
-    return loss, sum(shares) / len(shares)
 
 
 @contextmanager

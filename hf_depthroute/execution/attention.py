@@ -10,13 +10,13 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..cache import cache_of, is_paged
+from ..base.cache import cache_of, is_paged
+from ..base.projections import STYLES, Projections
 from .kernels import attend_rows, linear_rows
-from .kernels.support import is_plain_linear
-from .projections import STYLES, Projections
+from .kernels.eligible import is_plain_linear
 
 _KERNELS = ("sdpa", "eager")  # attention implementations that take any subset of the queries
 _CAUSAL_SLICE = 64  # chosen queries of a sequence that are run against one cut of the keys
@@ -34,7 +34,7 @@ def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, A
     )
 
 
-def supports_rows(attention: Any, style: str | None, x: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+def supports_rows(attention: Any, style: str | None, x: Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether `attended_update` can stand in for a call of `attention` with `x`."""
     allowed = kwargs.get("attention_mask")
     return (
@@ -56,9 +56,7 @@ def _collecting() -> bool:
     return "attentions" in (_active_collector.get() or ())
 
 
-def attended_rows(
-    attention: Any, style: str, x: torch.Tensor, mask: torch.Tensor, kwargs: dict[str, Any]
-) -> torch.Tensor:
+def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """The attention's output at the tokens in `mask`; all tokens enter the KV cache.
 
     Args:
@@ -72,8 +70,7 @@ def attended_rows(
         `[N, d]`, in the order of `mask.nonzero()`.
     """
     make = STYLES[style]
-    embeddings = kwargs.get("position_embeddings") if make.rotates(attention) else None
-    keys, values = _keys_values(attention, make, x, embeddings, cache_of(kwargs))
+    keys, values, embeddings = _keys_values(attention, make, x, kwargs)
     row_N, time_N = mask.nonzero(as_tuple=True)
     if row_N.numel() == 0:
         return x.new_zeros(0, x.shape[-1])
@@ -86,29 +83,32 @@ def attended_rows(
     used_R = count_B.nonzero().squeeze(-1)
     if used_R.numel() < len(x):
         keys, values = keys[used_R], values[used_R]
-    row_N = (count_B > 0).cumsum(0)[row_N] - 1
-    slot_N = (mask.cumsum(dim=1) - 1)[mask]
+    # A chosen query's sequence, 0..R-1, and its slot there, 0..Q-1.
+    row_N, slot_N = (count_B > 0).cumsum(0)[row_N] - 1, (mask.cumsum(dim=1) - 1)[mask]
     padded = queries.new_zeros(len(used_R), int(count_B.max()), *queries.shape[1:])
     padded[row_N, slot_N] = queries  # [R, Q, H, k]
     padded = padded.transpose(1, 2)
 
     allowed = kwargs.get("attention_mask")
     if allowed is None and x.shape[1] > 1:
-        out = _causal(attention, make, padded, keys, values, row_N, slot_N, time_N)
+        time_RQ = row_N.new_zeros(len(used_R), padded.shape[2])
+        time_RQ[row_N, slot_N] = time_N
+        out = _causal(attention, make, padded, keys, values, time_RQ)
     else:
-        if allowed is not None:
-            allowed = _mask_rows(allowed, len(x), mask, padded.shape[2], row_N, slot_N, keys.shape[2])
+        if allowed is not None:  # the rows of the chosen queries, free where padded
+            allowed = allowed[..., : keys.shape[2]].expand(len(mask), -1, -1, -1).transpose(1, 2)[mask]
+            shape = (len(used_R), padded.shape[2], *allowed.shape[1:])  # [R, Q, 1 or H, S]
+            free = allowed.new_ones(shape) if allowed.dtype == torch.bool else allowed.new_zeros(shape)
+            free[row_N, slot_N] = allowed
+            allowed = free.transpose(1, 2)
         out = _run(attention, make, padded, keys, values, allowed)
     return getattr(attention, make.output)(out[row_N, slot_N].flatten(-2)[None])[0]
 
 
-def attended_update(
-    attention: Any, style: str, x: torch.Tensor, mask: torch.Tensor, kwargs: dict[str, Any]
-) -> torch.Tensor:
+def attended_update(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """`attended_rows` by row ops: `[B, T, d]`, zeros where not `mask`; its shapes do not depend on the mask."""
     make, flat = STYLES[style], mask.reshape(-1)
-    embeddings = kwargs.get("position_embeddings") if make.rotates(attention) else None
-    keys, values = _keys_values(attention, make, x, embeddings, cache_of(kwargs))
+    keys, values, embeddings = _keys_values(attention, make, x, kwargs)
     project, output = attention.q_proj, attention.o_proj
     queries = linear_rows(x.reshape(-1, x.shape[-1]), flat, project.weight, project.bias)
     queries = make.queries(attention, queries.view(*x.shape[:-1], -1))  # [B, T, H, k]
@@ -123,50 +123,39 @@ def attended_update(
     return linear_rows(out.flatten(0, 1).flatten(1), flat, output.weight, output.bias).view(*x.shape[:-1], -1)
 
 
-def _keys_values(
-    attention: Any, make: Projections, x: torch.Tensor, embeddings: tuple[torch.Tensor, ...] | None, cache: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of every token seen, `[B, G, S, k]` each; those of `x` `[B, T, d]` enter the cache."""
+def _keys_values(attention: Any, make: Projections, x: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
+    """Keys and values of every token seen, `[B, G, S, k]` each, with those of `x` `[B, T, d]` in the cache; embeddings.
+
+    The rotary embeddings are None where the attention does not rotate.
+    """
+    cache = cache_of(kwargs)
+    embeddings = kwargs.get("position_embeddings") if make.rotates(attention) else None
     keys, values = make.keys_values(attention, x)  # [B, T, G, k]
     if embeddings is not None:
         keys = _rotated(attention, make, keys, *embeddings)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    return (keys, values) if cache is None else cache.update(keys, values, attention.layer_idx)
+    if cache is not None:
+        keys, values = cache.update(keys, values, attention.layer_idx)
+    return keys, values, embeddings
 
 
 def _run(
-    attention: Any,
-    make: Projections,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    allowed: torch.Tensor | None,
-) -> torch.Tensor:
+    attention: Any, make: Projections, queries: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None
+) -> Tensor:
     """The model's own attention kernel: `[R, H, Q, k]` to `[R, Q, H, k]`."""
     eager = sys.modules[type(attention).__module__].eager_attention_forward
     kernel: Any = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
     if allowed is not None and allowed.dtype == torch.bool and attention.config._attn_implementation == "eager":
         allowed = torch.where(allowed, 0.0, torch.finfo(queries.dtype).min).to(queries.dtype)
     more = {"softcap": attention.attn_logit_softcapping} if make.softcap else {}
-    out: torch.Tensor = kernel(
-        attention, queries, keys, values, allowed, dropout=0.0, scaling=attention.scaling, **more
-    )[0]
+    out: Tensor = kernel(attention, queries, keys, values, allowed, dropout=0.0, scaling=attention.scaling, **more)[0]
     return out
 
 
 def _causal(
-    attention: Any,
-    make: Projections,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    row_N: torch.Tensor,
-    slot_N: torch.Tensor,
-    time_N: torch.Tensor,
-) -> torch.Tensor:
+    attention: Any, make: Projections, queries: Tensor, keys: Tensor, values: Tensor, time_RQ: Tensor
+) -> Tensor:
     """Without a mask: token `t` sees keys `0..t`. Queries are cut into slices that see no more keys than they need."""
-    time_RQ = queries.new_zeros(queries.shape[0], queries.shape[2], dtype=torch.long)
-    time_RQ[row_N, slot_N] = time_N
     parts = []
     for part, time in zip(queries.split(_CAUSAL_SLICE, dim=2), time_RQ.split(_CAUSAL_SLICE, dim=1)):
         length = int(time.max()) + 1
@@ -175,24 +164,7 @@ def _causal(
     return torch.cat(parts, dim=1)
 
 
-def _mask_rows(
-    allowed: torch.Tensor,
-    batch: int,
-    mask: torch.Tensor,
-    slots: int,
-    row_N: torch.Tensor,
-    slot_N: torch.Tensor,
-    length: int,
-) -> torch.Tensor:
-    """The rows of an attention mask that belong to the chosen queries, `[R, 1 or H, Q, S]`; free where padded."""
-    allowed = allowed[..., :length].expand(batch, -1, -1, -1).transpose(1, 2)[mask]  # [N, 1 or H, S]
-    shape = (int(row_N[-1]) + 1, slots, *allowed.shape[1:])
-    out = allowed.new_ones(shape) if allowed.dtype == torch.bool else allowed.new_zeros(shape)
-    out[row_N, slot_N] = allowed
-    return out.transpose(1, 2)
-
-
-def _rotated(attention: Any, make: Projections, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(attention: Any, make: Projections, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries or keys `[..., H, k]` turned by `cos`, `sin` `[..., r]`; `k - r` dimensions of a head stay."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     if make.halves:

@@ -10,18 +10,21 @@ Shapes: B batch, d model width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..branches import TensorMap, stamp
+from ..base.families import Family
+from ..parts.branches import TensorMap, stamp
+from ..routing.holder import HOLDER, Routing
+from ..routing.plan import RoutePlan
 from .gathered import gathered_update
+from .sites import SITES, FFNSite
 
-if TYPE_CHECKING:
-    from ..decision import RoutePlan
-    from ..families import Family
-    from ..holder import Routing
+# From a layer, its input `[B, 1, d]` and its keyword arguments to its output.
+Step = Callable[[nn.Module, Tensor, dict[str, Any]], Tensor]
 
 DECODE_ROWS = 64  # more sequences than this are no longer bound by overhead
 
@@ -58,7 +61,7 @@ class DecodeStep:
         """Whether the weights are plain, still those of the start, and nobody watches the adapter's modules."""
         return self._plain and not any(self._hooks) and self._stamp is not None and self._stamp == stamp(*self._weights)
 
-    def __call__(self, layer: nn.Module, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
         if h.dtype is not self._dtype:
             self._freeze(h.dtype)
         modules: Any = layer._modules
@@ -81,27 +84,49 @@ class DecodeStep:
         self._dtype = dtype
 
 
-def run_base(layer: Any, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Step]:
+    """The steps of one new token of each of `batch` sequences, of the layers that have one."""
+    steps: dict[nn.Module, Step] = {}
+    for layer in layers:
+        if layer.training:
+            continue
+        holder = cast("Routing | None", layer._modules.get(HOLDER))
+        step = _run_base if holder is None else _step_of(holder, batch)
+        if step is not None:
+            steps[layer] = step
+    return steps
+
+
+def _step_of(holder: Routing, batch: int) -> Step | None:
+    """None where the general forward pass has to run."""
+    plan = holder.plan(False, (batch, 1))
+    if plan is None or (plan.rule == "full" and not plan.recorders):
+        return _run_base
+    if not supports_decode(plan, holder.family):
+        return None
+    step: DecodeStep | None = holder.derived.get("step")
+    if step is None or step.plan is not plan or not step.usable():
+        step = holder.derived["step"] = DecodeStep(holder, plan)
+    return step if step.usable() else None
+
+
+def _run_base(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """A layer that is not routed, or whose every token runs full."""
-    return layer._base_forward(h, **kwargs)
+    return cast(Tensor, layer._base_forward(h, **kwargs))
 
 
-def decodes(decoder: nn.Module, inputs: torch.Tensor) -> bool:
+def decodes(decoder: nn.Module, inputs: Tensor) -> bool:
     """Whether a forward pass of `inputs` `[B, T, ...]` is a decoding step on a CPU, in plain inference."""
-    if inputs.shape[1] != 1 or len(inputs) > DECODE_ROWS:
+    if inputs.shape[1] != 1 or len(inputs) > DECODE_ROWS or inputs.device.type != "cpu" or decoder.training:
         return False
-    if decoder.training or torch.is_grad_enabled() or inputs.device.type != "cpu":
-        return False
-    return not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
+    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
 
 
 def supports_decode(plan: RoutePlan, family: Family) -> bool:
     """Whether a `DecodeStep` computes what `plan` says, in a layer of `family`."""
     config = plan.config
-    if not family.plain:
+    if not family.plain or type(SITES[config.target]) is not FFNSite or config.granularity != "token":
         return False
-    if config.target != "ffn" or config.granularity != "token" or config.gate == "exit":
-        return False
-    if plan.recorders or plan.replayed is not None:
+    if plan.gate.exits or plan.recorders or plan.replayed is not None:
         return False
     return plan.rule == "threshold" and plan.mix == "hard" and plan.executor in ("auto", "gathered")

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+
+from ..base.contexts import hooked
 
 
 @dataclass
@@ -18,21 +19,19 @@ class Pairs:
     """What one call of the experts did.
 
     Attributes:
-        mask: Bool `[N, K]`, the pairs that count.
         index: Int64 `[N, K]`, the experts that the block's own router chose.
         weights: `[N, K]`, its weights.
         factor: Float `[N, K]`, what the weights of the pairs were multiplied by; 1 or 0 at inference.
     """
 
-    mask: torch.Tensor
-    index: torch.Tensor
-    weights: torch.Tensor
-    factor: torch.Tensor
+    index: Tensor
+    weights: Tensor
+    factor: Tensor
 
 
 @contextmanager
 def routed_pairs(
-    experts: nn.Module, decide: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], compact: bool
+    experts: nn.Module, decide: Callable[[Tensor], tuple[Tensor, Tensor]], compact: bool
 ) -> Iterator[list[Pairs]]:
     """While the block's forward runs inside, its experts see the chosen pairs only.
 
@@ -45,14 +44,12 @@ def routed_pairs(
         A list that holds the one `Pairs` after the call.
     """
     seen: list[Pairs] = []
-    kept: list[torch.Tensor] = []
+    kept: list[Tensor] = []
 
-    def choose(
-        module: nn.Module, args: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def choose(module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
         x, index, weights = args
         mask, factor = decide(index)
-        seen[:] = [Pairs(mask, index, weights, factor)]
+        seen[:] = [Pairs(index, weights, factor)]
         if not compact:
             return x, index, weights * factor.to(weights.dtype)
         token_P, slot_P = mask.nonzero(as_tuple=True)
@@ -62,15 +59,11 @@ def routed_pairs(
         kept[:] = [token_P]
         return x[token_P], index[token_P, slot_P][:, None], weights[token_P, slot_P][:, None]
 
-    def gather(module: nn.Module, args: object, out: torch.Tensor) -> torch.Tensor | None:
+    def gather(module: nn.Module, args: object, out: Tensor) -> Tensor | None:
         if not kept:
             return None
         (token_P,) = kept
-        return out.new_zeros(len(seen[0].mask), out.shape[-1]).index_add(0, token_P, out)
+        return out.new_zeros(len(seen[0].index), out.shape[-1]).index_add(0, token_P, out)
 
-    handles = [experts.register_forward_pre_hook(choose), experts.register_forward_hook(gather)]
-    try:
+    with hooked([experts.register_forward_pre_hook(choose), experts.register_forward_hook(gather)]):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()

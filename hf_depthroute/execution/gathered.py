@@ -6,8 +6,9 @@ Legend: B batch, T positions, N = B * T rows, F full rows, C cheap rows, d model
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from ..branches import TensorMap
+from ..parts.branches import TensorMap
 
 # Rows of one call of a dense FFN on a CPU. The intermediate of 256 rows stays in the cache and in memory that the
 # allocator has at hand; at the shape of Qwen2.5-0.5B that is a fifth less time per row than 512 rows at once.
@@ -15,14 +16,14 @@ CPU_SLICE = 256
 
 
 def gathered_update(
-    a: torch.Tensor,
-    x: torch.Tensor,
-    mask: torch.Tensor,
+    a: Tensor,
+    x: Tensor,
+    mask: Tensor,
     full: TensorMap,
     cheap: TensorMap | None,
     slice_rows: int | None = None,
-    weight: torch.Tensor | None = None,
-) -> torch.Tensor:
+    weight: Tensor | None = None,
+) -> Tensor:
     """`a + full(x)` at the rows in `mask`, `a + cheap(a)` at the others; each row goes through one path only.
 
     Args:
@@ -55,29 +56,22 @@ def gathered_update(
     return _add(out, x_rows, full_index, full, slice_rows, weight_N).view(a.shape)
 
 
-def add_cheap(
-    out: torch.Tensor, rows: torch.Tensor, flat: torch.Tensor, cheap: TensorMap | None, slice_rows: int | None
-) -> torch.Tensor:
+def add_cheap(out: Tensor, rows: Tensor, flat: Tensor, cheap: TensorMap | None, slice_rows: int | None) -> Tensor:
     """`out` `[N, d]` with `cheap(rows)` added, in place, at the rows that are not in `flat`, bool `[N]`."""
     if cheap is None:
         return out
     return _add(out, rows, (~flat).nonzero().squeeze(-1), cheap, slice_rows, None)
 
 
-def in_slices(path: TensorMap, rows: torch.Tensor, slice_rows: int | None) -> torch.Tensor:
+def in_slices(path: TensorMap, rows: Tensor, slice_rows: int | None) -> Tensor:
     """`path` of rows `[F, d]`, a slice of them at a time."""
     parts = rows.split(slice_rows or max(1, len(rows)))
     return torch.cat([path(part[None])[0] for part in parts if len(part)] or [rows])
 
 
 def _add(
-    out: torch.Tensor,
-    source: torch.Tensor,
-    index: torch.Tensor,
-    path: TensorMap,
-    slice_rows: int | None,
-    weight_N: torch.Tensor | None,
-) -> torch.Tensor:
+    out: Tensor, source: Tensor, index: Tensor, path: TensorMap, slice_rows: int | None, weight_N: Tensor | None
+) -> Tensor:
     """Add `path(source[index])` to `out[index]` in place, slice by slice.
 
     Where `source` is `out` itself this is safe: the rows of different slices and of the two paths are disjoint.

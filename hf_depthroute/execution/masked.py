@@ -6,16 +6,12 @@ Nothing is saved here. Every submodule runs on every step, so that DDP and ZeRO 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def masked_update(
-    before: torch.Tensor,
-    after_full: torch.Tensor,
-    after_cheap: torch.Tensor,
-    mask: torch.Tensor,
-    probs: torch.Tensor,
-    mix: str = "hard",
-) -> torch.Tensor:
+    before: Tensor, after_full: Tensor, after_cheap: Tensor, mask: Tensor, probs: Tensor, mix: str = "hard"
+) -> Tensor:
     """The stream after the path that `mask` chose for each token.
 
     Args:

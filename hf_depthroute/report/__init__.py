@@ -1,2 +1,4 @@
-"""Readable reports from result files. The page of a run: `run/`; of a study: `study/`. `markdown` and `plots` write the
-demo's `report.md`."""
+"""Readable pages from results. `run_page` is about a routed model, `study_table` about a study.
+
+`collect` measures, `tokens` and `pieces` make the token view, `charts` draws, `rendering` fills templates in.
+"""

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 PACKAGE = Path(__file__).parents[1]
-UNRELATED = ("cli", "report", "bench", "hub.py")  # parts of the package that no result depends on
+UNRELATED = ("cli/", "report/", "bench/", "files/hub.py")  # parts of the package that no result depends on
 
 _NAMES = {"code": "code of hf_depthroute", "data": "data", "base": "base model"}
 
@@ -21,9 +21,9 @@ def hash_code(package: Path) -> str:
     """A hash of the package's source files that results depend on."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        relative = path.relative_to(package)
-        if relative.parts[0] not in UNRELATED:
-            digest.update(f"{relative.as_posix()}\0".encode())
+        relative = path.relative_to(package).as_posix()
+        if not relative.startswith(UNRELATED):
+            digest.update(f"{relative}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

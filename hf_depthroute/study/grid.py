@@ -1,9 +1,12 @@
-"""The study file: read, checked, and expanded into one `RunSpec` per config and seed."""
+"""The study file: read strictly, its keys, types and ranges checked, and expanded into one `RunSpec` per run."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
+import types
+import typing
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +14,45 @@ from typing import Any
 
 import torch
 
-from ..config import ConfigError, DepthRouteConfig
-from ..config_rules import did_you_mean
-from ..presets import find_preset
-from ..shown import reason
-from ..trainer import DepthRouteTrainingArguments
-from .schema import BLOCKS, CONFIG, DATASET, STUDY, check_fields, read_yaml
+from ..config.adapter import ConfigError, DepthRouteConfig
+from ..config.fields import RoutingFields
+from ..files.shown import reason
+from ..files.strict_yaml import YamlError, read_mapping
+from ..files.suggestions import did_you_mean
+from ..training.presets import find_preset
+from ..training.trainer import DepthRouteTrainingArguments, RoutingArguments
+
+Schema = dict[str, tuple[Any, float | None]]  # key -> type, lowest value
+
+STUDY: Schema = {
+    "name": (str, None), "base": (str, None), "data": (dict, None), "steps": (int, 2), "batch_size": (int, 1),
+    "eval_every": (int, 1), "seeds": (list[int], 0), "thresholds": (list[float], 0), "margin": (float, 0),
+    "preset": (str, None), "adapter": (dict, None), "training": (dict, None), "configs": (list[str], None),
+}  # fmt: skip
+CONFIG: Schema = {
+    "label": (str, None), "about": (str, None), "preset": (str, None), "adapter": (dict, None),
+    "training": (dict, None), "steps": (int, 2), "joint": (bool, None), "iso_compute": (dict[str, str], None),
+}  # fmt: skip
+BLOCKS: Schema = {"blocks": (str, None)}
+DATASET: Schema = {
+    "dataset": (str, None), "name": (str, None), "column": (str, None), "split": (str, None),
+    "validation_split": (str, None), "length": (int, 2), "validation_blocks": (int, 1),
+}  # fmt: skip
+
+_WORDS: dict[Any, str] = {
+    str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "a mapping",
+    list[int]: "a list of integers", list[float]: "a list of numbers", list[str]: "a list of file names",
+    dict[str, str]: "a mapping of names to names",
+}  # fmt: skip
+
+# What a config may set. The runner owns the rest: seeds, steps, the order of the data, and what is written.
+ADAPTER_FIELDS = {f.name for f in dataclasses.fields(RoutingFields)} - {"modules_to_save", "seed"}
+ADAPTER_FIELDS |= {"gate_module", "gate_package"}
+TRAINING_FIELDS = {f.name for f in dataclasses.fields(RoutingArguments)} | {
+    "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "gradient_accumulation_steps", "gradient_checkpointing",
+    "learning_rate", "lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "optim", "warmup_steps",
+    "weight_decay",
+}  # fmt: skip
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # it becomes a folder
 
@@ -58,21 +94,13 @@ class RunSpec:
         Raises:
             ConfigError: A value cannot be used.
         """
+        gpu = torch.cuda.is_available()
         fixed: dict[str, Any] = {
-            "output_dir": str(folder),
-            "max_steps": self.steps or 1,
-            "per_device_train_batch_size": batch_size,
-            "seed": self.seed,
-            "data_seed": self.seed,
-            "train_sampling_strategy": "sequential",
-            "use_cpu": not torch.cuda.is_available(),
-            "dataloader_pin_memory": torch.cuda.is_available(),
-            "logging_steps": 1,
-            "logging_nan_inf_filter": False,
-            "report_to": "none",
-            "save_strategy": "no",
-            "disable_tqdm": True,
-        }
+            "output_dir": str(folder), "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+            "max_steps": self.steps or 1, "per_device_train_batch_size": batch_size, "use_cpu": not gpu,
+            "seed": self.seed, "data_seed": self.seed, "train_sampling_strategy": "sequential",
+            "logging_steps": 1, "logging_nan_inf_filter": False, "dataloader_pin_memory": gpu,
+        }  # fmt: skip
         try:
             arguments = DepthRouteTrainingArguments(**self.training, **fixed)
             arguments._n_gpu = min(1, arguments.n_gpu)  # one device per run, whatever is visible
@@ -122,11 +150,6 @@ class Study:
     adapter: dict[str, Any]
     training: dict[str, Any]
     configs: list[StudyConfig]
-
-    def settings(self) -> dict[str, Any]:
-        """What all runs share: under other settings, a finished run is worth nothing."""
-        names = ("steps", "batch_size", "eval_every", "thresholds", "margin", "adapter", "training", "data")
-        return {name: getattr(self, name) for name in names}
 
     def specs(self, only: Collection[str] | None = None, seeds: Collection[int] | None = None) -> list[RunSpec]:
         """The runs of the configs and seeds asked for (default: all), seed by seed.
@@ -179,21 +202,24 @@ def read_study(path: Path, steps: int | None = None) -> Study:
             raise ConfigError(f"{path}: {key} must not be empty, and not repeat anything")
     if content["steps"] < 2 * content["eval_every"]:
         raise ConfigError(f"{path}: eval_every={content['eval_every']} must be at most half of steps")
-    factor = 1.0
+    factor = 1.0 if steps is None else steps / content["steps"]
     if steps is not None:
-        factor = steps / content["steps"]
         content |= {"steps": steps, "eval_every": min(content["eval_every"], steps // 2)}
     configs = [_read_config(path.parent / name, content, factor) for name in content["configs"]]
-    _check_configs(path, configs)
+    by_name = {config.name: config for config in configs}
+    if len(by_name) < len(configs):
+        raise ConfigError(f"{path}: two configs have the same file name, which names them; rename one")
+    for config in configs:
+        for key, other in (config.iso_compute or {}).items():
+            where = f"{path}: config {config.name}: {key}={other!r} is"
+            if other not in by_name:
+                raise ConfigError(f"{where} no config{did_you_mean(other, by_name)}")
+            if by_name[other].iso_compute is not None:
+                raise ConfigError(f"{where} itself iso_compute")
     study = Study(
         folder=path.parent,
-        name=content["name"],
-        base=content["base"],
-        data=content["data"],
-        steps=content["steps"],
+        **{key: content[key] for key in ("name", "base", "data", "steps", "eval_every", "seeds")},
         batch_size=content.get("batch_size", 8),
-        eval_every=content["eval_every"],
-        seeds=content["seeds"],
         thresholds=[float(value) for value in content.get("thresholds", [])],
         margin=float(content.get("margin", 0.005)),
         adapter=_merged("adapter", content),
@@ -247,15 +273,60 @@ def _merged(part: str, *contents: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _check_configs(path: Path, configs: list[StudyConfig]) -> None:
-    by_name = {config.name: config for config in configs}
-    if len(by_name) < len(configs):
-        raise ConfigError(f"{path}: two configs have the same file name, which names them; rename one")
-    for config in configs:
-        for key, other in (config.iso_compute or {}).items():
-            if other not in by_name:
-                raise ConfigError(
-                    f"{path}: config {config.name}: {key}={other!r} is no config{did_you_mean(other, by_name)}"
-                )
-            if by_name[other].iso_compute is not None:
-                raise ConfigError(f"{path}: config {config.name}: {key}={other!r} is itself iso_compute")
+def check_fields(where: str, content: dict[str, Any], schema: Schema) -> None:
+    """Raise `ConfigError` at the first key that `schema` does not know, or value that does not fit.
+
+    `DepthRouteConfig` and `DepthRouteTrainingArguments` check the ranges of their own fields; the latter's types are
+    checked here.
+    """
+    for key, value in content.items():
+        if key not in schema:
+            raise ConfigError(f"{where}: unknown key {key!r}{did_you_mean(str(key), schema)}")
+        kind, low = schema[key]
+        values = value if isinstance(value, list) else [value]
+        if not _fits(value, kind) or (low is not None and any(not low <= v < 2**32 for v in values)):
+            bound = "" if low is None else f" of at least {low:g}"
+            raise ConfigError(f"{where}: {key}={value!r} must be {_WORDS[kind]}{bound}{_exponent_hint(value)}")
+    if "preset" in content:
+        try:
+            find_preset(content["preset"])
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    hints = typing.get_type_hints(DepthRouteTrainingArguments)
+    for part, allowed in (("adapter", ADAPTER_FIELDS), ("training", TRAINING_FIELDS)):
+        for key, value in content.get(part, {}).items():
+            if key not in allowed:
+                raise ConfigError(f"{where}: {part}: {key!r} cannot be set here{did_you_mean(str(key), allowed)}")
+            if part == "training" and not _fits(value, hints[key]):  # DepthRouteConfig checks its own
+                kind = getattr(hints[key], "__name__", str(hints[key]))
+                raise ConfigError(f"{where}: {part}: {key}={value!r} must be {kind}{_exponent_hint(value)}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a YAML value has the type of a field."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _exponent_hint(value: Any) -> str:
+    if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9]+e[-+]?[0-9]+", value):
+        return f"; YAML reads {value} as text, write {float(value):.1e}"
+    return ""
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """`read_mapping`, whose errors are `ConfigError`s here."""
+    try:
+        return read_mapping(path)
+    except YamlError as error:
+        raise ConfigError(str(error)) from error

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from ..calibration import calibrate, use_selection
-from ..cost import route_cost
+from ..base.readout import token_losses
+from ..data.blocks import Blocks, spread, to_batches
+from ..evaluation.cost import route_cost
 from ..evaluation.perplexity import mean_loss
-from ..oracle import exact_utility, refresh_cost, utility_labels
-from ..trace import count_routes, record_routes, routings
-from ..trainer import DepthRouteTrainingArguments
+from ..inference.calibration import calibrate, use_selection
+from ..routing.trace import count_routes, record_routes, routings
+from ..training.oracle import exact_utility, refresh_cost, utility_labels
+from ..training.trainer import DepthRouteTrainingArguments
 from . import metrics
-from .data import Blocks, spread, to_batches
 
 CALIBRATION_BLOCKS = 64  # training blocks that set the thresholds
 AUC_BLOCKS = 24  # validation blocks that the gate is compared with the oracle on
@@ -36,20 +36,11 @@ def autocast(arguments: DepthRouteTrainingArguments) -> torch.autocast:
 
 
 def measure(
-    model: Any,
-    blocks: Blocks,
-    arguments: DepthRouteTrainingArguments,
-    rule: str,
-    rows: Sequence[dict[str, Any]],
+    model: Any, blocks: Blocks, arguments: DepthRouteTrainingArguments, rule: str, rows: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The part of `summary.json` that is measured on the trained model, which ends up calibrated.
+    """The part of `summary.json` that is measured on the trained `PeftModel`, which ends up calibrated.
 
-    Args:
-        model: A `PeftModel` with one depth-routed adapter.
-        blocks: The study's blocks of text.
-        arguments: The training arguments.
-        rule: What the validation losses were evaluated with, `"topk"` or `"threshold"`.
-        rows: The rows of `metrics.jsonl`.
+    `rule` is what the validation losses were evaluated with, `"topk"` or `"threshold"`; `rows` are `metrics.jsonl`.
     """
     inner = model.get_base_model()  # without the autocast that the Trainer wraps around a model's forward
     inner.eval()
@@ -57,7 +48,7 @@ def measure(
     validation = to_batches(blocks.validation, size, device)
     with use_selection(model, rule):
         with autocast(arguments):
-            losses, targets = token_losses(inner, validation)
+            losses, targets = losses_and_targets(inner, validation)
         compared = to_batches(spread(blocks.validation, AUC_BLOCKS), size, device)
         forked = to_batches(spread(blocks.validation, FORKED_BLOCKS), FORKED_BLOCKS, device)
         layers = compare_with_oracle(inner, compared, forked, arguments.oracle_window, arguments.oracle_gamma)
@@ -86,14 +77,14 @@ def measure(
 
 
 @torch.no_grad()
-def token_losses(model: Any, batches: Batches) -> tuple[torch.Tensor, torch.Tensor]:
+def losses_and_targets(model: Any, batches: Batches) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of every predicted token, and the token, both `[N]`."""
     losses, targets = [], []
     for batch in batches:
         ids_BT = batch["input_ids"]
         logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1]
         targets.append(ids_BT[:, 1:].flatten())
-        losses.append(F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets[-1], reduction="none"))
+        losses.append(token_losses(logits_BTV.flatten(0, 1), targets[-1]))
     return torch.cat(losses), torch.cat(targets)
 
 

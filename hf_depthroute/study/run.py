@@ -1,7 +1,8 @@
 """One run of a study: the fresh base, an adapter, the training with its records, and the final measurements.
 
 A run lives in `OUT/runs/CONFIG/SEED/`: `run.json` first, `metrics.jsonl` and `eval.jsonl` while it trains, and
-`summary.json` last and whole; its presence means that the run is complete.
+`summary.json` last and whole; its presence means that the run is complete. Now and then its step, loss and time left
+are printed on stderr.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,49 +25,109 @@ import transformers
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback
 
-from ..calibration import use_selection
+from ..adapter.tuner import get_depth_routed_model
+from ..config.adapter import ConfigError
+from ..data.blocks import OrderedBlocks, draw_order, read_blocks, to_batches
 from ..evaluation.perplexity import mean_loss
-from ..hub import explained
-from ..remote_code import trusts_remote_code
-from ..shown import OneLine
-from ..staged_files import sync, write_json
-from ..trainer import DepthRouteTrainer
-from ..tuner import get_depth_routed_model
+from ..files.hub import explained
+from ..files.remote_code import trusts_remote_code
+from ..files.shown import OneLine, say
+from ..files.staged import sync, write_json
+from ..inference.calibration import use_selection
+from ..training.log_lines import Lines
+from ..training.trainer import DepthRouteTrainer
 from . import metrics
-from .data import OrderedBlocks, draw_order, read_blocks, to_batches
-from .grid import RunSpec
+from .fingerprint import CODE, differences
+from .grid import RunSpec, Study
 from .measure import autocast, measure
-from .progress import RunPrinter
+
+INTERVAL = 10.0  # seconds between the lines that a run prints
+
+
+class StudyError(ConfigError):
+    """A study cannot be started or continued. The message is one line."""
 
 
 class RunError(OneLine, RuntimeError):
     """A run cannot go on. The message is one line."""
 
 
+def device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @dataclass(frozen=True)
-class SharedSetting:
-    """What all runs of a study share.
+class Start:
+    """What all runs of one start of a study share.
 
     Attributes:
-        blocks: Path of the token blocks.
+        out: The study's folder, with the token blocks.
         base: Folder or Hub id.
-        fingerprint: The study's.
         dense_loss: Validation loss of the base.
         threads: CPU threads of a run.
+        selected: Folders of all runs of this start.
+        engine: `"processes"` or `"ray"`.
+        debug: Show the warnings of the libraries.
+        owner: Process id.
+        code: Hash of the package's code.
+        device: `"cpu"` or `"cuda"`.
+        trust: The base's own code may run.
     """
 
-    blocks: str
+    study: Study
+    out: Path
     base: str
     fingerprint: str
     dense_loss: float
-    batch_size: int
-    eval_every: int
-    thresholds: tuple[float, ...]
     threads: int
+    selected: tuple[Path, ...]
+    engine: str
+    debug: bool
+    owner: int = field(default_factory=os.getpid)
+    code: str = CODE
+    device: str = field(default_factory=device_type)
+    trust: bool = field(default_factory=trusts_remote_code)
 
 
-def train_run(shared: SharedSetting, spec: RunSpec, folder: Path, label: str | None = None) -> dict[str, Any]:
-    """Train and measure one run into `folder`, which must not exist; with a `label`, print how far it is.
+def run_folder(out: Path, spec: RunSpec) -> Path:
+    return out / "runs" / spec.config / str(spec.seed)
+
+
+def is_finished(out: Path, spec: RunSpec, fingerprint: str) -> bool:
+    """Whether a run is complete.
+
+    Raises:
+        StudyError: The run was made with another specification or in another study; it is left as it is.
+    """
+    folder = run_folder(out, spec)
+    made = read_json(folder / "run.json")
+    if made is None or read_json(folder / "summary.json") is None:
+        return False
+    wanted = json.loads(json.dumps(dataclasses.asdict(spec)))
+    if spec.iso_compute is not None:
+        del wanted["steps"]  # follow from times
+    other = differences({name: made.get(name) for name in wanted}, wanted)
+    if made.get("fingerprint") != fingerprint:
+        other.append("the fingerprint of the study")
+    if other:
+        raise StudyError(
+            f"{folder}: made with another specification ({', '.join(other)}); "
+            "rename the config, or pass another --out, or delete the folder"
+        )
+    return True
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON file that holds a mapping; None when there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def train_run(start: Start, spec: RunSpec) -> dict[str, Any]:
+    """Train and measure one run into its folder, which must not exist.
 
     Returns:
         The content of its `summary.json`.
@@ -73,24 +136,26 @@ def train_run(shared: SharedSetting, spec: RunSpec, folder: Path, label: str | N
         RunError: The loss is not finite.
     """
     assert spec.steps is not None
-    torch.set_num_threads(shared.threads)
+    torch.set_num_threads(start.threads)
+    folder = run_folder(start.out, spec)
     folder.mkdir(parents=True)
-    write_json(folder / "run.json", {**dataclasses.asdict(spec), "fingerprint": shared.fingerprint})
-    blocks = read_blocks(Path(shared.blocks))
+    write_json(folder / "run.json", {**dataclasses.asdict(spec), "fingerprint": start.fingerprint})
+    blocks = read_blocks(start.out / "blocks.safetensors")
     transformers.set_seed(spec.seed)
-    model = get_depth_routed_model(load_base(shared.base), spec.adapter_config())
+    model = get_depth_routed_model(load_base(start.base), spec.adapter_config())
     if spec.joint:
         unfreeze(model)
-    arguments = spec.training_arguments(shared.batch_size, folder)
+    arguments = spec.training_arguments(start.study.batch_size, folder)
     rule = "threshold" if spec.adapter.get("selection") == "threshold" else "topk"
-    validation = to_batches(blocks.validation, shared.batch_size, arguments.device)
+    validation = to_batches(blocks.validation, start.study.batch_size, arguments.device)
 
     def evaluate() -> float:
         with use_selection(model, rule), autocast(arguments):
             return mean_loss(model.get_base_model(), validation)
 
-    wanted = spec.steps * shared.batch_size * arguments.gradient_accumulation_steps
-    recorder = Recorder(folder, shared.eval_every, spec.steps, evaluate)
+    wanted = spec.steps * start.study.batch_size * arguments.gradient_accumulation_steps
+    label = f"[run {start.selected.index(folder) + 1} of {len(start.selected)}] {spec.config}, seed {spec.seed}"
+    recorder = Recorder(folder, label, start.study.eval_every, spec.steps, evaluate)
     with recorder.open():
         trainer = DepthRouteTrainer(
             model=model,
@@ -100,17 +165,15 @@ def train_run(shared: SharedSetting, spec: RunSpec, folder: Path, label: str | N
             callbacks=[recorder],
         )
         trainer.remove_callback(PrinterCallback)
-        if label is not None:
-            trainer.add_callback(RunPrinter(label))
         trainer.train()
 
     summary = {
         "config": spec.config,
         "seed": spec.seed,
-        "fingerprint": shared.fingerprint,
+        "fingerprint": start.fingerprint,
         "steps": spec.steps,
-        "dense_loss": shared.dense_loss,
-        **recorder.summary(shared.thresholds),
+        "dense_loss": start.dense_loss,
+        **recorder.summary(start.study.thresholds),
         **measure(model, blocks, arguments, rule, recorder.rows),
     }
     write_json(folder / "summary.json", summary)
@@ -123,7 +186,7 @@ def load_base(base: str) -> Any:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             base, dtype=torch.float32, trust_remote_code=trusts_remote_code()
         )
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return model.to(device_type()).eval()
 
 
 def unfreeze(model: nn.Module) -> None:
@@ -133,32 +196,36 @@ def unfreeze(model: nn.Module) -> None:
             parameter.requires_grad_(True)
 
 
-class Recorder(TrainerCallback):
-    """Writes `metrics.jsonl` and `eval.jsonl`: every step with its seconds, and the validation loss now and then."""
+@dataclass(eq=False)
+class Recorder(Lines, TrainerCallback):
+    """Writes `metrics.jsonl` and `eval.jsonl`: every step with its seconds, and the validation loss now and then.
 
-    def __init__(self, folder: Path, every: int, steps: int, evaluate: Callable[[], float]) -> None:
-        self.folder = folder
-        self.every = every
-        self.steps = steps
-        self.evaluate = evaluate
-        self.rows: list[dict[str, Any]] = []
-        self.evaluations: list[tuple[int, float]] = []
-        self._started = self._spent = (0.0, 0.0)
+    What it prints begins with `label`, which tells the run from those that train beside it.
+    """
+
+    folder: Path
+    label: str
+    every: int
+    steps: int
+    evaluate: Callable[[], float]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    _started = _spent = (0.0, 0.0)
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Keep the two files open, to be read line by line while the run goes on."""
-        metrics_path, evals_path = self.folder / "metrics.jsonl", self.folder / "eval.jsonl"
-        with (
-            metrics_path.open("w", buffering=1, encoding="utf-8") as self._metrics,
-            evals_path.open("w", buffering=1, encoding="utf-8") as self._evals,
-        ):
+        paths = self.folder / "metrics.jsonl", self.folder / "eval.jsonl"
+        self._metrics, self._evals = (path.open("w", buffering=1, encoding="utf-8") for path in paths)
+        with self._metrics, self._evals:
             yield
-        sync(metrics_path)  # before summary.json says that the run is complete
-        sync(evals_path)
+        for path in paths:  # before summary.json says that the run is complete
+            sync(path)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._evaluate(0)
+        super().on_train_begin(args, state, control, **kwargs)
+        self._print(f"starts, {state.max_steps} steps")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = _now()
@@ -180,6 +247,12 @@ class Recorder(TrainerCallback):
         row = {"step": state.global_step, **values, "seconds": seconds, "cpu_seconds": cpu_seconds}
         self.rows.append(row)
         self._metrics.write(json.dumps(row) + "\n")
+        if time.monotonic() - self._said >= INTERVAL:
+            self._print(self.line(state, {"loss": logs["loss"]}))
+
+    def _print(self, text: str) -> None:
+        say(f"{self.label}: {text}", sys.stderr)
+        self._said = time.monotonic()
 
     def _evaluate(self, step: int) -> None:
         loss = self.evaluate()
@@ -188,7 +261,7 @@ class Recorder(TrainerCallback):
         self.evaluations.append((step, loss))
         self._evals.write(json.dumps({"step": step, "lm_loss": loss}) + "\n")
 
-    def summary(self, thresholds: tuple[float, ...]) -> dict[str, Any]:
+    def summary(self, thresholds: Sequence[float]) -> dict[str, Any]:
         """The part of `summary.json` that comes from the records."""
         best_step, best = metrics.best_of(self.evaluations)
         return {

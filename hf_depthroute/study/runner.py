@@ -12,31 +12,40 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import gc
 import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
-from ..config import ConfigError
+from ..config.adapter import ConfigError
+from ..data.blocks import prepare_blocks, read_blocks, to_batches
 from ..evaluation.perplexity import mean_loss
-from ..remote_code import trusts_remote_code
-from ..shown import say
-from ..staged_files import write_bytes, write_json
-from .data import Blocks, prepare_blocks, read_blocks, to_batches
+from ..files.locks import locked
+from ..files.remote_code import trust_remote_code
+from ..files.shown import say
+from ..files.staged import write_bytes, write_json
 from .fingerprint import CODE, combine, explain, hash_model, versions
-from .folder import StudyError, finished_summary, locked, read_json, run_folder
 from .grid import RunSpec, Study
 from .measure import autocast
-from .run import SharedSetting, load_base
-from .worker import FAILED, Start, device_type, execute
+from .run import RunError, Start, StudyError, device_type, is_finished, load_base, read_json, run_folder, train_run
 
 ENGINES = ("processes", "ray")
+_DESCRIBED = ("name", "margin", "thresholds", "steps", "eval_every", "batch_size", "seeds")  # as study.json has them
+# What all runs share: under other settings, a finished run is worth nothing.
+_SETTINGS = ("steps", "batch_size", "eval_every", "thresholds", "margin", "adapter", "training", "data")
+FAILED = "failed.json"  # in the folder of a run that ended in an exception
 _PATIENCE = 60.0  # seconds that a start waits for the processes of a killed one to end
 _OWN = (".lock", ".workers", "blocks.safetensors", ".blocks.safetensors.partial", ".study.json.partial")
 
@@ -80,55 +89,51 @@ def run_study(
     """
     specs = study.specs(only, seeds)
     _check_installed(engine)
-    if (
-        out.is_dir()
-        and not (out / "study.json").exists()
-        and not all(path.name.startswith(_OWN) for path in out.iterdir())
-    ):
+    new = out.is_dir() and not (out / "study.json").exists()
+    if new and not all(path.name.startswith(_OWN) for path in out.iterdir()):
         raise StudyError(f"--out {out}: holds files but no study; name another folder")
     out.mkdir(parents=True, exist_ok=True)
-    with locked(out / ".lock", f"--out {out}: another start of this study is running; wait for it to end"):
-        with locked(out / ".workers", f"--out {out}: runs of an earlier start are still going; wait", _PATIENCE):
+    twice = StudyError(f"--out {out}: another start of this study is running; wait for it to end")
+    going = StudyError(f"--out {out}: runs of an earlier start are still going; wait")
+    with locked(out / ".lock", twice):
+        with locked(out / ".workers", going, _PATIENCE):
             pass
         say(f"{study.name}: reading the data and measuring the dense base", sys.stderr)
-        shared = _prepare(study, out, jobs, debug)
-        pending = [spec for spec in specs if finished_summary(out, spec, shared.fingerprint) is None]
+        start = _prepare(study, out, jobs, engine, debug, tuple(run_folder(out, spec) for spec in specs))
+        pending = [spec for spec in specs if not is_finished(out, spec, start.fingerprint)]
         say(
             f"{study.name}: {len(specs) - len(pending)} of {len(specs)} runs are complete; "
-            f"{jobs} at a time, {shared.threads} threads each"
+            f"{jobs} at a time, {start.threads} threads each"
         )
-        for spec in pending:
-            if run_folder(out, spec).exists():
-                shutil.rmtree(run_folder(out, spec))
-        folders = tuple(run_folder(out, s) for s in specs)
-        trust = trusts_remote_code()
-        start = Start(out, folders, os.getpid(), engine, CODE, device_type(), debug, trust)
+        for folder in (run_folder(out, spec) for spec in pending):
+            if folder.exists():
+                shutil.rmtree(folder)
         failures: dict[str, Failure] = {}
-        _run_all([spec for spec in pending if spec.iso_compute is None], shared, start, jobs, failures)
+        _run_all([spec for spec in pending if spec.iso_compute is None], start, jobs, failures)
         timed = []
         for spec in pending:
             if spec.iso_compute is not None:
-                steps = _steps_in_time(out, spec, shared.fingerprint)
+                steps = _steps_in_time(out, spec, start.fingerprint)
                 if steps is None:
                     needed = " and ".join(f"{name}/{spec.seed}" for name in spec.iso_compute.values())
                     failures[spec.name] = Failure(f"needs {needed}, which are not both complete")
                 else:
                     timed.append(dataclasses.replace(spec, steps=steps))
-        _run_all(timed, shared, start, jobs, failures)
+        _run_all(timed, start, jobs, failures)
     return failures
 
 
 def _check_installed(engine: str) -> None:
     if engine not in ENGINES:
         raise StudyError(f"--engine {engine}: use one of: {', '.join(ENGINES)}")
-    for module, package, extra in (("joblib", "joblib", "study"), ("sklearn", "scikit-learn", "study")):
+    for module, package in (("joblib", "joblib"), ("sklearn", "scikit-learn")):
         if importlib.util.find_spec(module) is None:
-            raise StudyError(f"{package} is not installed: pip install 'hf-depthroute[{extra}]'")
+            raise StudyError(f"{package} is not installed: pip install 'hf-depthroute[study]'")
     if engine == "ray" and importlib.util.find_spec("ray") is None:
         raise StudyError("--engine ray: ray is not installed: pip install 'hf-depthroute[ray]'")
 
 
-def _prepare(study: Study, out: Path, jobs: int, debug: bool) -> SharedSetting:
+def _prepare(study: Study, out: Path, jobs: int, engine: str, debug: bool, selected: tuple[Path, ...]) -> Start:
     """Check everything that all runs share against an earlier start, and write the blocks and `study.json`."""
     import joblib
 
@@ -142,81 +147,57 @@ def _prepare(study: Study, out: Path, jobs: int, debug: bool) -> SharedSetting:
             spec.adapter_config().routed_layers(model.config.num_hidden_layers)
         except ConfigError as error:
             raise ConfigError(f"config {spec.config}: {error}") from error
-    blocks = _blocks(study, out, base, before is not None, debug)
+    stored = out / "blocks.safetensors"
+    if before is not None and "dataset" in study.data and stored.exists():
+        blocks = read_blocks(stored)  # text is read once: later starts use what the first one made of it
+    else:
+        source = study.resolve(study.data["blocks" if "blocks" in study.data else "dataset"])
+        blocks = prepare_blocks(study.data, source, base, debug)
     blocks.check(model.config)
     parts = {
         "code": CODE,
         "data": blocks.fingerprint(),
         "base": hash_model(model),
-        "settings": {**study.settings(), "device": device_type()},
+        "settings": {**{name: getattr(study, name) for name in _SETTINGS}, "device": device_type()},
         "versions": versions(),
     }
     if before is not None and before.get("fingerprint") != combine(parts):
         other = explain(before.get("parts", {}), parts)
         raise StudyError(f"--out {out}: its runs were made with {other}; pass another --out")
 
-    machine = (
-        before["machine"]
-        if before
-        else {
-            "device": torch.cuda.get_device_name() if device_type() == "cuda" else "cpu",
-            "threads": max(1, joblib.cpu_count() // jobs),
-        }
-    )
-    torch.set_num_threads(machine["threads"])
-    dense_loss = before["base"]["dense_loss"] if before else _dense_loss(study, model, blocks)
-    if not (out / "blocks.safetensors").exists():
-        write_bytes(out / "blocks.safetensors", blocks.to_bytes())
-    content = {
-        "name": study.name,
+    if before:
+        machine, dense_loss, created = before["machine"], before["base"]["dense_loss"], before["created"]
+        torch.set_num_threads(machine["threads"])  # those of the first start: results depend on them
+    else:
+        name = torch.cuda.get_device_name() if device_type() == "cuda" else "cpu"
+        machine = {"device": name, "threads": max(1, joblib.cpu_count() // jobs)}
+        torch.set_num_threads(machine["threads"])
+        dense = RunSpec("dense", 0, study.steps, study.adapter, study.training)
+        arguments = dense.training_arguments(study.batch_size, study.folder)
+        with autocast(arguments):
+            dense_loss = mean_loss(model, to_batches(blocks.validation, study.batch_size, arguments.device))
+        created = datetime.datetime.now().astimezone().isoformat("T", "seconds")
+    if not stored.exists():
+        write_bytes(stored, blocks.to_bytes())
+    size = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "layers": model.config.num_hidden_layers,
+        "width": model.config.hidden_size,
+    }
+    described = {
+        **{name: getattr(study, name) for name in _DESCRIBED},
         "fingerprint": combine(parts),
-        "created": before["created"] if before else datetime.datetime.now().astimezone().isoformat("T", "seconds"),
-        "margin": study.margin,
-        "thresholds": study.thresholds,
-        "steps": study.steps,
-        "eval_every": study.eval_every,
-        "batch_size": study.batch_size,
+        "created": created,
         "length": blocks.train.shape[1],
-        "seeds": study.seeds,
         "configs": [dataclasses.asdict(config) for config in study.configs],
-        "base": {
-            "name": study.base,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "layers": model.config.num_hidden_layers,
-            "width": model.config.hidden_size,
-            "dense_loss": dense_loss,
-        },
+        "base": {"name": study.base, **size, "dense_loss": dense_loss},
         "data": {**study.data, "tokens": blocks.train.numel(), "validation_tokens": blocks.validation.numel()},
         "versions": versions(),
         "machine": machine,
         "parts": parts,
     }
-    write_json(out / "study.json", content)
-    return SharedSetting(
-        blocks=str(out / "blocks.safetensors"),
-        base=base,
-        fingerprint=combine(parts),
-        dense_loss=dense_loss,
-        batch_size=study.batch_size,
-        eval_every=study.eval_every,
-        thresholds=tuple(study.thresholds),
-        threads=machine["threads"],
-    )
-
-
-def _blocks(study: Study, out: Path, base: str, started: bool, debug: bool) -> Blocks:
-    """The study's blocks. Text is read once: later starts use what the first one made of it."""
-    if started and "dataset" in study.data and (out / "blocks.safetensors").exists():
-        return read_blocks(out / "blocks.safetensors")
-    source = study.resolve(study.data["blocks" if "blocks" in study.data else "dataset"])
-    return prepare_blocks(study.data, source, base, debug)
-
-
-def _dense_loss(study: Study, model: Any, blocks: Blocks) -> float:
-    spec = RunSpec("dense", 0, study.steps, study.adapter, study.training)
-    arguments = spec.training_arguments(study.batch_size, study.folder)
-    with autocast(arguments):
-        return mean_loss(model, to_batches(blocks.validation, study.batch_size, arguments.device))
+    write_json(out / "study.json", described)
+    return Start(study, out, base, combine(parts), dense_loss, machine["threads"], selected, engine, debug)
 
 
 def _steps_in_time(out: Path, spec: RunSpec, fingerprint: str) -> int | None:
@@ -233,9 +214,7 @@ def _steps_in_time(out: Path, spec: RunSpec, fingerprint: str) -> int | None:
     return max(1, round(counted["steps"] * timed[clock] / counted[clock]))
 
 
-def _run_all(
-    specs: Sequence[RunSpec], shared: SharedSetting, start: Start, jobs: int, failures: dict[str, Failure]
-) -> None:
+def _run_all(specs: Sequence[RunSpec], start: Start, jobs: int, failures: dict[str, Failure]) -> None:
     """Execute runs until each is complete or has failed. The folder says which: workers may die without a word."""
     import joblib
 
@@ -245,9 +224,9 @@ def _run_all(
         try:
             with _engine(start.engine, jobs):
                 joblib.Parallel(n_jobs=min(jobs, len(left)), batch_size=1)(
-                    joblib.delayed(execute)(shared, spec, start) for spec in left
+                    joblib.delayed(_execute)(start, spec) for spec in left
                 )
-        except Exception as error:  # of the engine: `execute` keeps those of a run
+        except Exception as error:  # of the engine: `_execute` keeps those of a run
             ended = error
         unstarted = []
         for spec in left:
@@ -262,14 +241,61 @@ def _run_all(
         left = unstarted
 
 
-@contextmanager
-def _engine(name: str, jobs: int) -> Iterator[None]:
+def _execute(start: Start, spec: RunSpec) -> None:
+    """Train a run and print a line about it; what goes wrong is not raised, but written to the run's folder."""
+    if start.engine == "processes" and os.getpid() != start.owner:
+        _end_with(start.owner)
+    if not start.debug:
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+    folder = run_folder(start.out, spec)
+    busy = StudyError("the study is being started again")
+    with locked(start.out / ".workers", busy, patience=60.0, shared=True):
+        began = time.monotonic()
+        try:
+            if start.code != CODE:
+                raise RunError("the code of hf_depthroute was changed after the study was started; start it again")
+            if start.device != device_type():
+                raise RunError(f"this process runs on {device_type()}, the study on {start.device}")
+            with trust_remote_code() if start.trust else nullcontext():
+                summary = train_run(start, spec)
+            said = f"endpoint {summary['endpoint']:.3f} in {time.monotonic() - began:.0f} s"
+            if summary["refresh_over_forward"] is not None:
+                said += f"; a refresh of the labels costs {summary['refresh_over_forward']:.1f} forward passes"
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            if not isinstance(error, RunError | ConfigError):
+                reason = f"{type(error).__name__}: {reason}"
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / FAILED, {"reason": reason, "traceback": traceback.format_exc()})
+            said = f"failed: {reason}"
+        complete = sum((folder / "summary.json").exists() for folder in start.selected)
+        say(f"[{complete}/{len(start.selected)}] {spec.name} {said}")
+    gc.collect()  # a Trainer and its model hold each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _end_with(owner: int) -> None:
+    """End this process soon after process `owner`, its parent: a killed study leaves no runs behind."""
+
+    def watch() -> None:
+        while os.getppid() == owner:
+            time.sleep(0.2)
+        os._exit(1)
+
+    name = "ends with the study"
+    if not any(thread.name == name for thread in threading.enumerate()):
+        threading.Thread(target=watch, name=name, daemon=True).start()
+
+
+def _engine(name: str, jobs: int) -> Any:
+    """What joblib runs with, inside a `with`."""
     import joblib
 
     if name == "processes":
-        with joblib.parallel_config(backend="loky"):
-            yield
-        return
+        return joblib.parallel_config(backend="loky")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # every run's line is printed
     import ray
     from ray.util.joblib import register_ray
@@ -277,5 +303,4 @@ def _engine(name: str, jobs: int) -> Iterator[None]:
     register_ray()
     ray.init(ignore_reinit_error=True, logging_level="ERROR")
     gpus = min(1.0, torch.cuda.device_count() / jobs)
-    with joblib.parallel_config(backend="ray", ray_remote_args={"num_gpus": gpus} if gpus else None):
-        yield
+    return joblib.parallel_config(backend="ray", ray_remote_args={"num_gpus": gpus} if gpus else None)

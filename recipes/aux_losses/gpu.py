@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from paper.page import write_report
 from safetensors.torch import load_file, save_file
 from step_cost import training_step
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -36,7 +37,7 @@ from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.bench import describe_machine
 from hf_depthroute.cli import main as command_line
 from hf_depthroute.evaluation.perplexity import mean_loss
-from hf_depthroute.objective import RoutingArguments
+from hf_depthroute.training.objective import RoutingArguments
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = ["g1", "g3", "a1", "a3_g1", "a3_g3"]
@@ -232,11 +233,7 @@ def main() -> None:
     except SystemExit as ended:
         if ended.code:
             sys.exit(ended.code)
-    try:
-        command_line(["report", str(work / "study"), "--out", str(args.out)])
-    except SystemExit as ended:
-        if ended.code:
-            sys.exit(ended.code)
+    write_report(work / "study", args.out)
     shutil.copy(work / "steps.json", args.out)
     (args.out / "machine.json").write_text(json.dumps(describe_machine(device), indent=1) + "\n")
 

@@ -20,8 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-
-from hf_depthroute.report.markdown import write_report
+from report import write_report
 
 # Relative to the working directory, so that no result names a folder of this machine.
 HERE = Path(os.path.relpath(Path(__file__).parent))

@@ -2,7 +2,7 @@
 
     python recipes/embedded_base/pretrain.py --out recipes/embedded_base/model
 
-The text is the Python standard library's own sources on this machine (`hf_depthroute.data.stdlib_files`). One run
+The text is the Python standard library's own sources on this machine (`hf_depthroute.data.text.stdlib_files`). One run
 takes about half an hour on two CPU cores. Weights are stored in bfloat16 to stay small. `--card-only` writes the card
 again from the numbers of the last run.
 """
@@ -10,6 +10,7 @@ again from the numbers of the last run.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import time
@@ -21,10 +22,19 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
-from hf_depthroute.data import PYTHON_STDLIB, fingerprint, load_text, pack
+from hf_depthroute.data.text import PYTHON_STDLIB, load_text, pack
 from hf_depthroute.evaluation.perplexity import mean_loss
 
 CARDS = Path(__file__).parents[2] / "model_cards"
+
+
+def fingerprint(texts: list[str]) -> str:
+    """Twelve hex digits that identify a list of texts."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()[:12]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:

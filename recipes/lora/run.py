@@ -29,10 +29,10 @@ from hf_depthroute import (
     get_depth_routed_model,
     set_budget,
 )
+from hf_depthroute.data.blocks import OrderedBlocks, draw_order, spread, to_batches
 from hf_depthroute.evaluation.perplexity import mean_loss
-from hf_depthroute.study.data import OrderedBlocks, draw_order, spread, to_batches
+from hf_depthroute.routing.trace import count_routes
 from hf_depthroute.study.run import load_base
-from hf_depthroute.trace import count_routes
 
 BASE = str(Path(__file__).parents[1] / "embedded_base" / "model")
 LENGTH, BATCH, BUDGET = 128, 8, 0.5

@@ -20,11 +20,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import OlmoeConfig, OlmoeForCausalLM, get_cosine_schedule_with_warmup
 
-from hf_depthroute.balancing import BalanceBias, load_balance, router_z
-from hf_depthroute.data import PYTHON_STDLIB
+from hf_depthroute.data.blocks import Blocks, draw_order, prepare_blocks, to_batches
+from hf_depthroute.data.text import PYTHON_STDLIB
 from hf_depthroute.evaluation.perplexity import mean_loss
-from hf_depthroute.moe import expert_load, observe_routers
-from hf_depthroute.study.data import Blocks, draw_order, prepare_blocks, to_batches
+from hf_depthroute.training.base_routers import BalanceBias, expert_load, load_balance, observe_routers, router_z
 
 EMBEDDED = Path(__file__).parents[1] / "embedded_base" / "model"
 DATA = {"length": 128, "validation_blocks": 128}

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from plots import plot_expert_load
 from pretrain import BATCH, DATA, LEARNING_RATE, STEPS, VARIANTS
 from route import BASE, BUDGETS, DROPPED, SEEDS, name_of, specs
 from route import CAPACITY_WEIGHT as ROUTER_CAPACITY_WEIGHT
 from route import LEARNING_RATE as ROUTER_LEARNING_RATE
 from route import STEPS as ROUTER_STEPS
 
-from hf_depthroute.report.plots import plot_expert_load
+from hf_depthroute.files.markdown import markdown_table
 
 TITLES = {"per_expert": "router per expert", "per_layer": "router per layer", "random": "random routing"}
 STATIC = {"static": "experts of each layer dropped, by weight", "ablation": "of 32 experts dropped, by ablation"}
@@ -53,10 +54,6 @@ def mean_spread(values: list[float], digits: int = 3) -> str:
     return f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"
 
 
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
-
-
 def static_loss(result: dict[str, Any], share: float) -> float:
     """The loss of dropping experts at a share of pairs, interpolated between numbers of experts; the better choice."""
     found = []
@@ -83,7 +80,7 @@ def balance_table(result: dict[str, Any]) -> list[str]:
             [title, f"{base['validation_loss']:.3f}", *imbalances, f"{last['balance']:.3f}", f"{last['router_z']:.2f}"]
         )
     head = ["variant", "validation loss", "imbalance, untrained", "imbalance, trained", "balance loss", "z loss"]
-    return table(head, rows)
+    return markdown_table(head, rows)
 
 
 def routing_table(result: dict[str, Any]) -> list[str]:
@@ -101,7 +98,7 @@ def routing_table(result: dict[str, Any]) -> list[str]:
             time = f"{ratios[name_of(run)]:.2f}" if name_of(run) in ratios else ""
             cells = [f"{run['loss']:.3f}", f"{run['share']:.3f}", "", time]
             rows.append([f"{run['dropped']} {title}", *cells])
-    return table(["run, budget", "loss", "share of pairs run", "dropped experts at that share", "time"], rows)
+    return markdown_table(["run, budget", "loss", "share of pairs run", "dropped experts at that share", "time"], rows)
 
 
 def trained_table(result: dict[str, Any]) -> list[str]:
@@ -111,7 +108,7 @@ def trained_table(result: dict[str, Any]) -> list[str]:
         kinds = itertools.product(("as_trained", "equal_layers"), ("loss", "share"))
         cells = [mean_spread([run[kind][key] for run in runs]) for kind, key in kinds]
         rows.append([f"{TITLES[method]}, {budget}", *cells])
-    return table(["run, budget", "`p >= 1/2`: loss", "share", "equal layers: loss", "share"], rows)
+    return markdown_table(["run, budget", "`p >= 1/2`: loss", "share", "equal layers: loss", "share"], rows)
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -31,11 +31,11 @@ from hf_depthroute import (
     get_depth_routed_model,
 )
 from hf_depthroute.bench import describe_machine
+from hf_depthroute.data.blocks import Blocks, OrderedBlocks, draw_order, to_batches
 from hf_depthroute.evaluation.perplexity import mean_loss
-from hf_depthroute.importance import expert_importance, least_important
-from hf_depthroute.moe import expert_load
-from hf_depthroute.study.data import Blocks, OrderedBlocks, draw_order, to_batches
-from hf_depthroute.trace import count_routes
+from hf_depthroute.inference.importance import expert_importance, least_important
+from hf_depthroute.routing.trace import count_routes
+from hf_depthroute.training.base_routers import expert_load
 
 BASE = "switch_z"
 BUDGETS = (0.75, 0.5)

@@ -15,6 +15,8 @@ from typing import Any
 from frontier import Point, frontier_at, judge
 from run import HERE, load_base, load_blocks, methods, points, quality_of_base, read_yaml
 
+from hf_depthroute.files.markdown import markdown_table
+
 METRICS = ("loss", "accuracy", "bracket_accuracy", "indent_accuracy", "share")
 
 
@@ -57,10 +59,6 @@ def summarise(result: dict[str, Any]) -> list[Point]:
     return found
 
 
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
-
-
 def table_of(summary: list[Point], dense: dict[str, float], group: str) -> list[str]:
     rows = []
     for p in summary:
@@ -76,7 +74,7 @@ def table_of(summary: list[Point], dense: dict[str, float], group: str) -> list[
             against, *(f"{100 * accuracy:.1f}" for accuracy in accuracies), str(len(p.losses)),
         ])  # fmt: skip
     head = ["method", "point", "share run full", "time", "loss", "loss - best baseline", "top-1 %", "brackets %"]
-    return table([*head, "indents %", "seeds"], rows)
+    return markdown_table([*head, "indents %", "seeds"], rows)
 
 
 def text(result: dict[str, Any], summary: list[Point]) -> str:

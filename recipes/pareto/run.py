@@ -46,7 +46,7 @@ class Run:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    from hf_depthroute.yaml_files import read_mapping
+    from hf_depthroute.files.strict_yaml import read_mapping
 
     return read_mapping(path)
 
@@ -63,7 +63,7 @@ def points(method: dict[str, Any]) -> tuple[str, list[float]]:
 
 def load_blocks(setting: dict[str, Any], out: Path) -> Any:
     """Training and validation blocks, int32 `[N, T]` and `[M, T]`; tokenised once."""
-    from hf_depthroute.study.data import prepare_blocks, read_blocks
+    from hf_depthroute.data.blocks import prepare_blocks, read_blocks
 
     path = out / "blocks.safetensors"
     if not path.exists():
@@ -86,7 +86,7 @@ def load_base(setting: dict[str, Any]) -> Any:
 
 def importance_of(setting: dict[str, Any], blocks: Any) -> dict[str, dict[int, float]]:
     """Importance of every layer's attention, FFN and both, on the calibration blocks."""
-    from hf_depthroute.importance import IMPORTANCE_TARGETS, layer_importance
+    from hf_depthroute.inference.importance import IMPORTANCE_TARGETS, layer_importance
 
     base, batches = load_base(setting), calibration_batches(setting, blocks)
     return {target: layer_importance(base, batches, target) for target in IMPORTANCE_TARGETS}
@@ -95,7 +95,7 @@ def importance_of(setting: dict[str, Any], blocks: Any) -> dict[str, dict[int, f
 def calibration_batches(setting: dict[str, Any], blocks: Any) -> list[dict[str, Any]]:
     import torch
 
-    from hf_depthroute.study.data import spread, to_batches
+    from hf_depthroute.data.blocks import spread, to_batches
 
     return to_batches(spread(blocks.train, setting["calibration_blocks"]), 8, torch.device("cpu"))
 
@@ -104,7 +104,7 @@ def configure(
     run: Run, setting: dict[str, Any], importance: dict[str, dict[int, float]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of the run's `DepthRouteConfig`, and those of its training arguments."""
-    from hf_depthroute.importance import least_important
+    from hf_depthroute.inference.importance import least_important
 
     method = methods()[run.method]
     kind, _ = points(method)
@@ -155,10 +155,10 @@ def train(
     import transformers
 
     from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, DepthRouteTrainingArguments, get_depth_routed_model
-    from hf_depthroute.calibration import calibrate
-    from hf_depthroute.fitting import fit_branches
-    from hf_depthroute.study.data import OrderedBlocks, draw_order, to_batches
-    from hf_depthroute.trace import count_routes
+    from hf_depthroute.data.blocks import OrderedBlocks, draw_order, to_batches
+    from hf_depthroute.inference.calibration import calibrate
+    from hf_depthroute.inference.fitting import fit_branches
+    from hf_depthroute.routing.trace import count_routes
 
     transformers.set_seed(run.seed)
     adapter, training = configure(run, setting, importance)
@@ -232,7 +232,7 @@ def quality(model: Any, batches: Iterable[dict[str, Any]], kinds: dict[str, Any]
 def quality_of_base(base: Any, setting: dict[str, Any], blocks: Any) -> dict[str, float]:
     import torch
 
-    from hf_depthroute.study.data import to_batches
+    from hf_depthroute.data.blocks import to_batches
 
     return quality(base, to_batches(blocks.validation, 8, torch.device("cpu")), kinds_of_tokens(setting))
 

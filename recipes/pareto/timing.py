@@ -23,7 +23,7 @@ from run import HERE, base_of, load_base, read_yaml
 
 def prompts(setting: dict[str, Any]) -> Any:
     """Validation text, int64 `[batch, length]`."""
-    from hf_depthroute.study.data import prepare_blocks
+    from hf_depthroute.data.blocks import prepare_blocks
 
     bench = setting["bench"]
     data = {"length": bench["length"], "validation_blocks": bench["batch"]}

@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, replay_routes, route_cost
-from hf_depthroute.cache import kv_cache_bytes
-from hf_depthroute.data import PYTHON_STDLIB, load_text, pack
-from hf_depthroute.trace import RouteTrace
+from hf_depthroute.base.cache import kv_cache_bytes
+from hf_depthroute.data.text import PYTHON_STDLIB, load_text, pack
+from hf_depthroute.routing.trace import RouteTrace
 
 BASE = Path(__file__).parents[1] / "embedded_base" / "model"
 PROMPTS, LENGTH, NEW = 32, 128, 16

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from hf_depthroute.files.markdown import markdown_table
+
 HERE = Path(__file__).parent
 # Table 1 of arXiv:2410.13184, Llama-3-8B: speedup and mean accuracy of eight tasks; the dense model has 69.7.
 PAPER = {
@@ -65,7 +67,7 @@ def random_routers(results: dict[str, Any], target: str, granularity: str) -> Ru
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+    return "\n".join(markdown_table(head, rows))
 
 
 def loss_table(results: dict[str, Any]) -> str:

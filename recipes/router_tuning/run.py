@@ -31,14 +31,14 @@ from hf_depthroute import (
     calibrate,
     get_depth_routed_model,
 )
+from hf_depthroute.base.cache import kv_cache_bytes
 from hf_depthroute.bench import dense_view, describe_machine
-from hf_depthroute.cache import kv_cache_bytes
+from hf_depthroute.data.blocks import Blocks, OrderedBlocks, draw_order, prepare_blocks, read_blocks, spread, to_batches
 from hf_depthroute.evaluation.perplexity import mean_loss
-from hf_depthroute.importance import layer_importance, least_important
-from hf_depthroute.study.data import Blocks, OrderedBlocks, draw_order, prepare_blocks, read_blocks, spread, to_batches
+from hf_depthroute.files.strict_yaml import read_mapping
+from hf_depthroute.inference.importance import layer_importance, least_important
+from hf_depthroute.routing.trace import count_routes
 from hf_depthroute.study.run import load_base
-from hf_depthroute.trace import count_routes
-from hf_depthroute.yaml_files import read_mapping
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")

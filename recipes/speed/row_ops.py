@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hf_depthroute.bench.timing import Peaks, describe_machine, interleave, measure_peaks, synchronise
+from hf_depthroute.bench.timing import describe_machine, interleave, measure_peaks, synchronise
+from hf_depthroute.evaluation.roofline import Peaks
 from hf_depthroute.execution.kernels import attend_rows, linear_rows, swiglu_rows
 
 SHARES = (0.0, 0.25, 0.5, 1.0)

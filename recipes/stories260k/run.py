@@ -30,7 +30,7 @@ CASE = ("gate", "gate_input", "layers")  # what tells cases apart
 
 def cases(importance: dict[int, float]) -> list[dict[str, Any]]:
     """Learned gates, random projections, and FFNs left out for every token: all with the same branches and steps."""
-    from hf_depthroute.importance import least_important
+    from hf_depthroute.inference.importance import least_important
 
     routed = [
         {"gate": gate, "gate_input": source, "layers": ROUTED} for gate, source in [*LEARNED, ("random", "normed")]
@@ -70,7 +70,7 @@ def load(data: Path, split: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_depthroute.data import load_text, pack
+    from hf_depthroute.data.text import load_text, pack
 
     tokenizer = AutoTokenizer.from_pretrained(data / "stories260k", trust_remote_code=False)
     text = load_text(str(data / "stories.txt"), split=split)
@@ -80,7 +80,7 @@ def load(data: Path, split: str) -> tuple[Any, Any]:
 
 def ffn_importance(data: Path) -> dict[int, float]:
     """One minus the cosine of the stream before and after each layer's FFN, on 64 blocks of training text."""
-    from hf_depthroute.importance import layer_importance
+    from hf_depthroute.inference.importance import layer_importance
 
     base, blocks = load(data, "train[:90%]")
     return layer_importance(
@@ -102,7 +102,7 @@ def random_routing_loss(data: Path) -> float:
     import torch
 
     from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, replay_routes
-    from hf_depthroute.selection import topk_mask
+    from hf_depthroute.routing.selection import topk_mask
 
     base, blocks = load(data, "train[90%:]")
     model = get_depth_routed_model(base, DepthRouteConfig(layers=ROUTED, branch="none")).eval()

@@ -27,8 +27,8 @@ from safetensors.torch import load_model
 from tasks import Task, load_task
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes
-from hf_depthroute.calibration import use_selection
-from hf_depthroute.trace import count_routes
+from hf_depthroute.inference.calibration import use_selection
+from hf_depthroute.routing.trace import count_routes
 
 CONFIDENCES = (0.6, 0.8, 0.95)
 THRESHOLDS = (0.0, -1.0, 1.0)  # of the halting router: p = 0.5, 0.27, 0.73

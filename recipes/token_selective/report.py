@@ -14,6 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hf_depthroute.files.markdown import markdown_table
+
 HERE = Path(__file__).parent
 PAPER = {
     "shakespeare": {"alpha": 0.726, "saved": 0.228, "loss_over_dense": 0.004, "early_exit_over_tsa": 0.0071},
@@ -41,7 +43,7 @@ def collect(out: Path) -> dict[str, Any]:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+    return "\n".join(markdown_table(head, rows))
 
 
 def percent(value: float, sign: bool = False) -> str:

@@ -25,10 +25,10 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes
-from hf_depthroute.calibration import active_routings, use_selection
-from hf_depthroute.losses import routing_losses
+from hf_depthroute.files.strict_yaml import read_mapping
+from hf_depthroute.inference.calibration import active_routings, use_selection
 from hf_depthroute.study.run import unfreeze
-from hf_depthroute.yaml_files import read_mapping
+from hf_depthroute.training.losses import routing_losses
 
 HERE = Path(__file__).parent
 TEXT = HERE.parents[1].parent / "shared" / "data" / "tinyshakespeare.txt"

@@ -12,6 +12,7 @@ from itertools import pairwise
 from statistics import median
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,10 @@ _TABLES: dict[str, tuple[Choice, ...]] = {
     ),
     "gate_up, one tile": (_tile(64, 32, 128, 4, 3), _tile(64, 64, 64, 4, 4), _tile(64, 64, 128, 4, 3)),
     "project, one tile": (_tile(64, 32, 128, 4, 4), _tile(64, 32, 256, 4, 3), _tile(64, 64, 128, 4, 4)),
-    "gate_up_few, one row": (_strip(8, 512, 4, 2), _strip(4, 1024, 4, 2), _strip(8, 512, 4, 3), _strip(8, 1024, 8, 2)),
-    "project_few, one row": (
-        _strip(8, 1024, 4, 2),
-        _strip(8, 1024, 4, 3),
-        _strip(4, 2048, 4, 2),
-        _strip(8, 2048, 8, 2),
-    ),
-    "gate_up_few": (_strip(32, 128, 4, 3), _strip(16, 256, 4, 3), _strip(32, 256, 4, 3)),
-    "project_few": (_strip(16, 256, 4, 4), _strip(32, 256, 4, 3), _strip(16, 512, 4, 3)),
+    "gate_up, one row": (_strip(8, 512, 4, 2), _strip(4, 1024, 4, 2), _strip(8, 512, 4, 3), _strip(8, 1024, 8, 2)),
+    "project, one row": (_strip(8, 1024, 4, 2), _strip(8, 1024, 4, 3), _strip(4, 2048, 4, 2), _strip(8, 2048, 8, 2)),
+    "gate_up, few rows": (_strip(32, 128, 4, 3), _strip(16, 256, 4, 3), _strip(32, 256, 4, 3)),
+    "project, few rows": (_strip(16, 256, 4, 4), _strip(32, 256, 4, 3), _strip(16, 512, 4, 3)),
     "attend_many": (_queries(128, 64, 8, 3), _queries(128, 128, 8, 2), _queries(128, 64, 4, 3), _queries(64, 64, 4, 3)),
     "attend_few": (_queries(16, 64, 4, 3), _queries(16, 128, 4, 3), _queries(16, 128, 8, 2)),
 }
@@ -76,10 +72,10 @@ _FLOAT32: dict[str, Choice] = {
     "project": _tile(64, 64, 32, 4, 2),
     "gate_up, one tile": _tile(64, 32, 32, 4, 2),
     "project, one tile": _tile(64, 32, 32, 4, 2),
-    "gate_up_few, one row": _strip(8, 256, 4, 2),
-    "project_few, one row": _strip(8, 512, 4, 2),
-    "gate_up_few": _strip(16, 64, 4, 2),
-    "project_few": _strip(16, 128, 4, 2),
+    "gate_up, one row": _strip(8, 256, 4, 2),
+    "project, one row": _strip(8, 512, 4, 2),
+    "gate_up, few rows": _strip(16, 64, 4, 2),
+    "project, few rows": _strip(16, 128, 4, 2),
     "attend_many": _queries(32, 32, 4, 2),
     "attend_few": _queries(16, 32, 4, 2),
 }
@@ -121,8 +117,8 @@ def _fastest(table: Sequence[Choice], trial: Trial) -> Choice:
     return table[min(times, key=times.__getitem__)]
 
 
-def half_of(rows: int, sequences: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every other row, in the form that `many_rows.compact` leaves: what block shapes are measured on."""
+def half_of(rows: int, sequences: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Every other row, in the form that `rows.compact` leaves: what block shapes are measured on."""
     index = torch.arange(rows, device=device, dtype=torch.int32) * 2 % max(1, rows - 1)
     count = torch.full((sequences,), (rows + 1) // 2, device=device, dtype=torch.int32)
     return index.expand(sequences, -1).contiguous(), count

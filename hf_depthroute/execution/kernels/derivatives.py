@@ -1,106 +1,75 @@
-"""Gradients of the row ops, in PyTorch that a compiler can trace.
+"""Gradients of the row ops: autograd through the operation computed for every row, in PyTorch that a compiler traces.
 
-They are computed for every row, with zeros in the place of skipped ones: the row ops serve inference, where gradients
-are the exception, and training runs both paths for every token anyway.
-
-Legend: as in `plain`.
+Skipped rows are zeros there. The row ops serve inference, where gradients are the exception, and training runs both
+paths for every token anyway.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-Gradient = torch.Tensor | None
-
-
-def keep_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.with_bias = inputs[3] is not None
+from torch import Tensor
 
 
-def linear(ctx: Any, grad: torch.Tensor) -> tuple[Gradient, ...]:
-    x, mask, weight = ctx.saved_tensors
-    grad = _chosen(grad, mask)
-    grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-    grad_weight = grad.T @ _chosen(x, mask) if ctx.needs_input_grad[2] else None
-    grad_bias = grad.sum(0) if ctx.with_bias and ctx.needs_input_grad[3] else None
-    return grad_x, None, grad_weight, grad_bias
-
-
-def keep_swiglu(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, x, mask, scale, *weights = inputs
-    ctx.save_for_backward(x, mask, scale, *weights)
-
-
-def swiglu(ctx: Any, grad: torch.Tensor) -> tuple[Gradient, ...]:
-    x, mask, scale, w_gate, w_up, w_down = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    x, grad_full = _chosen(x, mask), _chosen(grad, mask)
-    gate, up = F.linear(x, w_gate), F.linear(x, w_up)  # [N, f]
-    sigmoid = torch.sigmoid(gate)
-    hidden = gate * sigmoid * up
-    grad_scale = None
-    if scale is not None:
-        if needs[3]:
-            grad_scale = (grad_full * F.linear(hidden, w_down)).sum(-1).to(scale.dtype)
-        grad_full = grad_full * scale.masked_fill(~mask, 0)[:, None].to(grad.dtype)
-    grad_hidden = grad_full @ w_down  # [N, f]
-    grad_up = grad_hidden * gate * sigmoid
-    grad_gate = grad_hidden * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return (
-        grad.clone(),  # the output is the stream plus the update
-        grad_gate @ w_gate + grad_up @ w_up if needs[1] else None,
-        None,
-        grad_scale,
-        grad_gate.T @ x if needs[4] else None,
-        grad_up.T @ x if needs[5] else None,
-        grad_full.T @ hidden if needs[6] else None,
-    )
-
-
-def keep_attend(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *tensors, ctx.past, ctx.scaling = inputs
+def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep the inputs of an operator, of which the first ones may be tensors."""
+    tensors = [part if isinstance(part, Tensor) else None for part in inputs]
     ctx.save_for_backward(*tensors)
+    ctx.others = [None if isinstance(part, Tensor) else part for part in inputs]
 
 
-def attend(ctx: Any, grad: torch.Tensor) -> tuple[Gradient, ...]:
-    q, keys, values, mask, allowed = ctx.saved_tensors
-    groups, length = keys.shape[1], keys.shape[2]
-    chosen = mask[:, None, None, :, None]  # over [B, G, H/G, T, k]
+def through(dense: Callable[..., Tensor]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The backward pass of an operator whose inputs `keep` kept, from the same operation on all rows."""
 
-    def by_group(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, k] -> [B, G, H/G, T, k]
-        return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).float().masked_fill(~chosen, 0)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = [number for number, needs in enumerate(ctx.needs_input_grad) if needs]
+        inputs = [other if kept is None else kept.detach() for kept, other in zip(ctx.saved_tensors, ctx.others)]
+        with torch.enable_grad():
+            for number in wanted:
+                inputs[number].requires_grad_()
+            out = dense(*inputs)
+            found = dict(zip(wanted, torch.autograd.grad(out, [inputs[number] for number in wanted], grad)))
+        return tuple(found.get(number) for number in range(len(inputs)))
 
-    q_, grad_ = by_group(q), by_group(grad)
-    keys_, values_ = keys[:, :, None].float(), values[:, :, None].float()  # [B, G, 1, S, k]
-    scores = q_ @ keys_.transpose(-1, -2) * ctx.scaling  # [B, G, H/G, T, S]
+    return backward
+
+
+def linear(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`ops.linear_rows`, for every row."""
+    return _chosen(F.linear(_chosen(x, mask), weight, bias), mask)
+
+
+def swiglu(
+    stream: Tensor, x: Tensor, mask: Tensor, scale: Tensor | None, w_gate: Tensor, w_up: Tensor, w_down: Tensor
+) -> Tensor:
+    """`ops.swiglu_rows`, for every row."""
+    x = _chosen(x, mask)
+    update = F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
+    return stream + (update if scale is None else update * _chosen(scale[:, None], mask).to(update.dtype))
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, allowed: Tensor | None, past: int, scaling: float
+) -> Tensor:
+    """`ops.attend_rows`, for every query, in float32."""
+    grouped = _chosen(q.float(), mask).unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4)  # [B, G, H/G, T, k]
+    scores = grouped @ keys[:, :, None].float().transpose(-1, -2) * scaling  # [B, G, H/G, T, S]
     if allowed is None:
-        time = torch.arange(q.shape[1], device=q.device)[:, None] + ctx.past
-        scores = scores.masked_fill(torch.arange(length, device=q.device) > time, -torch.inf)
+        time = torch.arange(q.shape[1], device=q.device)[:, None] + past
+        scores = scores.masked_fill(torch.arange(keys.shape[2], device=q.device) > time, -torch.inf)
     elif allowed.dtype == torch.bool:
         scores = scores.masked_fill(~allowed[:, :, None], -torch.inf)
     else:
         scores = scores + allowed[:, :, None].float()
-    probs = scores.softmax(-1).nan_to_num(0.0)  # a query that may look at nothing gets zeros
-    grad_values = probs.transpose(-1, -2) @ grad_
-    grad_probs = grad_ @ values_.transpose(-1, -2)
-    grad_scores = probs * (grad_probs - (grad_probs * probs).sum(-1, keepdim=True)) * ctx.scaling
-    grad_q = (grad_scores @ keys_).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    grad_keys = grad_scores.transpose(-1, -2) @ q_
-    return (
-        grad_q.to(q.dtype),
-        grad_keys.sum(2).to(keys.dtype),
-        grad_values.sum(2).to(values.dtype),
-        None,
-        None,
-        None,
-        None,
-    )
+    blind = scores.isneginf().all(-1, keepdim=True)  # a query that may look at nothing gets zeros
+    probs = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    out = (probs @ values[:, :, None].float()).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return _chosen(out, mask).to(q.dtype)
 
 
-def _chosen(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`x` `[N, ...]` with zeros in the skipped rows, whatever stands there."""
-    return x.masked_fill(~mask[:, None], 0)
+def _chosen(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` with zeros in the rows that `mask`, its first dimensions, skips, whatever stands there."""
+    return x.masked_fill(~mask.view(*mask.shape, *[1] * (x.ndim - mask.ndim)), 0)

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
-from . import few_queries, few_rows, many_queries, many_rows, plain
+from . import plain, queries, rows
 from .choices import Choice, Trial, choose, half_of
 
-Rows = tuple[torch.Tensor, torch.Tensor]  # of `compact`: int32 `[R, N]` where chosen, int32 `[R]` how many
+# Chosen rows: a mask of one byte each, `[N]`, of few; of many what `rows.compact` leaves: int32 `[R, N]` where, int32
+# `[R]` how many.
+Rows = tuple[Tensor, ...]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FEW = 16  # rows of one decoding tile
@@ -24,212 +26,133 @@ _MOST_QUERIES = 64  # of one key-value head in a decoding step
 _COMPACT = 1024
 
 
-def linear(x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_rows`."""
     if not len(x) or not _supported(x, weight):
         return plain.linear(x, mask, weight, bias)
-    x, weight, mask = x.contiguous(), weight.contiguous(), _bytes(mask)
-    if len(x) <= _FEW:
-        return _project_few(x, mask, weight, bias, None, None)
-    rows = _compacted(mask[None])
-    return _project(x, rows, weight, bias, None, None, x.new_zeros(len(x), len(weight)), gather=True)
+    return _multiply(x.contiguous(), _rows(mask), weight, x.new_zeros(len(x), len(weight)), bias=bias)
 
 
 def swiglu(
-    stream: torch.Tensor,
-    x: torch.Tensor,
-    mask: torch.Tensor,
-    scale: torch.Tensor | None,
-    w_gate: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-) -> torch.Tensor:
+    stream: Tensor, x: Tensor, mask: Tensor, scale: Tensor | None, w_gate: Tensor, w_up: Tensor, w_down: Tensor
+) -> Tensor:
     """See `ops.swiglu_rows`."""
     if not len(x) or not _supported(stream, x, w_gate, w_up, w_down):
         return plain.swiglu(stream, x, mask, scale, w_gate, w_up, w_down)
-    stream, x, w_gate, w_up, w_down = (part.contiguous() for part in (stream, x, w_gate, w_up, w_down))
-    scale, mask = None if scale is None else scale.contiguous(), _bytes(mask)
-    hidden = x.new_empty(len(x), len(w_gate))  # written and read at chosen rows only
-    if len(x) <= _FEW:
-        _gate_up_few(x, mask, w_gate, w_up, hidden)
-        return _project_few(hidden, mask, w_down, None, stream, scale)
-    rows = _compacted(mask[None])
-    _gate_up(x, rows, w_gate, w_up, hidden)
-    return _project(hidden, rows, w_down, None, stream, scale, stream.clone(), gather=False)
+    stream, chosen = stream.contiguous(), _rows(mask)
+    scale = None if scale is None else scale.contiguous()
+    hidden = x.new_empty(len(x), len(w_gate))  # read at chosen rows only
+    _multiply(x.contiguous(), chosen, w_gate, hidden, up=w_up.contiguous())
+    out = torch.empty_like(stream) if len(x) <= _FEW else stream.clone()
+    return _multiply(hidden, chosen, w_down, out, stream=stream, scale=scale)
 
 
 def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    allowed: torch.Tensor | None,
-    past: int,
-    scaling: float,
-) -> torch.Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, allowed: Tensor | None, past: int, scaling: float
+) -> Tensor:
     """See `ops.attend_rows`."""
     if not q.numel() or q.shape[-1] > 256 or not _supported(q, keys, values):
         return plain.attend(q, keys, values, mask, allowed, past, scaling)
-    q, mask = q.contiguous(), _bytes(mask)
-    keys, values = (part if part.stride(-1) == 1 else part.contiguous() for part in (keys, values))
-    table = 0 if allowed is None else 1 if allowed.dtype == torch.bool else 2
+    if keys.stride() != values.stride() or keys.stride(-1) != 1:
+        keys, values = keys.contiguous(), values.contiguous()
+    table, strides = 0, (0, 0)  # of a sequence and a query of `allowed`; a mask of one sequence serves all
     if allowed is not None:
+        table = 1 if allowed.dtype == torch.bool else 2
         allowed = allowed if allowed.stride(-1) == 1 else allowed.contiguous()
         allowed = allowed.view(torch.uint8) if table == 1 else allowed
+        strides = (allowed.stride(0) if len(allowed) > 1 else 0, allowed.stride(2))
+    numbers = (keys.shape[2], past, scaling * math.log2(math.e), *keys.stride()[:3], *strides)
     width = triton.next_power_of_2(max(16, q.shape[-1]))
     heads = {"HEADS": q.shape[2], "GROUPS": keys.shape[1], "HEAD": q.shape[3], "BLOCK_D": width, "TABLE": table}
     few = q.shape[1] * (q.shape[2] // keys.shape[1]) <= _MOST_QUERIES
-    run = _attend_few if few else _attend_many
-    return run(q, keys, values, mask, allowed, past, scaling * math.log2(math.e), heads)
+    return (_attend_few if few else _attend_many)(q.contiguous(), keys, values, _bytes(mask), allowed, numbers, heads)
 
 
-def _supported(*tensors: torch.Tensor) -> bool:
+def _supported(*tensors: Tensor) -> bool:
     return tensors[0].dtype in _DTYPES and all(tensor.dtype == tensors[0].dtype for tensor in tensors)
 
 
-def _bytes(mask: torch.Tensor) -> torch.Tensor:
+def _bytes(mask: Tensor) -> Tensor:
     return mask.contiguous().view(torch.uint8)
 
 
-def _precision(x: torch.Tensor) -> str:
+def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"  # without effect on 16-bit inputs
 
 
-def _compacted(mask: torch.Tensor) -> Rows:
+def _rows(mask: Tensor) -> Rows:
+    return (_bytes(mask),) if len(mask) <= _FEW else _compacted(_bytes(mask)[None])
+
+
+def _compacted(mask: Tensor) -> Rows:
     """The rows of `mask` `[R, N]`, one byte each; the index is filled up to the count."""
     index = torch.empty_like(mask, dtype=torch.int32)
     count = mask.new_empty(len(mask), dtype=torch.int32)
     grid = (triton.cdiv(mask.shape[1], _COMPACT), len(mask))
-    many_rows.compact[grid](mask, index, count, mask.shape[1], BLOCK=_COMPACT)
+    rows.compact[grid](mask, index, count, mask.shape[1], BLOCK=_COMPACT)
     return index, count
 
 
-def _gate_up(x: torch.Tensor, rows: Rows, w_gate: torch.Tensor, w_up: torch.Tensor, hidden: Any) -> None:
-    inner, width = w_gate.shape
+def _multiply(
+    x: Tensor,
+    chosen: Rows,
+    weight: Tensor,
+    out: Tensor,
+    up: Tensor | None = None,
+    bias: Tensor | None = None,
+    stream: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """`rows.multiply_many`, or `rows.multiply_few`, into `out`."""
+    number, few = len(x), len(x) <= _FEW
+    weight = weight.contiguous()
+    sizes = {"WIDTH": x.shape[1], "OUT": len(weight), "PRECISION": _precision(x)}
 
-    def launch(choice: Choice, rows: Rows, hidden: torch.Tensor) -> None:
-        grid = (_tiles(choice, len(x), inner),)
-        many_rows.gate_up[grid](
-            x, *rows, w_gate, w_up, hidden, WIDTH=width, INNER=inner, PRECISION=_precision(x), **choice.options()
-        )
+    def launch(choice: Choice, chosen: Rows, out: Tensor) -> None:
+        arguments = x, *chosen, weight, up, bias, stream, scale, out
+        columns = triton.cdiv(len(weight), choice.blocks["BLOCK_N"])
+        if few:
+            rows.multiply_few[(columns,)](
+                *arguments, N=number, BLOCK_M=1 if number == 1 else _FEW, **sizes, **choice.options()
+            )
+        else:
+            grid = (triton.cdiv(number, choice.blocks["BLOCK_M"]) * columns,)
+            rows.multiply_many[grid](*arguments, **sizes, **choice.options())
 
-    launch(_choose_tile("gate_up", x, (inner, width), hidden, launch), rows, hidden)
-
-
-def _project(
-    a: torch.Tensor,
-    rows: Rows,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stream: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    out: torch.Tensor,
-    gather: bool,
-) -> torch.Tensor:
-    width, inner = weight.shape
-
-    def launch(choice: Choice, rows: Rows, out: torch.Tensor) -> None:
-        grid = (_tiles(choice, len(a), width),)
-        many_rows.project[grid](
-            a, *rows, weight, bias, stream, scale, out,
-            WIDTH=inner, OUT=width, GATHER=gather, PRECISION=_precision(a), **choice.options(),
-        )  # fmt: skip
-
-    launch(_choose_tile("project", a, (width, inner, gather), out, launch), rows, out)
-    return out
-
-
-def _tiles(choice: Choice, rows: int, columns: int) -> Any:
-    return triton.cdiv(rows, choice.blocks["BLOCK_M"]) * triton.cdiv(columns, choice.blocks["BLOCK_N"])
-
-
-def _choose_tile(
-    kernel: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor, launch: Callable[..., None]
-) -> Choice:
     def prepare() -> Trial:
         # Into another tensor: the rows of `out` that are skipped have their values already.
-        rows, scratch = half_of(len(x), 1, x.device), torch.empty_like(out)
-        return lambda choice: launch(choice, rows, scratch)
+        trial = (torch.ones_like(chosen[0]),) if few else half_of(number, 1, x.device)
+        scratch = torch.empty_like(out)
+        return lambda choice: launch(choice, trial, scratch)
 
-    one_tile = len(x) <= 64
-    key = (*shape, one_tile or triton.next_power_of_2(len(x)))
-    return choose(f"{kernel}, one tile" if one_tile else kernel, key, x.dtype, prepare)
-
-
-def _gate_up_few(
-    x: torch.Tensor, mask: torch.Tensor, w_gate: torch.Tensor, w_up: torch.Tensor, hidden: torch.Tensor
-) -> None:
-    inner, width = w_gate.shape
-
-    def launch(choice: Choice, mask: torch.Tensor) -> None:
-        few_rows.gate_up_few[(triton.cdiv(inner, choice.blocks["BLOCK_N"]),)](
-            x, mask, w_gate, w_up, hidden,
-            N=len(x), WIDTH=width, INNER=inner, PRECISION=_precision(x), **choice.options(),
-        )  # fmt: skip
-
-    name = "gate_up_few, one row" if len(x) == 1 else "gate_up_few"
-    launch(choose(name, (inner, width, len(x)), x.dtype, _on_all(mask, launch)), mask)
-
-
-def _project_few(
-    a: torch.Tensor,
-    mask: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stream: torch.Tensor | None,
-    scale: torch.Tensor | None,
-) -> torch.Tensor:
-    width, inner = weight.shape
-    out = a.new_empty(len(a), width)
-
-    def launch(choice: Choice, mask: torch.Tensor) -> None:
-        few_rows.project_few[(triton.cdiv(width, choice.blocks["BLOCK_N"]),)](
-            a, mask, weight, bias, stream, scale, out,
-            N=len(a), WIDTH=inner, OUT=width, PRECISION=_precision(a), **choice.options(),
-        )  # fmt: skip
-
-    name = "project_few, one row" if len(a) == 1 else "project_few"
-    launch(choose(name, (width, inner, len(a)), a.dtype, _on_all(mask, launch)), mask)
+    kind = ", one row" if number == 1 else ", few rows" if few else ", one tile" if number <= 64 else ""
+    key = (*weight.shape, number if few else triton.next_power_of_2(max(64, number)))
+    launch(choose(("project" if up is None else "gate_up") + kind, key, x.dtype, prepare), chosen, out)
     return out
-
-
-def _on_all(mask: torch.Tensor, launch: Callable[[Choice, torch.Tensor], None]) -> Callable[[], Trial]:
-    """What block shapes of a decoding step are measured on: every row is chosen."""
-
-    def prepare() -> Trial:
-        everything = torch.ones_like(mask)
-        return lambda choice: launch(choice, everything)
-
-    return prepare
 
 
 def _attend_many(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    allowed: torch.Tensor | None,
-    past: int,
-    scaling: float,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    allowed: Tensor | None,
+    numbers: tuple[float, ...],
     heads: dict[str, int],
-) -> torch.Tensor:
+) -> Tensor:
     batch, length = q.shape[:2]
-    out = torch.zeros_like(q)
-    rows = _compacted(mask)
-    bounds: tuple[Any, Any, Any] = (None, None, None)
+    out, bounds = torch.zeros_like(q), None
     if heads["TABLE"] == 1:
         assert allowed is not None
-        bounds = tuple(mask.new_empty(len(allowed), length, dtype=torch.int32) for _ in range(3))  # type: ignore[assignment]
-        many_queries.visible_range[(length, len(allowed))](
-            allowed, *bounds, allowed.shape[-1], allowed.stride(0), allowed.stride(2), length, BLOCK=1024
+        bounds = mask.new_empty(len(allowed), length, 3, dtype=torch.int32)
+        queries.visible_range[(length, len(allowed))](
+            allowed, bounds, allowed.shape[-1], allowed.stride(0), allowed.stride(2), length, BLOCK=1024
         )
 
-    def launch(choice: Choice, rows: Rows, out: torch.Tensor) -> None:
+    def launch(choice: Choice, chosen: Rows, out: Tensor) -> None:
         grid = (triton.cdiv(length, choice.blocks["BLOCK_M"]), q.shape[2], batch)
-        many_queries.attend_many[grid](
-            q, keys, values, *rows, allowed, *bounds, out, length, keys.shape[2], past, scaling,
-            *keys.stride()[:3], *values.stride()[:3], *_strides(allowed),
-            0 if allowed is None or len(allowed) == 1 else length,
+        queries.attend_many[grid](
+            q, keys, values, *chosen, allowed, bounds, out, length, *numbers,
             PRECISION=_precision(q), **heads, **choice.options(),
         )  # fmt: skip
 
@@ -238,52 +161,44 @@ def _attend_many(
         return lambda choice: launch(choice, half, scratch)
 
     key = (*heads.values(), triton.next_power_of_2(length))
-    launch(choose("attend_many", key, q.dtype, prepare), rows, out)
+    launch(choose("attend_many", key, q.dtype, prepare), _compacted(mask), out)
     return out
 
 
 def _attend_few(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    allowed: torch.Tensor | None,
-    past: int,
-    scaling: float,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    allowed: Tensor | None,
+    numbers: tuple[float, ...],
     heads: dict[str, int],
-) -> torch.Tensor:
+) -> Tensor:
     out = torch.empty_like(q)
     length, share = q.shape[1], q.shape[2] // keys.shape[1]
     pairs = q.shape[0] * keys.shape[1]
     tile = triton.next_power_of_2(max(16, length * share))
     splits = _splits(pairs, keys.shape[2], q.device)
-    sizes = {**heads, "T": length, "SPLITS": splits}
+    sizes = {**heads, "T": length, "SPLITS": splits, "BLOCK_M": tile}
     parts: list[Any] = [None, None, None]
     if splits > 1:
-        parts = [
-            q.new_empty(pairs * splits * tile * columns, dtype=torch.float32) for columns in (heads["BLOCK_D"], 1, 1)
-        ]
+        parts = [q.new_empty(pairs * splits * tile * width, dtype=torch.float32) for width in (heads["BLOCK_D"], 1, 1)]
 
-    def launch(choice: Choice, mask: torch.Tensor) -> None:
-        few_queries.attend_few[(pairs, splits)](
-            q, keys, values, mask, allowed, out, *parts, keys.shape[2], past, scaling,
-            *keys.stride()[:3], *values.stride()[:3], *_strides(allowed),
-            PRECISION=_precision(q), **sizes, **{**choice.options(), "BLOCK_M": tile},
+    def launch(choice: Choice, mask: Tensor) -> None:
+        queries.attend_few[(pairs, splits)](
+            q, keys, values, mask, allowed, out, *parts, *numbers,
+            PRECISION=_precision(q), **{**choice.options(), **sizes},
         )  # fmt: skip
 
-    key = (*heads.values(), pairs, tile, splits)
-    launch(choose("attend_few", key, q.dtype, _on_all(mask, launch)), mask)
+    def prepare() -> Trial:
+        everything = torch.ones_like(mask)
+        return lambda choice: launch(choice, everything)
+
+    launch(choose("attend_few", (*heads.values(), pairs, tile, splits), q.dtype, prepare), mask)
     if splits > 1:
         del sizes["TABLE"]
-        few_queries.combine_splits[(pairs, length * share)](*parts, out, **sizes, BLOCK_M=tile)
+        queries.combine_splits[(pairs, length * share)](*parts, out, **sizes)
     return out
-
-
-def _strides(allowed: torch.Tensor | None) -> tuple[int, int]:
-    """The strides of a sequence and of a query; a mask of one sequence serves all."""
-    if allowed is None:
-        return 0, 0
-    return allowed.stride(0) if len(allowed) > 1 else 0, allowed.stride(2)
 
 
 def _splits(pairs: int, length: int, device: torch.device) -> int:

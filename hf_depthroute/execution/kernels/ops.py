@@ -17,16 +17,13 @@ import warnings
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import derivatives, plain
 
 
-@torch.library.custom_op(
-    "hf_depthroute::linear_rows",
-    mutates_args=(),
-    schema="(Tensor x, Tensor mask, Tensor weight, Tensor? bias) -> Tensor",
-)
-def linear_rows(x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+@torch.library.custom_op("hf_depthroute::linear_rows", mutates_args=())
+def linear_rows(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x W^T + b` at the rows in `mask`, zeros at the others.
 
     Args:
@@ -41,20 +38,10 @@ def linear_rows(x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, bias:
     return plain.linear(x, mask, weight, bias)
 
 
-@torch.library.custom_op(
-    "hf_depthroute::swiglu_rows",
-    mutates_args=(),
-    schema="(Tensor stream, Tensor x, Tensor mask, Tensor? scale, Tensor w_gate, Tensor w_up, Tensor w_down) -> Tensor",
-)
+@torch.library.custom_op("hf_depthroute::swiglu_rows", mutates_args=())
 def swiglu_rows(
-    stream: torch.Tensor,
-    x: torch.Tensor,
-    mask: torch.Tensor,
-    scale: torch.Tensor | None,
-    w_gate: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-) -> torch.Tensor:
+    stream: Tensor, x: Tensor, mask: Tensor, scale: Tensor | None, w_gate: Tensor, w_up: Tensor, w_down: Tensor
+) -> Tensor:
     """`stream + scale * W_down (SiLU(W_gate x) * W_up x)` at the rows in `mask`, `stream` at the others.
 
     Args:
@@ -72,20 +59,10 @@ def swiglu_rows(
     return plain.swiglu(stream, x, mask, scale, w_gate, w_up, w_down)
 
 
-@torch.library.custom_op(
-    "hf_depthroute::attend_rows",
-    mutates_args=(),
-    schema="(Tensor q, Tensor keys, Tensor values, Tensor mask, Tensor? allowed, SymInt past, float scaling) -> Tensor",
-)
+@torch.library.custom_op("hf_depthroute::attend_rows", mutates_args=())
 def attend_rows(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    allowed: torch.Tensor | None,
-    past: int,
-    scaling: float,
-) -> torch.Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, allowed: Tensor | None, past: int, scaling: float
+) -> Tensor:
     """Softmax attention of the queries in `mask`, zeros at the others; query heads share key-value heads in order.
 
     Args:
@@ -104,26 +81,6 @@ def attend_rows(
     return plain.attend(q, keys, values, mask, allowed, past, scaling)
 
 
-@linear_rows.register_fake
-def _(x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@swiglu_rows.register_fake
-def _(stream: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(stream, memory_format=torch.contiguous_format)
-
-
-@attend_rows.register_fake
-def _(q: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
-
-
-linear_rows.register_autograd(derivatives.linear, setup_context=derivatives.keep_linear)
-swiglu_rows.register_autograd(derivatives.swiglu, setup_context=derivatives.keep_swiglu)
-attend_rows.register_autograd(derivatives.attend, setup_context=derivatives.keep_attend)
-
-
 @functools.cache
 def _on_cuda() -> Any:
     """The module that launches the Triton kernels; `plain`, with one warning, where Triton is missing."""
@@ -137,16 +94,17 @@ def _on_cuda() -> Any:
     return importlib.import_module(".launch", __package__)
 
 
-@linear_rows.register_kernel("cuda")
-def _(x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return _on_cuda().linear(x, mask, weight, bias)
+@linear_rows.register_fake
+def _(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@swiglu_rows.register_kernel("cuda")
-def _(stream: torch.Tensor, x: torch.Tensor, mask: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return _on_cuda().swiglu(stream, x, mask, *rest)
+@swiglu_rows.register_fake
+@attend_rows.register_fake
+def _(like: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-@attend_rows.register_kernel("cuda")
-def _(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return _on_cuda().attend(q, keys, values, *rest)
+for op, name in ((linear_rows, "linear"), (swiglu_rows, "swiglu"), (attend_rows, "attend")):
+    op.register_kernel("cuda")(lambda *inputs, name=name: getattr(_on_cuda(), name)(*inputs))
+    op.register_autograd(derivatives.through(getattr(derivatives, name)), setup_context=derivatives.keep)

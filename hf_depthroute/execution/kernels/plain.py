@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-# Rows of one FFN call on a CPU; the intermediate of so many rows stays in the cache (see `execution.gathered`).
-_CPU_SLICE = 256
+from ..gathered import CPU_SLICE
+
 _CAUSAL_SLICE = 64  # chosen queries of a sequence that are run against one cut of the keys
 
 
-def linear(x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_rows`."""
     index = mask.nonzero().squeeze(-1)  # [F]
     if index.numel() == len(x):
@@ -26,18 +27,12 @@ def linear(x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, bias: torc
 
 
 def swiglu(
-    stream: torch.Tensor,
-    x: torch.Tensor,
-    mask: torch.Tensor,
-    scale: torch.Tensor | None,
-    w_gate: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-) -> torch.Tensor:
+    stream: Tensor, x: Tensor, mask: Tensor, scale: Tensor | None, w_gate: Tensor, w_up: Tensor, w_down: Tensor
+) -> Tensor:
     """See `ops.swiglu_rows`."""
     index = mask.nonzero().squeeze(-1)  # [F]
     out = stream.clone()
-    for rows in index.split(_CPU_SLICE if x.device.type == "cpu" else max(1, len(index))):
+    for rows in index.split(CPU_SLICE if x.device.type == "cpu" else max(1, len(index))):
         if not rows.numel():
             continue
         part = x if rows.numel() == len(x) else x.index_select(0, rows)
@@ -49,19 +44,13 @@ def swiglu(
 
 
 def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    allowed: torch.Tensor | None,
-    past: int,
-    scaling: float,
-) -> torch.Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, allowed: Tensor | None, past: int, scaling: float
+) -> Tensor:
     """See `ops.attend_rows`."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for b, chosen in enumerate(mask):
         time_F = chosen.nonzero().squeeze(-1)
-        parts: list[tuple[torch.Tensor, torch.Tensor | None, int]]
+        parts: list[tuple[Tensor, Tensor | None, int]]
         if allowed is not None:
             rows = allowed[b if len(allowed) > 1 else 0, 0]  # [T, S]
             parts = [(time_F, rows[time_F], keys.shape[2])] if time_F.numel() else []
@@ -77,22 +66,15 @@ def attend(
     return out
 
 
-def _causal(time_F: torch.Tensor, past: int) -> torch.Tensor:
+def _causal(time_F: Tensor, past: int) -> Tensor:
     """Bool `[F, keys that the last query sees]`."""
     return torch.arange(past + int(time_F[-1]) + 1, device=time_F.device) <= past + time_F[:, None]
 
 
-def _attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
+def _attention(q: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None, scaling: float) -> Tensor:
     """Queries `[F, H, k]` of one sequence against its keys `[G, S, k]`: `[F, H, k]`."""
-    grouped = q.shape[1] != keys.shape[0]
+    seen, grouped = None if allowed is None else allowed[None, None], q.shape[1] != keys.shape[0]
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        keys[None],
-        values[None],
-        attn_mask=None if allowed is None else allowed[None, None],
-        scale=scaling,
-        enable_gqa=grouped,
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen, scale=scaling, enable_gqa=grouped
     )
     return out[0].transpose(0, 1)

@@ -1,0 +1,139 @@
+"""Is this folder an adapter that can be trusted to load? Reads its two files; no model, no network, no code."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..config.adapter import ConfigError, DepthRouteConfig
+from ..files.shown import shown
+from ..parts.gates import GATES
+from ..parts.targets import TARGETS
+from ..routing.thresholds import NOT_FITTED
+from .files import (
+    CONFIG_NAME,
+    PEFT_TYPE,
+    STAGE_PREFIX,
+    WEIGHTS_NAME,
+    AdapterMismatchError,
+    read_config,
+    read_tensors,
+    tensors_hash,
+)
+
+_UPDATES = ".depth_route_quantiles.updates"
+_PART = re.compile(r"(\d+)\.routing\.depth_route_([a-z]+)\.(.+)")
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at: `state` is `"ok"`, `"note"` or `"fault"`; `text` is one line."""
+
+    state: str
+    text: str
+
+
+def examine(folder: Path) -> Iterator[Finding]:
+    """What can be said about the adapter in `folder`; ends at the first fault that hides the rest."""
+    for state, text in _examine(folder):
+        yield Finding(state, shown(text))
+
+
+def _examine(folder: Path) -> Iterator[tuple[str, str]]:
+    try:
+        content = read_config(folder / CONFIG_NAME)
+        if content.get("peft_type") != PEFT_TYPE:
+            kind = str(content.get("peft_type"))[:64]
+            yield "fault", f"{CONFIG_NAME}: peft_type is {kind!r}; this is no depth-routed adapter"
+            return
+        config = DepthRouteConfig(**content)
+    except (AdapterMismatchError, ConfigError) as error:
+        yield "fault", str(error)
+        return
+    saved_by = config.library_version or "a version before formats were numbered"
+    yield "ok", f"{CONFIG_NAME}: format {config.format_version}, saved by hf_depthroute {saved_by}"
+    yield "ok", f"routes {config.target} of layers {config.layers} with gate {config.gate}"
+    if base := config.base_architecture:
+        sizes = ", ".join(f"{name} {value}" for name, value in base.items() if isinstance(value, (str, int)))
+        name = config.base_model_name_or_path or "a base without a name"
+        yield "ok", f"base: {name} ({sizes}; {len(base.get('sampled_weights') or ())} sampled weights)"
+    else:
+        yield "note", "does not say which base it belongs to; a wrong one of the same shape would load"
+    yield from _examine_weights(folder / WEIGHTS_NAME, config)
+    for leftover in sorted(folder.glob(f"{STAGE_PREFIX}*")):
+        yield "note", f"{leftover.name}: left by a save that was killed; the next save removes it"
+
+
+def _examine_weights(path: Path, config: DepthRouteConfig) -> Iterator[tuple[str, str]]:
+    if not path.is_file():
+        yield "fault", f"{path}: is missing; copy it again"
+        return
+    try:
+        tensors = read_tensors(path, config.to_dict())
+    except AdapterMismatchError as error:
+        yield "fault", str(error)
+        return
+    numbers = sum(value.numel() for value in tensors.values())
+    yield "ok", f"{WEIGHTS_NAME}: {len(tensors)} tensors, {numbers:,} numbers, all finite"
+    if config.weights_hash is None:
+        yield "note", "saved without a hash: flipped bytes would not be noticed; save it again"
+    elif tensors_hash(tensors) != config.weights_hash:
+        yield "fault", f"{path}: its hash is not the one in {CONFIG_NAME}; copy both files again"
+    else:
+        yield "ok", f"hash {config.weights_hash[:19]}... as saved"
+    yield from _examine_layers(tensors, config)
+    if config.takes_budget():  # thresholds decide: have they ever been fitted to scores?
+        counts = [int(value) for name, value in tensors.items() if name.endswith(_UPDATES)]
+        if all(counts):
+            yield "ok", f"calibrated: thresholds fitted to the scores of {len(counts)} layers"
+        else:
+            yield "note", f"not calibrated: {NOT_FITTED}"
+
+
+def _examine_layers(tensors: dict[str, torch.Tensor], config: DepthRouteConfig) -> Iterator[tuple[str, str]]:
+    """Every routed layer has to hold the same parts, in the same shapes."""
+    parts: dict[int, dict[str, Any]] = defaultdict(dict)
+    for name, value in tensors.items():
+        found = _PART.search(name)
+        if found is not None and found[2] != "target":  # in the first routed layer only
+            parts[int(found[1])][f"{found[2]}.{found[3]}"] = tuple(value.shape)
+    routed = config.layers if isinstance(config.layers, list) else sorted(parts)
+    first = parts[routed[0]]
+    for layer in routed:
+        missing = sorted(set(first) ^ set(parts[layer]))
+        if missing or not parts[layer]:
+            yield "fault", f"layer {layer} does not hold what the others hold: {', '.join(missing[:3]) or 'nothing'}"
+            return
+        for part, shape in parts[layer].items():
+            if shape != first[part]:
+                yield "fault", f"layer {layer}: {part} has shape {shape}, in layer {routed[0]} it is another"
+                return
+    yield from _examine_parts(first, config)
+    yield "ok", f"{len(routed)} layers with {len(first)} tensors each"
+
+
+def _examine_parts(shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig) -> Iterator[tuple[str, str]]:
+    """Whether a layer holds the gate and the branch that the config names, in the width that it names."""
+    width = (config.base_architecture or {}).get("hidden_size")
+    if not isinstance(width, int) or not 0 < width <= 1 << 20:
+        return
+    with torch.device("meta"):
+        gate, wider = (GATES[config.gate](width, config, scores).state_dict() for scores in (1, 2))
+    wanted = {f"gate.{name}": tuple(value.shape) for name, value in gate.items()}
+    per_expert = {f"gate.{name}" for name in gate if gate[name].shape != wider[name].shape}  # their number is not known
+    held = {name: shape for name, shape in shapes.items() if name.startswith("gate.")}
+    for name in sorted(wanted.keys() | held.keys()):
+        if name not in held or name not in wanted:
+            there = "is missing" if name in wanted else "is of another gate"
+            yield "fault", f"gate {config.gate!r}: {name} {there}; config and weights do not belong together"
+        elif held[name] != wanted[name] and not (TARGETS[config.target].per_pair and name in per_expert):
+            yield "fault", f"{name} has shape {held[name]}, the config says {wanted[name]}"
+    has_branch, up = any(name.startswith("branch.") for name in shapes), shapes.get("branch.up.weight")
+    if has_branch != (config.branch == "lowrank"):
+        yield "fault", f"branch={config.branch!r}, and the weights hold {'one' if has_branch else 'none'}"
+    elif has_branch and up != (config.branch_rank, width):
+        yield "fault", f"the branch has shape {up}, not ({config.branch_rank}, {width})"

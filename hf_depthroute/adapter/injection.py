@@ -1,0 +1,168 @@
+"""Entering a model and leaving it: every decoder layer's class, and the hook on the stack that holds the layers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.cache import is_paged
+from ..base.families import find_decoder, find_family
+from ..config.adapter import ConfigError
+from ..execution.decode import decode_steps, decodes
+from ..execution.layer import DECODE_STEPS, TOKEN_MASK, routed_forward
+from ..routing.holder import HOLDER, Routing
+from ..routing.misuse import warn_of_training
+
+_handed_down: ContextVar[dict[str, Any] | None] = ContextVar("depth_route_handed_down", default=None)
+
+
+def enter(model: nn.Module) -> nn.ModuleList:
+    """Switch every decoder layer of `model` to its routed subclass; the layers. A second call changes nothing."""
+    family = find_family(model)
+    decoder = find_decoder(model, family)
+    layers = getattr(decoder, family.layers)
+    if _hand_down not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_hand_down, with_kwargs=True)
+    for layer in layers:
+        if not hasattr(layer, "_depth_route_base"):
+            base: Any = type(layer)
+            _set_class(layer, routed_class(base))
+        if not family.passes_keywords and _receive not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_receive, prepend=True, with_kwargs=True)
+    return layers
+
+
+def leave(model: nn.Module) -> None:
+    """Undo `enter` and drop all adapter state of the decoder layers."""
+    family = find_family(model)
+    decoder = find_decoder(model, family)
+    for layer in getattr(decoder, family.layers):
+        if hasattr(layer, "_depth_route_base"):
+            layer._modules.pop(HOLDER, None)
+            _set_class(layer, layer._depth_route_base)
+        _unhook(layer, _receive)
+    _unhook(decoder, _hand_down)
+
+
+def _unhook(module: nn.Module, function: Any) -> None:
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is function:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of the decoder stack: give the layers, as keywords, what only the stack knows."""
+    inputs, family = _inputs(args, kwargs), find_family(decoder)
+    if not family.passes_keywords:
+        _handed_down.set(None)
+    if inputs is None:
+        return None
+    if _splits_a_packed_row(decoder, inputs, kwargs):
+        raise ConfigError(
+            "granularity='sequence' decides once for a row, and this row holds several sequences: turn packing "
+            "(padding-free batches, continuous batching) off, or route with granularity='token'"
+        )
+    if decoder.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        warn_of_training(decoder, _active(decoder), inputs)
+    real = token_mask_of(args, kwargs)
+    found: dict[str, Any] = {} if real is None else {TOKEN_MASK: real}
+    if decodes(decoder, inputs) and (real is None or real.all()):
+        found[DECODE_STEPS] = decode_steps(getattr(decoder, family.layers), inputs.shape[0])
+    if not family.passes_keywords:
+        _handed_down.set(found)
+        return None
+    return (args, {**kwargs, **found}) if found else None
+
+
+def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of layers whose stack keeps its keywords to itself; the first, so that others see them too."""
+    return args, {**kwargs, **(_handed_down.get() or {})}
+
+
+def _splits_a_packed_row(decoder: nn.Module, inputs: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether a layer would decide about a row as one sequence that holds several."""
+    told = is_paged(kwargs) or kwargs.get("cu_seq_lens_q") is not None
+    positions = kwargs.get("position_ids")
+    if not told and (positions is None or kwargs.get("attention_mask") is not None or inputs.shape[1] == 1):
+        return False
+    if all(holder.active_config().granularity == "token" for holder in _active(decoder)):
+        return False
+    return told or positions is None or bool((positions[..., 1:] <= positions[..., :-1]).any())
+
+
+def _active(decoder: nn.Module) -> list[Routing]:
+    holders = [layer._modules.get(HOLDER) for layer in getattr(decoder, find_family(decoder).layers)]
+    return [holder for holder in holders if holder is not None and holder.adapter() is not None]
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    return next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if x is not None), None)
+
+
+def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Which new tokens of a call of the decoder stack are real, bool `[B, T]`; None where its mask does not say.
+
+    Layers see a 4D mask, a boolean mask, none, or a block mask, depending on the attention implementation.
+    """
+    inputs = _inputs(args, kwargs)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict):  # one per kind of attention, made by `generate` for static caches
+        mask = next(iter(mask.values()), None)
+    if inputs is None or not isinstance(mask, torch.Tensor) or is_paged(kwargs):  # its keys are in no order of time
+        return None
+    batch, length = inputs.shape[:2]
+    if mask.ndim == 2 and mask.shape[1] >= length:
+        # With a cache, the mask covers past positions too; the new ones come last.
+        return mask[:, mask.shape[1] - length :].bool()
+    if mask.ndim == 4 and length > 1:
+        cache = kwargs.get("past_key_values")
+        past = 0 if cache is None else int(cache.get_seq_length())
+        allowed = mask if mask.dtype == torch.bool else mask == 0
+        # A position that no query may look at is padding.
+        real = allowed[:, 0, :, past : past + length].any(dim=1).expand(batch, -1)
+        return real if real.shape[1] == length else None
+    return None
+
+
+@functools.cache
+def routed_class(base: Any) -> Any:
+    """The subclass that decoder layers of class `base` are switched to: same name and module, our `forward`."""
+    names = tuple(inspect.signature(base.forward).parameters)[2:]
+    cls = type(base)(
+        base.__name__,
+        (base,),
+        {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "__call__": nn.Module.__call__,  # checkpointing is done once, in `routed_forward`
+            "__reduce_ex__": lambda self, protocol: (_rebuild, (self._depth_route_base,), self.__dict__),
+            "_base_forward": base.forward,
+            "_argument_names": tuple(name for name in names if name != "kwargs"),
+            "_depth_route_base": base,
+            "gradient_checkpointing": False,
+        },
+    )
+    cls.forward = routed_forward  # after creation: transformers wraps what the class body defines
+    return cls
+
+
+def _set_class(layer: Any, cls: Any) -> None:
+    # accelerate keeps the bound forward of the class it found, and leaves it on the instance when its hook is removed.
+    # Rebind both, or routing is silently off.
+    bound, held = ("_old_forward", "forward"), layer.__dict__
+    stale = [name for name in bound if getattr(held.get(name), "__func__", None) is type(layer).forward]
+    layer.__class__ = cls
+    for name in stale:
+        setattr(layer, name, cls.forward.__get__(layer))
+
+
+def _rebuild(base: Any) -> Any:
+    cls = routed_class(base)
+    return cls.__new__(cls)

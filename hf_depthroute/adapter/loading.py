@@ -1,0 +1,150 @@
+"""Strict loading: an adapter file holds exactly the adapter's tensors, or it is refused, whoever reads it.
+
+PEFT and transformers load what fits and log the rest: a missing tensor leaves a router random, and a tensor with the
+name of a base weight overwrites it.
+
+Checkpoint key: base_model.model.model.layers.3.routing.depth_route_gate.hidden.weight
+Model key:      base_model.model.model.layers.3.routing.depth_route_gate.default.hidden.weight
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..routing.holder import HOLDER, Routing
+from .files import AdapterMismatchError, read_tensors, tensors_hash
+from .injection import leave
+from .modules_to_save import key_in_file, unwrap
+
+PREFIX = "depth_route_"
+_OWN_KEY = re.compile(rf"\.{HOLDER}\.{PREFIX}[a-z]+\.")
+_WRAPPER = "base_model.model."
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}  # one for another
+_READER = "_load_pretrained_model"  # the static method with which transformers reads an adapter file
+
+
+def own_tensors(state_dict: Mapping[str, torch.Tensor], adapter_name: str) -> dict[str, torch.Tensor]:
+    """The entries of a model's state dict that belong to adapter `adapter_name`."""
+    mine = re.compile(rf"{_OWN_KEY.pattern}{re.escape(adapter_name)}\.")
+    return {key: value for key, value in state_dict.items() if mine.search(key)}
+
+
+def without_adapter_name(key: str, adapter_name: str) -> str | None:
+    """A model key as the checkpoint has it; None when it is not one of ours."""
+    found = _OWN_KEY.search(key)
+    return None if found is None else key[: found.end()] + key[found.end() :].removeprefix(f"{adapter_name}.")
+
+
+def match_tensors(
+    model: nn.Module, config: Any, adapter_name: str, state_dict: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint by model key.
+
+    Raises:
+        AdapterMismatchError: A tensor is missing, left over, of another shape or kind, or not finite; or they are
+            not those that the config was saved with.
+    """
+    # Copies: what is checked is what is loaded, also where somebody writes into the file meanwhile.
+    state_dict = {key: value.detach().clone() for key, value in state_dict.items()}
+    given = {key_in_file(key.removeprefix(_WRAPPER), adapter_name): value for key, value in state_dict.items()}
+    held = model.state_dict()
+    copies = {key: value for key, value in held.items() if key_in_file(key, adapter_name) != key}
+    matched = {}
+    for key, expected in (own_tensors(held, adapter_name) | copies).items():
+        bare = (without_adapter_name(key, adapter_name) or key_in_file(key, adapter_name)).removeprefix(_WRAPPER)
+        value = given.pop(bare, None)
+        if value is None:
+            fault = "is missing"
+        elif value.shape != expected.shape:
+            fault = f"has shape {tuple(value.shape)}, expected {tuple(expected.shape)}"
+        elif value.dtype != expected.dtype and not {value.dtype, expected.dtype} <= _FLOATS:
+            fault = f"has dtype {value.dtype}, expected {expected.dtype}"
+        elif not value.isfinite().all():
+            fault = "holds values that are not finite"
+        else:
+            matched[key] = value
+            continue
+        raise AdapterMismatchError(f"adapter file: tensor {bare} {fault}")
+    for bare in given:
+        raise AdapterMismatchError(f"adapter file: unexpected tensor {bare}")
+    if config.weights_hash is not None:
+        # PEFT has put the adapter's name into the keys of modules_to_save by now.
+        named = {key_in_file(key, adapter_name): value for key, value in state_dict.items()}
+        if tensors_hash(named) != config.weights_hash:
+            raise AdapterMismatchError(
+                "adapter file: its tensors are not those that the config was saved with; copy both files again"
+            )
+        config.weights_hash = None  # it was about that file; what the model holds may change from here on
+    return matched
+
+
+def discard(model: nn.Module, adapter_name: str) -> None:
+    """Take out an adapter that could not be loaded; without another one, the model is as it was before."""
+    base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+    holders = [module for module in base.modules() if isinstance(module, Routing)]
+    for holder in holders:
+        holder.delete_adapter(adapter_name)
+    unwrap(base, adapter_name)
+    configs = getattr(base, "peft_config", {})
+    configs.pop(adapter_name, None)
+    if not any(len(holder.depth_route_gate) for holder in holders):
+        leave(base)
+        unguard(base)
+    if not configs:
+        for name in ("peft_config", "_hf_peft_config_loaded"):
+            base.__dict__.pop(name, None)
+
+
+def guard(model: nn.Module) -> None:
+    """Make transformers' own `model.load_adapter` and `from_pretrained(adapter_dir)` as strict as PEFT's path is.
+
+    They read the file without asking the PEFT method, by a static method looked up on the instance: an attribute of
+    the instance stands in front of it. `unguard` removes it.
+    """
+    if isinstance(model, PreTrainedModel):
+        setattr(model, _READER, _read_strictly)
+
+
+def unguard(model: nn.Module) -> None:
+    model.__dict__.pop(_READER, None)
+
+
+def _read_strictly(
+    model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
+) -> Any:
+    # transformers renames `depth_route_*` to `depth_route_*.<name>` where the load is for a routed adapter.
+    mapping = load_config.weight_mapping or ()
+    ours = [entry for entry in mapping if any(PREFIX in pattern for pattern in entry.source_patterns)]
+    if ours:
+        name = ours[0].target_patterns[0].removeprefix(r"\1.")
+        config: Any = model.peft_config[name]
+        try:
+            state_dict = state_dict or {  # not read again after the checks
+                key: value
+                for path in checkpoint_files or ()
+                for key, value in read_tensors(Path(path), config.to_dict()).items()
+            }
+            match_tensors(model, config, name, state_dict)
+        except AdapterMismatchError:
+            discard(model, name)
+            raise
+        load_config = replace(load_config, device_map=_kept_in_place(model, load_config.device_map))
+    return getattr(type(model), _READER)(model, state_dict, checkpoint_files, load_config, **kwargs)
+
+
+def _kept_in_place(model: nn.Module, device_map: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A device map for reading an adapter: its parts stay where they are, whatever is offloaded around them.
+
+    Otherwise the parts of a layer on disk would be left at their first values: nothing would fetch them from there.
+    """
+    parts = {name: holder for name, holder in model.named_modules() if isinstance(holder, Routing)}
+    places = {name: next(holder.parameters()).device for name, holder in parts.items() if [*holder.parameters()]}
+    return {**(device_map or {}), **places}

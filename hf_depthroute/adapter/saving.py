@@ -1,0 +1,196 @@
+"""Saving an adapter so that its folder holds the old one or the new one, whole, whenever the process is killed.
+
+PEFT writes the weights over the old ones and then the config. Here both are staged in a folder inside the adapter's,
+written to disk, and renamed: weights first, config last. The config carries the weights' hash, so the one moment in
+which new weights stand beside the old config shows, and `settle` finishes that save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ..files.locks import locked
+from ..files.out_of_resources import disk_full
+from ..files.shown import reason
+from ..files.staged import sync, write_json
+from ..routing.thresholds import NOT_FITTED, ScoreQuantiles
+from ..routing.trace import routings
+from .base_check import remember_base
+from .files import (
+    CARD_NAME,
+    CONFIG_NAME,
+    PEFT_TYPE,
+    STAGE_PREFIX,
+    WEIGHTS_NAME,
+    AdapterMismatchError,
+    read_config,
+    read_readme,
+    tensors_hash,
+)
+
+LOCK_SECONDS = 30.0
+# What else goes into a folder: each is called with the model, the folder in which its adapters are staged, and theirs.
+# Nothing here knows what that may be; the model card adds itself.
+after_saving: list[Callable[[Any, Path, Path], None]] = []
+
+
+class SaveWarning(UserWarning):
+    """An adapter was saved, and something that goes with it was not."""
+
+
+def warn_without_card(path: Path, error: BaseException) -> None:
+    """Weights and configuration are saved whatever happens to the files beside them."""
+    warnings.warn(f"{path}: the model card was not written: {reason(error)}", SaveWarning, stacklevel=4)
+
+
+def save_whole(
+    save: Callable[..., None],
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """`PeftModel.save_pretrained`, here `save`, that stages the files of a model with a depth-routed adapter.
+
+    Raises:
+        OSError: The disk is full, with the path and what is needed; or another process holds the folder's lock.
+        ValueError: `safe_serialization=False`.
+    """
+    routed = [c for c in model.peft_config.values() if str(getattr(c.peft_type, "value", c.peft_type)) == PEFT_TYPE]
+    folder = Path(save_directory)
+    if not routed or not kwargs.get("is_main_process", True) or folder.is_file():
+        save(model, save_directory, safe_serialization, *args, **kwargs)
+        return
+    if not safe_serialization:
+        raise ValueError("depth-routed adapters are saved in safetensors format only; leave safe_serialization=True")
+    for config in routed:
+        remember_base(model.get_base_model(), config)
+    _warn_of_thresholds(model)
+    with staged_save(folder) as stage:
+        save(model, str(stage), True, *args, **kwargs)
+        for add in after_saving:
+            add(model, stage, folder)
+
+
+def _warn_of_thresholds(model: Any) -> None:
+    """Warn if an adapter is about to be saved whose gates train and whose thresholds were never fitted."""
+    for holder in routings(model):
+        for name, table in holder.depth_route_quantiles.items():
+            trained = any(parameter.requires_grad for parameter in holder.depth_route_gate[name].parameters())
+            if trained and holder.config(name).takes_budget() and not cast(ScoreQuantiles, table).fitted():
+                warnings.warn(f"adapter {name!r} is saved as it is: {NOT_FITTED}", stacklevel=5)
+                return
+
+
+@contextlib.contextmanager
+def staged_save(folder: Path) -> Iterator[Path]:
+    """An empty folder whose files take their places in `folder` at the end of the block, or not at all."""
+    created = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone_in(folder):
+        _finish(folder)  # of processes that were killed: whoever holds the lock is alone
+        for leftover in folder.glob(f"{STAGE_PREFIX}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
+        try:
+            readme_kept = _bring_readme(folder, stage)
+            yield stage
+            if not readme_kept:
+                (stage / CARD_NAME).unlink(missing_ok=True)
+            for config in stage.rglob(CONFIG_NAME):
+                _seal(config, config.with_name(WEIGHTS_NAME))
+            for path in [stage, *stage.rglob("*")]:
+                sync(path)
+            _commit(stage, folder)
+        except (OSError, SafetensorError) as error:
+            if not disk_full(error):
+                raise
+            needed = sum(file.stat().st_size for file in stage.rglob("*") if file.is_file())
+            raise OSError(
+                errno.ENOSPC,
+                f"disk full while saving the adapter: more than {needed:,} bytes are needed; free some space and save "
+                "again" + ("" if created else "; what was there before is intact"),
+                str(folder),
+            ) from error
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+            if created:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # only if nothing was saved
+
+
+def _bring_readme(folder: Path, stage: Path) -> bool:
+    """Copy the README for a card that keeps what somebody wrote; False where there is one that cannot be read."""
+    try:
+        (stage / CARD_NAME).write_bytes(read_readme(folder))
+    except FileNotFoundError:
+        return True
+    except (OSError, AdapterMismatchError) as error:
+        warn_without_card(folder / CARD_NAME, error)
+        return False
+    return True
+
+
+def settle(folder: Path) -> None:
+    """Finish a save of `folder` that was killed between its two renames; any other leftover is left alone.
+
+    A named adapter is saved from the folder above its own.
+    """
+    for root in (folder, folder.parent):
+        if any(root.glob(f"{STAGE_PREFIX}*")) and os.access(root, os.W_OK):
+            with _alone_in(root):  # a save that is going on is waited for
+                _finish(root)
+
+
+def _finish(root: Path) -> None:
+    """Put a staged config beside the weights that it was staged with, where those have taken their place already."""
+    for staged in sorted(root.glob(f"{STAGE_PREFIX}*/**/{CONFIG_NAME}")):
+        place = root.joinpath(*staged.relative_to(root).parts[1:])
+        weights = place.with_name(WEIGHTS_NAME)
+        with contextlib.suppress(ValueError, OSError, SafetensorError):
+            wanted = read_config(staged).get("weights_hash")
+            if wanted is not None and weights.is_file() and tensors_hash(load_file(weights)) == wanted:
+                os.replace(staged, place)
+
+
+def _seal(path: Path, weights: Path) -> None:
+    """Write the hash of the staged weights into the staged config, if it is of a depth-routed adapter."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content.get("peft_type") == PEFT_TYPE and weights.is_file():
+        write_json(path, content | {"weights_hash": tensors_hash(load_file(weights))}, sort_keys=True)
+
+
+def _commit(stage: Path, folder: Path) -> None:
+    files = [file for file in sorted(stage.rglob("*")) if file.is_file()]
+    first = {WEIGHTS_NAME: 0, CONFIG_NAME: 1}  # a config vouches for what is there already
+    for file in sorted(files, key=lambda file: (file.name not in first, str(file.parent), first.get(file.name))):
+        target = folder / file.relative_to(stage)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.replace(file, target)
+        except OSError as error:
+            if file.name in first:
+                raise
+            warn_without_card(target, error)
+    for path in {folder, *(folder / file.relative_to(stage).parent for file in files)}:
+        sync(path)
+
+
+def _alone_in(folder: Path) -> AbstractContextManager[None]:
+    """Inside the block this process is the only writer of `folder`."""
+    busy = OSError(errno.EAGAIN, f"another process has been saving there for {LOCK_SECONDS:.0f} s", str(folder))
+    return locked(folder, busy, LOCK_SECONDS)

@@ -1,0 +1,266 @@
+"""PEFT integration: inject the adapter, name its keys, load it strictly, take it out again."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import register_peft_method
+from peft.utils.other import set_additional_trainable_modules
+from torch import nn
+
+from ..base.families import Family, find_decoder, find_family
+from ..base.readout import ReadOut
+from ..base.sublayers import width_of
+from ..config.adapter import ConfigError, DepthRouteConfig, register_peft_type
+from ..parts.gates import default_hidden
+from ..parts.targets import TARGETS
+from ..parts.traits import traits_of
+from ..routing.holder import HOLDER, Routing
+from ..routing.trace import full_depth
+from .base_check import check_base, describe_base
+from .injection import enter, leave
+from .loading import (
+    PREFIX,
+    AdapterMismatchError,
+    discard,
+    guard,
+    match_tensors,
+    own_tensors,
+    unguard,
+    without_adapter_name,
+)
+from .modules_to_save import check_modules_to_save, unwrap
+from .peft_hooks import install
+
+_SMALL_WIDTH = 256  # parts of any model may be this wide; above it, four times the model's width
+
+
+def get_depth_routed_model(
+    model: nn.Module, config: DepthRouteConfig | None = None, adapter_name: str = "default", **kwargs: Any
+) -> PeftModel:
+    """Inject routers and cheap branches into `model`; only they train.
+
+    The same as `peft.get_peft_model(model, config, adapter_name)`, except that `config` is copied.
+
+    Args:
+        model: A transformers model of a supported family. It is changed in place.
+        config: What to inject. None: `DepthRouteConfig()`, the FFNs of the last third of the layers at a budget of 0.5.
+        adapter_name: 1 to 64 letters, digits, `_` or `-`.
+        **kwargs: Passed to `peft.get_peft_model`.
+
+    Raises:
+        UnsupportedModelError: The model's family is not supported; the model is untouched.
+        ConfigError: A layer index is out of range for this model; the model is untouched.
+        TypeError: `config` is of another PEFT method.
+    """
+    if config is not None and not isinstance(config, DepthRouteConfig):
+        raise TypeError(
+            f"get_depth_routed_model takes a DepthRouteConfig, not {type(config).__name__}; "
+            "peft.get_peft_model is for other methods"
+        )
+    config = DepthRouteConfig() if config is None else copy.deepcopy(config)
+    return get_peft_model(model, config, adapter_name=adapter_name, **kwargs)
+
+
+class DepthRouteModel(BaseTuner):
+    """The tuner behind a depth-routed `PeftModel`.
+
+    Every decoder layer's class is switched to one subclass; layers that are routed get one child, `routing`
+    (`hf_depthroute.routing.holder.Routing`), that holds all adapter state. Base weights and their names do not change.
+    """
+
+    prefix = PREFIX
+    tuner_layer_cls = Routing
+
+    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if isinstance(model, PeftModel):
+            raise ConfigError(
+                "the model is wrapped in a PeftModel already; inject into its base: "
+                "get_depth_routed_model(model.get_base_model(), config, adapter_name=...)"
+            )
+        _check_name_is_free(model, adapter_name)  # first: PEFT overwrites the config of an adapter of the same name
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        # Our own reference: another method that is unloaded from the model deletes the model's.
+        self.__dict__["peft_config"] = self.peft_config
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Add adapter `adapter_name`. All checks come first; when one fails, `model` is untouched."""
+        config = cast(DepthRouteConfig, self.peft_config[adapter_name])
+        try:
+            family = find_family(model)
+            layers = getattr(find_decoder(model, family), family.layers)
+            routed = self._check(model, adapter_name, config, family, layers)
+        except ValueError:
+            del self.peft_config[adapter_name]
+            raise
+
+        if TARGETS[config.target].skips_attention and config.granularity == "token" and family.queries is None:
+            warnings.warn(
+                f"{type(model).__name__}: attention that is skipped per token is computed and masked in this family; "
+                "nothing is saved there",
+                stacklevel=2,
+            )
+        width = width_of(layers[0], family)
+        config.layers = routed
+        config.branch_rank = config.branch_rank or max(1, width // 8)
+        config.gate_hidden = config.gate_hidden or default_hidden(width)
+        config.base_architecture = describe_base(model)
+
+        enter(model)
+        guard(model)
+        self._fill(model, adapter_name, config, family, layers)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+        self._mark_only_adapters_as_trainable(model)
+        set_additional_trainable_modules(
+            model=model,
+            peft_config=config,
+            model_config=BaseTuner.get_model_config(self),
+            adapter_name=adapter_name,
+            activate_adapter=adapter_name in self.active_adapters,
+        )
+
+    def _check(self, model: nn.Module, name: str, config: PeftConfig, family: Family, layers: Any) -> list[int]:
+        """The indices of the layers to route; `ConfigError` or `AdapterMismatchError` where that cannot be done."""
+        if any(hasattr(parameter, "ds_id") for parameter in layers[0].parameters()):
+            raise ConfigError(
+                "DeepSpeed ZeRO-3 has split the base's weights already, so the adapter cannot be sized by them; "
+                "load the base whole (zero3_init_flag: false), inject, and let ZeRO-3 split both"
+            )
+        if not isinstance(config, DepthRouteConfig):
+            raise ConfigError(f"adapter {name!r}: expected a DepthRouteConfig, got {type(config).__name__}")
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+            raise ConfigError(f"adapter name {name!r} must be 1 to 64 letters, digits, '_' or '-'")
+        _check_name_is_free(model, name)
+        if config.base_architecture is not None:
+            check_base(model, config.base_architecture)
+        routed = config.routed_layers(len(layers))
+        _check_parts(model, family, layers, routed, config)
+        return routed
+
+    def _fill(self, model: nn.Module, name: str, config: DepthRouteConfig, family: Family, layers: Any) -> None:
+        """Add the adapter's parts to the layers that it routes, and connect what reads elsewhere."""
+        gate = traits_of(config.gate)
+        holders: list[Routing] = []
+        for index in cast("list[int]", config.layers):
+            layer = layers[index]
+            if HOLDER not in layer._modules:
+                setattr(layer, HOLDER, Routing(index, family, layer, self.peft_config).train(layer.training))
+            holder: Routing = getattr(layer, HOLDER)
+            holder.peft_configs = self.peft_config
+            holder.add_adapter(name, config)
+            if gate.predicts_outcomes:
+                holder.add_projection(name, config, holders[0] if holders else holder)
+            if gate.reads_logits:
+                cast(Any, holder.depth_route_gate[name]).connect(ReadOut(model))
+            if gate.exits and holders:
+                holder.follow(name, holders[-1])
+            holders.append(holder)
+            self.targeted_module_names.append(f"{index}.{HOLDER}")
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`generate` of the base model. With a draft view as `assistant_model`, the model verifies at full depth."""
+        verifies = getattr(kwargs.get("assistant_model"), "verified_at_full_depth", False)
+        with full_depth(self.model) if verifies else nullcontext():
+            return self.model.generate(*args, **kwargs)
+
+    def unload(self) -> nn.Module:
+        """Remove every routed adapter; the model as it was before injection, other PEFT methods included."""
+        leave(self.model)
+        unguard(self.model)
+        for name, config in list(self.peft_config.items()):
+            if isinstance(config, DepthRouteConfig):
+                del self.peft_config[name]
+                unwrap(self.model, name)
+        if self.peft_config:
+            return cast(nn.Module, self.model)
+        return cast(nn.Module, super()._unload_and_optionally_merge(merge=False))
+
+    def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
+        raise ValueError(
+            "a depth-routed adapter cannot be merged: routing depends on the input. "
+            "Use unload() to get the base model back"
+        )
+
+    def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
+        self.merge_and_unload()
+
+    @classmethod
+    def _get_adapter_state_dict(  # type: ignore[override]
+        cls, *, adapter_name: str, state_dict: dict[str, torch.Tensor], **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """This adapter's tensors only, not those of other PEFT methods on the same model."""
+        return own_tensors(state_dict, adapter_name)
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        """The name stands behind `depth_route_*`, in front of a nested module, where PEFT does not look for it."""
+        bare = without_adapter_name(key, adapter_name)
+        return super()._remove_adapter_name_from_key(key, adapter_name) if bare is None else bare
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Checkpoint keys to model keys.
+
+        Raises:
+            AdapterMismatchError: A tensor is missing, left over, of another shape, or not finite; the adapter is taken
+                out of the model again.
+        """
+        try:
+            return match_tensors(model, config, adapter_name, state_dict)
+        except AdapterMismatchError:
+            discard(model, adapter_name)
+            raise
+
+    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("depth-routed adapters are injected by inject_adapter")
+
+
+def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], config: DepthRouteConfig) -> None:
+    """Raise `ConfigError` where a layer lacks what the configuration routes, or a part would be absurdly wide."""
+    width = width_of(layers[0], family)
+    for name in ("gate_hidden", "branch_rank", "context_dim", "summary_dim", "action_dim"):
+        widest = max(4 * width, _SMALL_WIDTH)
+        if (getattr(config, name) or 0) > widest:
+            raise ConfigError(f"{name}={getattr(config, name)} must be at most {widest} on a model of width {width}")
+    check_modules_to_save(model, layers, config.modules_to_save or ())
+    if traits_of(config.gate).reads_logits and model.get_output_embeddings() is None:
+        raise ConfigError(f"gate={config.gate!r} needs a model with an LM head")
+    for place, index in enumerate(routed if TARGETS[config.target].per_pair else ()):
+        experts = getattr(getattr(layers[index], family.ffn), family.experts, None)
+        count = getattr(experts, "num_experts", 0)
+        if not count:
+            raise ConfigError(
+                f"target={config.target!r}: layer {index} has no experts; use target='ffn' or other layers"
+            )
+        for expert in (config.dropped_experts or [[]] * len(routed))[place]:
+            if expert >= count:
+                raise ConfigError(f"dropped_experts: layer {index} has experts 0 to {count - 1}, not {expert}")
+
+
+def _check_name_is_free(model: nn.Module, name: str) -> None:
+    for module in model.modules():
+        if isinstance(module, Routing):
+            if name in module.depth_route_gate:
+                raise ConfigError(f"there already is a depth-routed adapter named {name!r}; choose another name")
+        elif isinstance(module, BaseTunerLayer) and name in module._get_available_adapters():
+            kind = type(module).__module__.split(".")[-2]
+            raise ConfigError(
+                f"adapter name {name!r} is taken by a {kind} adapter on this model; pass adapter_name='router'"
+            )
+
+
+def register() -> None:
+    """Make PEFT know the method; a second call does nothing."""
+    install()
+    if register_peft_type() not in PEFT_TYPE_TO_TUNER_MAPPING:
+        register_peft_method(name=PREFIX.rstrip("_"), config_cls=DepthRouteConfig, model_cls=DepthRouteModel)

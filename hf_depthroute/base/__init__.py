@@ -1,0 +1,1 @@
+"""Base models: where the parts of a decoder layer are, how they add up, their caches and readouts."""

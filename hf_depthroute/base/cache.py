@@ -1,0 +1,170 @@
+"""Decisions about whole sequences, kept with the KV cache; where the attention is skipped, no keys and values.
+
+A sequence is decided once, when its prompt enters an empty cache. The decision has to follow whatever is then done to
+the cache: reordered for beam search, repeated, selected, reset. So it lives in the cache's own layer object.
+
+Shapes: B sequences of the cache, T new positions.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+_CACHES = ("past_key_values", "layer_past")  # what families call it
+
+
+class _Decided:
+    """Mixin of a cache layer: `keep`, bool `[B]`, true for the sequences that run the routed part in full."""
+
+    keep: torch.Tensor | None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self._take(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        if self.keep is not None:
+            self.keep = self.keep.repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self._take(indices)
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.keep = None
+
+    def _take(self, indices: torch.Tensor) -> None:
+        if self.keep is not None:
+            self.keep = self.keep[indices.to(self.keep.device)]
+
+
+class SkippingLayer(DynamicLayer):
+    """A cache layer that holds keys and values of the kept sequences only, and the length of all of them.
+
+    Args:
+        keep: Bool `[B]`.
+    """
+
+    _layer_type = None  # transformers registers subclasses by it
+
+    def __init__(self, keep: torch.Tensor) -> None:
+        super().__init__()
+        self.keep: torch.Tensor | None = keep
+        self.length = 0
+
+    def advance(self, count: int) -> None:
+        """`count` more positions have been seen, by the kept sequences and by the others."""
+        self.length += count
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.keep is None or len(key_states) != int(self.keep.sum()):
+            raise ValueError(
+                "this KV cache was filled with whole sequences skipped and cannot be read without the adapter that "
+                "did it; start a new cache"
+            )
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._take(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.keep is not None:
+            self._take(torch.arange(len(self.keep), device=self.keep.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._take(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` positions; a positive number is the length to leave."""
+        self.length = min(self.length, tokens_to_remove) if tokens_to_remove > 0 else self.length + tokens_to_remove
+        if self.keys is not None and self.values is not None and self.is_initialized:
+            self.keys, self.values = self.keys[..., : self.length, :], self.values[..., : self.length, :]
+
+    def reset(self) -> None:
+        super().reset()
+        self.keep, self.length = None, 0
+
+    def _take(self, indices: torch.Tensor) -> None:
+        if self.keep is None:
+            return
+        indices = indices.to(self.keep.device)
+        if self.keys is not None and self.values is not None:
+            rows = (self.keep.cumsum(0) - 1)[indices][self.keep[indices]]
+            self.keys, self.values = self.keys[rows], self.values[rows]
+        self.keep = self.keep[indices]
+
+
+def cache_layer(cache: Any, index: int) -> Any:
+    """Layer `index` of a cache, made now where the cache makes its layers on first use; None without a cache."""
+    if cache is None:
+        return None
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= index:
+            cache.layers.append(cache.layer_class_to_replicate())
+    return cache.layers[index]
+
+
+def remember(cache: Any, index: int, keep: torch.Tensor, skips_attention: bool) -> None:
+    """Store the decision `keep` (bool `[B]`) of layer `index`; a layer that skips its attention stops growing.
+
+    Only an empty dynamic layer can leave keys and values out. A static or sliding cache, or one that holds tokens
+    already, keeps those of every sequence.
+    """
+    layer = cache_layer(cache, index)
+    if type(layer) is SkippingLayer and layer.length == 0:
+        layer.keep = keep  # after a reset
+    elif skips_attention and type(layer) is DynamicLayer and layer.get_seq_length() == 0:
+        cache.layers[index] = SkippingLayer(keep)
+    else:
+        if not isinstance(layer, _Decided | SkippingLayer):
+            cls = _deciding(layer.__class__)
+            state, layer = layer.__dict__, cls.__new__(cls)
+            layer.__dict__ = state
+            cache.layers[index] = layer
+        layer.keep = keep
+
+
+def remembered(cache: Any, index: int) -> torch.Tensor | None:
+    """The decision of layer `index`, bool `[B]`; None before there is one."""
+    return getattr(cache_layer(cache, index), "keep", None)
+
+
+def kv_cache_bytes(cache: Any) -> int:
+    """Bytes of keys and values that a transformers cache holds."""
+    parts = [part for layer in cache.layers for part in (layer.keys, layer.values) if part is not None]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+@functools.cache
+def _deciding(base: Any) -> Any:
+    """The subclass of a cache layer's class that carries a decision."""
+    return type(base.__name__, (_Decided, base), {"_layer_type": None, "__module__": base.__module__})
+
+
+def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A layer's keyword arguments for a run that neither reads nor writes the KV cache."""
+    return {**kwargs, "use_cache": False, **{name: None for name in _CACHES if name in kwargs}}
+
+
+def is_paged(kwargs: dict[str, Any]) -> bool:
+    """Whether a call comes from continuous batching: one row of many sequences, and a paged cache of its own kind.
+
+    The attention function writes that cache, so it has to run for every token.
+    """
+    return kwargs.get("cache") is not None
+
+
+def cache_of(kwargs: dict[str, Any]) -> Any:
+    """The KV cache among a layer's keyword arguments, or None."""
+    return next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)

@@ -1,0 +1,164 @@
+"""How the attention of a family projects its input to queries, keys and values: one table row per style.
+
+Shapes: B batch, T positions, H query heads, G key-value heads, k head width, d model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+
+@dataclass(frozen=True)
+class Projections:
+    """How the attention of a family makes queries, keys and values.
+
+    Args:
+        project: `(attention, x [..., d], "q" or "kv")` -> one projection each, `[..., H * k]` or `[..., G * k]`.
+        heads: `(attention, projection, "q", "k" or "v") -> [..., H or G, k]`, before the rotary embedding.
+        weights: Names of the attention's children that a skipped query does not meet, and the part of each: of a fused
+            projection, the rows that are the query's.
+        output: Name of the output projection.
+        rotates: `(attention) -> bool`: whether queries and keys are rotated by `position_embeddings`; some families
+            leave it to three layers of four, or to those with a sliding window.
+        halves: Whether the rotation is the usual one, of the halves of a head. Otherwise it is the model's own
+            function, and row ops do not do it.
+        softcap: Whether the kernel is given the attention's `attn_logit_softcapping`.
+    """
+
+    project: Callable[[Any, torch.Tensor, str], Sequence[torch.Tensor]]
+    heads: Callable[[Any, torch.Tensor, str], torch.Tensor]
+    weights: Callable[[Any], dict[str, float]] = lambda _: {"q_proj": 1.0, "o_proj": 1.0}
+    output: str = "o_proj"
+    rotates: Callable[[Any], bool] = lambda _: True
+    halves: bool = True
+    softcap: bool = False
+
+    def projected(self, attention: Any, x: torch.Tensor) -> torch.Tensor:
+        """The query projection, `[..., d] -> [..., H * k]`."""
+        return self.project(attention, x, "q")[0]
+
+    def queries(self, attention: Any, projected: torch.Tensor) -> torch.Tensor:
+        """`[..., H * k] -> [..., H, k]`, before the rotary embedding."""
+        return self.heads(attention, projected, "q")
+
+    def keys_values(self, attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[B, T, d] -> [B, T, G, k]` twice, before the rotary embedding."""
+        keys, values = self.project(attention, x, "kv")
+        return self.heads(attention, keys, "k"), self.heads(attention, values, "v")
+
+
+def _separate(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
+    return [getattr(attention, f"{name}_proj")(x) for name in names]
+
+
+def _stacked(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
+    """Phi-3's fused projection: queries, then keys, then values."""
+    fused, width = attention.qkv_proj, int(attention.config.num_attention_heads * attention.head_dim)
+    rows = slice(0, width) if names == "q" else slice(width, None)
+    if type(fused) is nn.Linear:
+        part = F.linear(x, fused.weight[rows], None if fused.bias is None else fused.bias[rows])
+    else:
+        part = fused(x)[..., rows]
+    return part.chunk(len(names), dim=-1)
+
+
+def _fused(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
+    """GPT-2's fused projection, by columns in units of d."""
+    fused, width = attention.c_attn, attention.split_size
+    columns = slice(0, width) if names == "q" else slice(width, 3 * width)
+    if type(fused) is Conv1D:
+        part = F.linear(x, fused.weight[:, columns].T, fused.bias[columns])
+    else:  # a LoRA layer around it computes all columns or none
+        part = fused(x)[..., columns]
+    return part.chunk(len(names), dim=-1)
+
+
+def _by_heads(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
+    """GPT-NeoX's fused projection: query, key and value of a head side by side, `[..., H, k]` of each."""
+    fused, width = attention.query_key_value, attention.head_size
+    start, stop = (0, 1) if names == "q" else (1, 3)
+    if type(fused) is not nn.Linear:
+        part = fused(x).unflatten(-1, (-1, 3, width))[..., start:stop, :]
+    else:
+        rows = x.reshape(1, -1, x.shape[-1])
+        weight = fused.weight.view(-1, 3 * width, x.shape[-1])[:, start * width : stop * width]  # [H, n k, d], a view
+        part = torch.bmm(rows.expand(len(weight), -1, -1), weight.transpose(1, 2)).transpose(0, 1)
+        if fused.bias is not None:
+            part = part + fused.bias.view(-1, 3 * width)[:, start * width : stop * width]
+        part = part.reshape(*x.shape[:-1], -1, stop - start, width)
+    return [part.flatten(-3)] if names == "q" else part.unbind(-2)
+
+
+def _split(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+    return x.unflatten(-1, (-1, attention.head_dim))
+
+
+def _queries_split(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+    return x.unflatten(-1, (-1, attention.head_size)) if name == "q" else x
+
+
+def _head_norm(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+    x = _split(attention, x, name)
+    return x if name == "v" else getattr(attention, f"{name}_norm")(x)
+
+
+def _optional_norm(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+    return (_head_norm if attention.use_qk_norm else _split)(attention, x, name)
+
+
+def _clipped(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+    bound = getattr(attention.config, "clip_qkv", None)
+    return _split(attention, x if bound is None else x.clamp(min=-bound, max=bound), name)
+
+
+def _flat_norm(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+    return _clipped(attention, x if name == "v" else getattr(attention, f"{name}_norm")(x), name)
+
+
+def _layernorm(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+    """StableLM and Phi: one norm for all heads, or a list of one per head over dimension 1."""
+    x = _split(attention, x, name)
+    if name == "v" or not attention.qk_layernorm:
+        return x
+    return getattr(attention, f"{name}_layernorm")(x.flatten(0, -3)).view_as(x)
+
+
+def _stacked_weights(attention: Any) -> dict[str, float]:
+    heads = attention.config.num_attention_heads
+    return {"qkv_proj": heads / (heads + 2 * attention.config.num_key_value_heads), "o_proj": 1.0}
+
+
+_PLAIN = Projections(_separate, _split)
+_HEAD_NORM = replace(_PLAIN, heads=_head_norm)
+_LAYERNORM = replace(_PLAIN, heads=_layernorm)
+_PAIRS = replace(_PLAIN, halves=False)  # neighbouring dimensions are rotated together
+
+STYLES: dict[str, Projections] = {
+    "rotary": _PLAIN,
+    "rotary_clipped": replace(_PLAIN, heads=_clipped),
+    "rotary_flat_norm": replace(_PLAIN, heads=_flat_norm),
+    "rotary_head_norm": _HEAD_NORM,
+    # EXAONE 4: every layer of a model without windows; otherwise those with one, and each knows the model's.
+    "rotary_head_norm_some": replace(_HEAD_NORM, rotates=lambda a: a.sliding_window is None or bool(a.is_sliding)),
+    "rotary_layernorm": _LAYERNORM,
+    "rotary_layernorm_dense": replace(_LAYERNORM, weights=lambda _: {"q_proj": 1.0, "dense": 1.0}, output="dense"),
+    "rotary_pairs": _PAIRS,
+    "rotary_pairs_norm": replace(_PAIRS, heads=_optional_norm),
+    "rotary_pairs_some": replace(_PAIRS, rotates=lambda a: a.sliding_window is not None),  # Cohere 2
+    "rotary_softcap": replace(_PLAIN, softcap=True),
+    "rotary_some": replace(_PLAIN, rotates=lambda a: bool(a.use_rope)),  # SmolLM3: three layers of four
+    "rotary_fused": Projections(_stacked, _split, _stacked_weights),
+    "rotary_fused_heads": Projections(
+        _by_heads, _queries_split, lambda _: {"query_key_value": 1 / 3, "dense": 1.0}, output="dense"
+    ),
+    "fused": Projections(
+        _fused, _split, lambda _: {"c_attn": 1 / 3, "c_proj": 1.0}, output="c_proj", rotates=lambda _: False
+    ),
+}

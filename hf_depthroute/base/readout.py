@@ -1,0 +1,87 @@
+"""From the residual stream to logits and losses: final norm, LM head, what comes after the head, cross-entropy.
+
+Shapes: B batch, T positions, N rows, d model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .families import find_decoder, find_family
+
+_LOGITS = 2**25  # elements of the logits that exist at one time: 128 MiB in float32
+
+
+class ReadOut:
+    """`logits = f(head(norm(stream)))`: `[..., d] -> [..., V]`, `f` a scale or a soft cap where the family has one.
+
+    Args:
+        model: A transformers model of a supported family with an LM head, or a `PeftModel` around one.
+
+    Attributes:
+        norm: The decoder stack's final norm.
+        head: The LM head.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        family = find_family(model)
+        self.norm: nn.Module = getattr(find_decoder(model, family), family.final_norm)
+        self.head = cast(nn.Module, cast(Any, model).get_output_embeddings())
+        self.change = logit_change(model)
+        self.vocabulary = int(cast(Any, model).config.vocab_size)
+
+    def __call__(self, stream: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.norm(stream))
+        if self.change is None:
+            return logits
+        kind, value = self.change
+        if kind == "softcap":
+            return torch.tanh(logits / value) * value
+        return logits * value if kind == "multiply" else logits / value
+
+    def chunks(self, *rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Tensors of N rows in pieces, of so few rows that a piece's logits have at most `_LOGITS` elements."""
+        size = max(1, _LOGITS // self.vocabulary)
+        return zip(*(part.split(size) for part in rows))
+
+    def token_losses(self, rows_Nd: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        """`token_losses` of the logits of `rows_Nd`, which never exist all at one time."""
+        return torch.cat([token_losses(self(rows), targets) for rows, targets in self.chunks(rows_Nd, targets_N)])
+
+
+def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in nats of each position's prediction, float32 `[...]`; 0 where the target is -100.
+
+    Args:
+        logits: `[..., V]`.
+        targets: Int64 `[...]`, the token that each of them should predict.
+    """
+    targets = targets.to(logits.device)
+    losses = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="none")
+    return losses.view(targets.shape)
+
+
+def predicting(labels_BT: torch.Tensor, token_mask_BT: torch.Tensor | None) -> torch.Tensor:
+    """Bool `[B, T - 1]`: the positions whose next token is to be predicted.
+
+    Args:
+        labels_BT: As in transformers: position `t` predicts `labels[:, t + 1]`; -100 is not predicted.
+        token_mask_BT: Nonzero at real tokens; both the position and the next one have to be. None: all are.
+    """
+    counted = labels_BT[:, 1:] != -100
+    if token_mask_BT is None:
+        return counted
+    real_BT = token_mask_BT.bool().to(labels_BT.device)
+    return counted & real_BT[:, 1:] & real_BT[:, :-1]
+
+
+def logit_change(model: nn.Module) -> tuple[str, float] | None:
+    """What the model does to its LM head's output, `("multiply" | "divide" | "softcap", value)`; None for nothing."""
+    row = find_family(model).logits
+    value = None if row is None else getattr(model.config, row[1], None)
+    return None if row is None or value is None else (row[0], float(value))

@@ -1,0 +1,68 @@
+"""The attention and the FFN of a decoder layer, by its row of the family table: what they read and what they add.
+
+Shapes: B batch, T positions, d model width. An update is what a sublayer adds to the residual stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .families import Family
+
+Kwargs = dict[str, Any]
+
+
+def norm_of(layer: Any, family: Family, part: str) -> Any:
+    """The norm in front of `part`, `"attention"` or `"ffn"`; where there is none, a map that changes nothing."""
+    name = family.ffn_norm if part == "ffn" else family.attention_norm
+    return (lambda x: x) if name is None else getattr(layer, name)
+
+
+def attention_update(layer: Any, family: Family, normed: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
+    """What the attention adds to the stream, `[B, T, d]`, from what it reads."""
+    return behind(layer, family, "attention", getattr(layer, family.attention)(normed, **kwargs)[0])
+
+
+def ffn_map(layer: Any, family: Family) -> Any:
+    """From what the FFN reads to what it adds to the stream: `[..., n, d] -> [..., n, d]`."""
+    ffn = getattr(layer, family.ffn)
+    if family.ffn_post_norm is None and family.ffn_dropout is None and family.residual_scale is None:
+        return ffn
+    return lambda x: behind(layer, family, "ffn", ffn(x))
+
+
+def behind(layer: Any, family: Family, part: str, update: torch.Tensor) -> torch.Tensor:
+    """A sublayer's output as it is added to the stream: normed, dropped out, scaled, whichever its family does."""
+    ffn, attention = (family.ffn_post_norm, family.ffn_dropout), (family.attention_post_norm, family.attention_dropout)
+    for name in ffn if part == "ffn" else attention:
+        if name is not None:
+            update = getattr(layer, name)(update)
+    return update if family.residual_scale is None else update * getattr(layer, family.residual_scale)
+
+
+def template_norm(layer: Any, family: Family, part: str) -> tuple[Any, bool]:
+    """A norm of the kind that a branch in place of `part` starts with, and whether its values mean the same there.
+
+    In front of `part` where there is one. A norm after it is of the right kind, but scales something else.
+    """
+    front = family.ffn_norm if part == "ffn" else family.attention_norm
+    if front is not None:
+        return getattr(layer, front), True
+    back = family.ffn_post_norm if part == "ffn" else family.attention_post_norm
+    assert back is not None
+    return getattr(layer, back), False
+
+
+def width_of(layer: Any, family: Family) -> int:
+    """`d`, read from a norm of the layer; OLMo's have no weights."""
+    norm, _ = template_norm(layer, family, "ffn")
+    weight = getattr(norm, "weight", None)
+    return int(norm.normalized_shape[-1] if weight is None else weight.shape[-1])
+
+
+def hidden_of(output: Any) -> torch.Tensor:
+    """The stream in what a decoder layer returns: some families return attention weights with it."""
+    hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden

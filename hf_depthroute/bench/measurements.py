@@ -1,0 +1,177 @@
+"""Results as they are read, the form of a single one, and two of them compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .cases import Case
+from .shapes import SHAPES
+
+TIMED = ("prefill", "decode")
+_PARTS = (*TIMED, "memory")
+Figure = tuple[float, float | None]  # value and standard error; None: unknown
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result file.
+
+    Raises:
+        ValueError: It cannot be read, or is none. The message is one line and names the file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict) or not ("measurements" in content or any(part in content for part in _PARTS)):
+        raise ValueError(f"{path}: not a result of hf-depthroute bench")
+    return content
+
+
+def measurements(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The measurements of a result of `run_cases` or of `bench`; each has `case`, `label` and `setting`."""
+    if "measurements" in result:
+        return list(result["measurements"])
+    found = []
+    for part in (part for part in _PARTS if part in result):
+        setting = result["setting"]
+        sizes = {"batch": setting["decode_batch" if part == "decode" else "batch"], "length": setting["length"]}
+        sizes = {name: result[part].get(name, size) for name, size in sizes.items()}
+        steps = setting["decode_steps"] if part == "decode" else 1
+        label = label_of(Case(part, steps=steps, **sizes).sizes(), setting)
+        found.append({"case": part, "label": label, "setting": setting, **sizes, **result[part]})
+    return found
+
+
+def as_single(result: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The measurements of one model, one of each case, in the form of `bench`.
+
+    Args:
+        result: From `run_cases`.
+        sizes: `batch`, `length`, `decode_batch`, `decode_steps` and `repeats`.
+
+    Returns:
+        A JSON-ready dict: `setting`, `machine`, its `peaks`, and what was measured under the name of its case.
+
+    Raises:
+        MemoryError: There was not enough for one of them.
+    """
+    single: dict[str, Any] = {"setting": {}, "machine": result["machine"], "peaks": result["peaks"]}
+    for measured in result["measurements"]:
+        if "error" in measured:
+            raise MemoryError(measured["label"])
+        of_all = {"case", "label", "setting", "adapter_dtype"}
+        single[measured["case"]] = {key: value for key, value in measured.items() if key not in of_all}
+        single["setting"] = measured["setting"] | {"adapter_dtype": measured["adapter_dtype"]}
+    single["setting"] |= sizes
+    return single
+
+
+def label_of(sizes: str, setting: Mapping[str, Any]) -> str:
+    """The label of a measurement from what it ran, as `Case.sizes`, and its setting."""
+    model = setting.get("shape", setting["model_type"])
+    if "depth" in setting and setting["depth"] != SHAPES[model]["num_hidden_layers"]:
+        model += f" cut to {setting['depth']} layers"
+    routed = f"{setting.get('target', 'ffn')} of {len(setting['routed_layers'])} layers"
+    return f"{sizes}: {model} {setting['dtype']}, {routed}"
+
+
+def short_label(measurement: Mapping[str, Any]) -> str:
+    """The part of a label in front of the model: what was run."""
+    return str(measurement["label"].split(":")[0])
+
+
+_ERRORS = 2.0  # standard errors of the difference; more is a change
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure in both results. Lower is better for all of them.
+
+    Attributes:
+        label: The measurement's label.
+        figure: What was measured.
+        old: Before.
+        new: After.
+        noise: What the difference must exceed to count, in the figure's unit; None where a result does not say.
+        ratio: New over old; NaN where the old is 0.
+        verdict: `lower`, `higher`, `same` (within the noise), or `noise unknown`.
+    """
+
+    label: str
+    figure: str
+    old: float
+    new: float
+    noise: float | None
+    ratio: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Attributes:
+    changes: All figures that both results have.
+    notes: One line each: what else differs.
+    """
+
+    changes: list[Change]
+    notes: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_results(old: Mapping[str, Any], new: Mapping[str, Any]) -> Comparison:
+    """Compare two results of `bench` or `run_cases`. Measurements are matched by their labels."""
+    before, after = ({m["label"]: dict(_figures(m)) for m in measurements(result)} for result in (old, new))
+    was, now = old.get("machine", {}), new.get("machine", {})
+    names = [name for name in dict.fromkeys((*was, *now)) if name != "load_before" and was.get(name) != now.get(name)]
+    notes = [f"machine: {name} {was.get(name)} -> {now.get(name)}" for name in names]
+    notes += [f"only in the old result: {label}" for label in before if label not in after]
+    notes += [f"only in the new result: {label}" for label in after if label not in before]
+    changes = [
+        _change(label, figure, value, after[label][figure])
+        for label, figures in before.items()
+        for figure, value in figures.items()
+        if figure in after.get(label, {})
+    ]
+    return Comparison(changes, notes)
+
+
+def _change(label: str, figure: str, old: Figure, new: Figure) -> Change:
+    (a, error), (b, other) = old, new
+    noise = None if error is None or other is None else _ERRORS * math.hypot(error, other)
+    if abs(b - a) <= (noise or 0.0):
+        verdict = "same"
+    else:
+        verdict = "noise unknown" if noise is None else "lower" if b < a else "higher"
+    return Change(label, figure, a, b, noise, b / a if a else math.nan, verdict)
+
+
+def _figures(m: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """What is compared, by name."""
+    if "error" in m:
+        return
+    if m["case"] in TIMED:
+        relative = m.get("dense_error")
+        yield "dense ms", (m["dense_ms"], None if relative is None else relative * m["dense_ms"])
+        for name, row in m.get("overheads", {}).items():
+            yield f"{name} / dense", (row["ratio"], row["ratio_error"])
+        for kind, rows in (("budget", m["budgets"]), ("masked", m.get("masked", {})), ("tuned", m.get("tuned", {}))):
+            for budget, row in rows.items():
+                yield f"{kind} {budget} / dense", (row["ratio"], row.get("ratio_error"))
+    elif m["case"] == "memory":
+        for name, row in m["variants"].items():
+            for kind, size in row.items():
+                yield f"{name}: {kind.removesuffix('_bytes')} bytes", (size, 0.0)
+    else:
+        yield "routed / LoRA", (m["ratio"], m["ratio_error"])
+        if m["case"] == "train":
+            for name in ("routed", "lora"):
+                yield f"{name}: peak bytes", (m[f"{name}_peak_bytes"], 0.0)

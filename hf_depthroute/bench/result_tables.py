@@ -1,0 +1,103 @@
+"""Results as tables of strings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .measurements import TIMED, Comparison, measurements, short_label
+
+Row = dict[str, str]  # by column
+
+
+@dataclass(frozen=True)
+class Table:
+    """`rows` of strings, each as long as `head`."""
+
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Table:
+        listed = list(rows)
+        return cls(tuple(listed[0]) if listed else (), [tuple(row.values()) for row in listed])
+
+    def markdown(self) -> list[str]:
+        return ["| " + " | ".join(row) + " |" for row in (self.head, ("---",) * len(self.head), *self.rows)]
+
+
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """A table per kind of case that the result has."""
+    found = [m for m in measurements(result) if "error" not in m]
+    makers = {_times: TIMED, _overheads: TIMED, _training: ("train",), _loading: ("load",), _memory: ("memory",)}
+    made = [Table.of(row for m in found if m["case"] in cases for row in make(m)) for make, cases in makers.items()]
+    return [table for table in made if table.rows]
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    def number(value: float) -> str:
+        return f"{value:,.0f}" if value >= 1e4 else f"{value:.3f}"
+
+    return Table.of(
+        {"case": c.label, "figure": c.figure, "old": number(c.old), "new": number(c.new)}
+        | {"new / old": f"{c.ratio:.3f}", "verdict": c.verdict}
+        for c in comparison.changes
+    )
+
+
+def _times(m: Mapping[str, Any]) -> Iterator[Row]:
+    for kind, label in (("budgets", "routed"), ("masked", "masked"), ("tuned", "tuned")):
+        for budget, row in m.get(kind, {}).items():
+            routed = m["budgets"][budget]
+            etas = {name: row.get(name.replace(" ", "_")) for name in ("eta", "eta roofline", "eta free")}
+            yield {
+                "case": short_label(m), "variant": f"{label} {budget}", "share full": f"{routed['full_ratio']:.3f}",
+                "ms": f"{row[f'{label}_ms']:.2f}", "dense ms": f"{m['dense_ms']:.2f}",
+                "speed-up": f"{row['speedup']:.3f}", "FLOPs / dense": f"{routed['flops_routed_over_dense']:.3f}",
+                **{name: "-" if eta is None else f"{eta:.2f}" for name, eta in etas.items()},
+                "tokens/s": f"{row['tokens_per_s']:.0f}",
+                "modes": f"{row['mode']} / {m['dense_mode']}" if "mode" in row else "",
+            }  # fmt: skip
+
+
+def _overheads(m: Mapping[str, Any]) -> Iterator[Row]:
+    if m.get("overheads"):
+        roof = m["roofline"]
+        yield {
+            "case": short_label(m),
+            **{f"{name} / base": _with_error(m["overheads"][name]) for name in ("disabled", "budget 1.0")},
+            "dense GFLOP": f"{roof['gflop']:.1f}", "dense GB": f"{roof['gb']:.2f}",
+            "roofline ms": f"{roof['ideal_ms']:.2f}", "bound by": roof["bound"],
+            "roofline / dense": f"{roof['ideal_ms'] / m['dense_ms']:.2f}",
+        }  # fmt: skip
+
+
+def _training(m: Mapping[str, Any]) -> Iterator[Row]:
+    sizes = {"router peak MB": "routed_peak_bytes", "LoRA peak MB": "lora_peak_bytes", "logits MB": "logits_bytes"}
+    yield {
+        "case": short_label(m), "router step ms": f"{m['routed_ms']:.1f}", "LoRA step ms": f"{m['lora_ms']:.1f}",
+        "router / LoRA": _with_error(m), "tokens/s": f"{m['routed_tokens_per_s']:.0f}",
+        **{name: f"{m[key] / 1e6:.1f}" for name, key in sizes.items()},
+    }  # fmt: skip
+
+
+def _loading(m: Mapping[str, Any]) -> Iterator[Row]:
+    for name in ("routed", "lora"):
+        row = {"model": m["label"].removeprefix("load: "), "adapter": name}
+        row |= {f"{step} ms": f"{m[name][f'{step}_ms']:.1f}" for step in ("inject", "save", "load")}
+        yield row | {"MB": f"{m[name]['bytes'] / 1e6:.2f}"}
+
+
+def _memory(m: Mapping[str, Any]) -> Iterator[Row]:
+    columns = {"KV cache MB": "kv_bytes", "prefill peak MB": "prefill_bytes", "decode peak MB": "decode_bytes"}
+    for name, row in m["variants"].items():
+        sizes = {"weights MB": m["base_bytes"] + (0 if name == "base" else m["adapter_bytes"])}
+        sizes |= {column: row.get(key) for column, key in columns.items()}
+        shown = {column: "-" if size is None else f"{size / 1e6:.2f}" for column, size in sizes.items()}
+        yield {"case": short_label(m), "variant": name, **shown}
+
+
+def _with_error(row: Mapping[str, Any]) -> str:
+    error = row.get("ratio_error")
+    return f"{row['ratio']:.3f}" + ("" if error is None else f" ± {error:.3f}")

@@ -1,0 +1,77 @@
+"""Words and values of strangers, as Markdown that shows them and does nothing else.
+
+A base model's name, a dataset's, a task's come from files that anybody may have written, and a card is shown as HTML.
+Every such string goes through `clean` and stands in a code span, where neither Markdown nor HTML means anything; what
+a template prints without a filter is escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import unicodedata
+from collections.abc import Iterable
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+from ..files.hub import without_tokens
+
+_LONGEST = 300
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&$!:@])")
+_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+class Safe(str):
+    """Markdown that is meant as such."""
+
+
+def clean(value: object, longest: int = _LONGEST) -> str:
+    """One line: no control, invisible or direction-changing character, no Hub token, no end of an HTML comment."""
+    text = "".join(" " if unicodedata.category(c)[0] in "CZ" else c for c in str(value)[: 4 * longest])
+    text = without_tokens(" ".join(text.split())).replace("<!--", "<! --").replace("-->", "-- >")
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def code(value: object) -> Safe:
+    """An inline code span that holds `value`, backticks included."""
+    text = clean(value) or " "
+    runs = [len(run) for run in re.findall("`+", text)]
+    fence = "`" * next(n for n in range(1, len(runs) + 2) if n not in runs)
+    space = " " if text[0] == "`" or text[-1] == "`" else ""
+    return Safe(f"{fence}{space}{text}{space}{fence}")
+
+
+def escape(value: Any) -> Any:
+    """What Jinja prints: numbers as they are, `Safe` as it is, any other text without Markdown or HTML in it."""
+    if isinstance(value, Safe) or not isinstance(value, str):
+        return value
+    return Safe(_SPECIAL.sub(r"\\\1", clean(value)))
+
+
+def row(cells: Iterable[object]) -> Safe:
+    """A line of a table."""
+    return Safe("| " + " | ".join(str(escape(cell)).replace("\\|", "|").replace("|", "\\|") for cell in cells) + " |")
+
+
+def literal(value: str) -> Safe:
+    """A Python string literal, in ASCII and on one line."""
+    return Safe(json.dumps(clean(value)))
+
+
+def command_line(words: Iterable[object]) -> Safe:
+    """Words as a shell reads them, on one line."""
+    return Safe(shlex.join(clean(shown_path(str(word))) for word in words))
+
+
+def shown_path(name: str) -> str:
+    """A name as it may be published: of a path outside the working directory only the last part."""
+    outside = name.startswith(("/", "~", "..")) or PureWindowsPath(name).is_absolute()
+    return (PureWindowsPath(name) if "\\" in name else PurePosixPath(name)).name if outside else name
+
+
+def hub_id(name: object) -> str | None:
+    """`name` if the Hub would take it for a repository's id."""
+    if not isinstance(name, str) or not _ID.fullmatch(name) or "--" in name or ".." in name:
+        return None
+    return None if name.endswith((".", "-", ".git")) else name

@@ -1,0 +1,234 @@
+"""What was measured, read from the JSON of `hf-depthroute eval` and `bench`, or from what Python's functions return.
+
+These files are data: what is not of the expected form is refused in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from ..evaluation.harness_scores import read_scores
+from ..evaluation.perplexity import BudgetRow
+from ..files.shown import OneLine
+from .escaping import hub_id
+
+_MAX_BYTES = 64 << 20
+
+
+class ResultError(OneLine, ValueError):
+    """A result that a card is to show cannot be read, or is of another adapter. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Rows on one text; the first is the dense base's."""
+
+    dataset: str
+    config: str | None
+    split: str | None
+    blocks: int | None
+    length: int | None
+    rows: list[BudgetRow]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One task's metric in one run of lm-eval. `dense` is the base's value; `dataset` the Hub's id, where known.
+
+    A group of tasks has the `documents` of all of them, and the `dataset` that they share. `whole`: nothing of the
+    test set was left out.
+    """
+
+    task: str
+    metric: str
+    run: str
+    budget: float | None
+    value: float
+    stderr: float | None
+    dense: float
+    full_ratio: float
+    documents: int | None
+    dataset: str | None
+    whole: bool = False
+    shots: int | None = None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One case of a benchmark at one budget, times in milliseconds; `eta` is None where it means nothing."""
+
+    case: str
+    budget: float
+    full_ratio: float
+    dense_ms: float
+    routed_ms: float
+    speedup: float
+    eta: float | None
+
+
+@dataclass
+class Results:
+    """Everything that was measured of one adapter; `benches` are machines with what was measured on them."""
+
+    losses: list[Losses] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
+    benches: list[tuple[dict[str, Any], list[Speed]]] = field(default_factory=list)
+
+
+def read_results(sources: Iterable[Any], weights_hash: str | None) -> Results:
+    """Read results of one adapter.
+
+    Args:
+        sources: Each a JSON file that `eval --out` or `bench --out` wrote, its content, or what `evaluate_budgets`,
+            `evaluate_tasks` or `bench` returned.
+        weights_hash: The hash of the adapter's weights. A result that names another is refused.
+
+    Raises:
+        ResultError: One of them cannot be read, or is of another adapter.
+    """
+    results = Results()
+    for number, source in enumerate(sources, 1):
+        name = str(source) if isinstance(source, (str, Path)) else f"result {number}"
+        content = _read_file(Path(source)) if isinstance(source, (str, Path)) else _plain(source)
+        measured = content.get("weights_hash")
+        if measured is not None and weights_hash is not None and measured != weights_hash:
+            raise ResultError(f"{name}: was measured with other weights than this adapter's; measure it again")
+        try:
+            if "rows" in content:
+                results.losses.append(read_losses(content))
+            elif "runs" in content:
+                results.scores += _scores(content["runs"])
+            elif any(part in content for part in ("measurements", "prefill", "decode", "memory")):
+                results.benches.append(_bench(content))
+            else:
+                raise ResultError("is neither a result of hf-depthroute eval nor of hf-depthroute bench")
+        except ResultError as error:
+            raise ResultError(f"{name}: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+            raise ResultError(f"{name}: not a result of eval or bench ({error!r} is wrong)"[:300]) from error
+    return results
+
+
+def read_losses(content: Mapping[str, Any]) -> Losses:
+    """The losses in `eval --out`, or in the evaluation at the end of a training."""
+    rows = [
+        BudgetRow(
+            budget=_number(row["budget"]),
+            rule=str(row["rule"]),
+            loss=(loss := _number(row["loss"])),
+            perplexity=math.exp(loss) if loss < 100 else math.inf,
+            full_ratio=_number(row["full_ratio"]),
+            gap=_optional(row.get("gap")),
+        )
+        for row in content["rows"]
+    ]
+    if not rows or rows[0].rule != "dense":
+        raise ResultError("has no row of the dense base to compare with")
+    config, split, blocks, length = (content.get(name) for name in ("dataset_name", "split", "blocks", "length"))
+    return Losses(
+        dataset=str(content.get("dataset") or "a text that was not recorded"),
+        config=None if config is None else str(config),
+        split=None if split is None else str(split),
+        blocks=None if blocks is None else int(blocks),
+        length=None if length is None else int(length),
+        rows=rows,
+    )
+
+
+def _scores(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[Score]:
+    found = {name: read_scores(run["lm_eval"]) for name, run in runs.items()}
+    if "dense" not in found:
+        raise ResultError("has no run of the dense base to compare with")
+    for (task, metric), (dense, _) in found["dense"].items():
+        for name, run in runs.items():
+            value, stderr = found[name][task, metric]
+            of_run = run["lm_eval"]
+            members = of_run.get("group_subtasks", {}).get(task) or [task]
+            configs = [of_run.get("configs", {}).get(member, {}) for member in members]
+            counts = [of_run.get("n-samples", {}).get(member, {}) for member in members]
+            local = any("data_files" in (config.get("dataset_kwargs") or {}) for config in configs)
+            datasets = {hub_id(config.get("dataset_path")) for config in configs}
+            shots = of_run.get("n-shot", {}).get(task)
+            budget = run.get("budget")
+            if budget is None and name.startswith("budget "):
+                budget = float(name.removeprefix("budget "))
+            yield Score(
+                task=str(task),
+                metric=str(metric),
+                run=str(name),
+                budget=None if budget is None else _number(budget),
+                value=_number(value),
+                stderr=_optional(stderr),
+                dense=_number(dense),
+                full_ratio=_number(run["full_ratio"]),
+                documents=sum(int(n["effective"]) for n in counts) if all("effective" in n for n in counts) else None,
+                dataset=datasets.pop() if len(datasets) == 1 and not local else None,
+                whole=all("original" in n and n["original"] == n.get("effective") for n in counts),
+                shots=shots if isinstance(shots, int) else None,
+            )
+
+
+def _bench(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[Speed]]:
+    from ..bench.measurements import TIMED, measurements, short_label
+
+    rows = [
+        Speed(
+            case=f"{short_label(m)}, {m['setting'].get('dtype')}",
+            budget=float(budget),
+            full_ratio=_number(routed["full_ratio"]),
+            dense_ms=_number(m["dense_ms"]),
+            routed_ms=_number(routed["routed_ms"]),
+            speedup=_number(routed["speedup"]),
+            eta=_optional(routed.get("eta")),
+        )
+        for m in measurements(content)
+        if m["case"] in TIMED and "error" not in m
+        for budget, routed in m["budgets"].items()
+    ]
+    return dict(content["machine"]), rows
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+        content = json.loads(text) if len(text) <= _MAX_BYTES else None
+    except OSError as error:
+        raise ResultError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ResultError(f"{path}: not JSON ({str(error).splitlines()[0]})") from error
+    if not isinstance(content, dict):
+        raise ResultError(f"{path}: not a result of eval or bench")
+    return content
+
+
+def _plain(source: Any) -> dict[str, Any]:
+    """The form of the files, of what the functions return."""
+    if isinstance(source, Mapping):
+        return dict(source)
+    if isinstance(source, Sequence) and source and all(is_dataclass(part) for part in source):
+        if hasattr(source[0], "rule"):
+            return {"rows": [asdict(part) for part in source]}
+        if hasattr(source[0], "results"):
+            names = ("budget", "full_ratio", "seconds")
+            return {
+                "runs": {part.name: {n: getattr(part, n) for n in names} | {"lm_eval": part.results} for part in source}
+            }
+    raise ResultError(f"a {type(source).__name__} is no result: pass a file, its content, or what a function returned")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ResultError(f"{str(value)[:40]!r} is not a number")
+    return float(value)
+
+
+def _optional(value: Any) -> float | None:
+    """None for what is not known, which lm-eval writes as "N/A" and a quotient by zero as NaN."""
+    found = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    return float(found) if math.isfinite(found) else None

@@ -1,0 +1,121 @@
+"""Cards where PEFT has its own: a model with a routed adapter is saved and pushed with the card of this library."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from ..adapter.files import CARD_NAME, AdapterMismatchError
+from ..adapter.saving import SaveWarning, after_saving, warn_without_card
+from ..files.staged import write_bytes
+from ..training.record import remembered
+from .facts import holds_adapter, read_training
+from .measured import ResultError
+from .metadata import OURS
+from .page import make_card, routed_name, write_card
+from .push import push_folder
+from .readme import shows_results
+
+
+def install() -> None:
+    """Wrap PEFT's two methods, and add the card to what a save writes."""
+    update: Any = _writes_ours(PeftModel.create_or_update_model_card)
+    PeftModel.create_or_update_model_card = update  # type: ignore[method-assign]
+    PeftModel.push_to_hub = _sends_ours(PeftModel.push_to_hub)  # type: ignore[method-assign]
+    after_saving.append(save_card)
+
+
+def _writes_ours(update: Callable[[Any, str], None]) -> Callable[..., None]:
+    """`PeftModel.create_or_update_model_card`.
+
+    PEFT calls it in front of the weights, which a card is made of: `save_card` writes that one. A Trainer calls it with
+    `card`, more arguments of `make_card`, whether or not the adapter has been saved.
+    """
+
+    @functools.wraps(update)
+    def create_or_update_model_card(
+        self: Any, output_dir: str, *, results: Sequence[Any] = (), card: Mapping[str, Any] | None = None
+    ) -> None:
+        name, folder = routed_name(self), Path(output_dir)
+        if name is None:
+            update(self, output_dir)
+        elif holds_adapter(folder) and card is None:
+            _write(self, folder, folder)
+        elif holds_adapter(folder):
+            run = remembered(self, name)
+            record = run.record(self, name, read_training(folder))
+            write_card(folder, [*run.results, *results], adapter_name=name, training=record, **(card or {}))
+        elif card is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_bytes(
+                folder / CARD_NAME, str(make_card(self, results, adapter_name=name, **card)).encode(), follow=False
+            )
+
+    return create_or_update_model_card
+
+
+def _sends_ours(push: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.push_to_hub`. PEFT's own puts an empty template over the card that `save_pretrained` wrote."""
+
+    @functools.wraps(push)
+    def push_to_hub(self: Any, repo_id: str, *args: Any, results: Sequence[Any] = (), **kwargs: Any) -> Any:
+        name = routed_name(self)
+        if name is None:
+            return push(self, repo_id, *args, **kwargs)
+        tags, private, token = kwargs.pop("tags", None), kwargs.pop("private", None), kwargs.pop("token", None)
+        kwargs.pop("max_shard_size", None)  # an adapter is one file
+        kwargs.setdefault("commit_message", "Upload model")
+        run = remembered(self, name)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            card = {"adapter_name": name, "training": run.record(self, name), "tags": tags or ()}
+            return push_folder(
+                folder, repo_id, results=[*run.results, *results], private=private, token=token, card=card, **kwargs
+            )
+
+    return push_to_hub
+
+
+def save_card(model: Any, stage: Path, folder: Path) -> None:
+    """Write the card of what was just saved. Without one, for whatever reason, there is a warning, and no error.
+
+    Args:
+        model: The `PeftModel`, with what it remembers of its run.
+        stage: Where its adapters were saved.
+        folder: Where they will be; a `training.json` there counts for a model that remembers none.
+    """
+    try:
+        _write(model, stage, folder)
+    except Exception as error:  # hours of training are not lost for a card
+        (stage / CARD_NAME).unlink(missing_ok=True)
+        warn_without_card(folder / CARD_NAME, error)
+
+
+def _write(model: Any, stage: Path, folder: Path) -> None:
+    name = routed_name(model)
+    if name is None or not holds_adapter(stage):  # only other methods' adapters were saved
+        type(model).create_or_update_model_card.__wrapped__(model, str(stage))
+        return
+    run = remembered(model, name)
+    before = None
+    if run.training is None:
+        try:
+            before = read_training(folder if name == "default" else folder / name)
+        except AdapterMismatchError as error:
+            warnings.warn(f"left out of the model card: {error}", SaveWarning, stacklevel=4)
+    training = run.record(model, name, before)
+    try:
+        write_card(stage, run.results, adapter_name=name, training=training)
+    except ResultError as error:
+        warnings.warn(f"left out of the model card: {error}", SaveWarning, stacklevel=4)
+        write_card(stage, adapter_name=name, training=training)
+    if run.results or not shows_results(stage):  # else the card that was there stays, and what belongs to it
+        for stale in folder.glob(OURS):
+            if not (stage / stale.relative_to(folder)).is_file():
+                stale.unlink()

@@ -1,0 +1,167 @@
+"""`DepthRouteConfig`: everything that defines an adapter, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import peft
+from peft import PeftConfig
+
+from ..parts.gates import GATES
+from ..parts.traits import traits_of
+from ..version import __version__
+from .fields import RoutingFields, with_help
+from .rules import FORMAT_VERSION, ConfigError, check_complete, check_given, check_known, module_of, package_of, require
+from .rules import check_budget as check_budget
+
+
+@with_help
+@dataclass
+class DepthRouteConfig(RoutingFields, PeftConfig):
+    """Configuration of a depth-routed adapter: `RoutingFields`, and what the library writes.
+
+    Args:
+        trainable_token_indices: As in PEFT's LoRA; not supported by routed adapters, must stay `None`.
+        gate_package: Written by the library, like the next one, for a gate from another package: that package's name.
+        gate_module: The module of the gate's class. Both are shown where the gate is not known, and never imported.
+        base_architecture: Written by the library, like the next three: what the base is, and some of its weights.
+        format_version: The version of the saved files' form. A newer one than this library knows is refused.
+        library_version: The version that saved the adapter.
+        weights_hash: The hash of the saved tensors; loading compares it.
+
+    Raises:
+        ConfigError: A value is of the wrong type or out of range.
+    """
+
+    trainable_token_indices: list[int] | None = None
+    gate_package: str | None = field(default=None, repr=False)
+    gate_module: str | None = field(default=None, repr=False)
+    base_architecture: dict[str, Any] | None = field(default=None, repr=False)
+    format_version: int = FORMAT_VERSION
+    library_version: str | None = None
+    weights_hash: str | None = None
+
+    def __post_init__(self) -> None:
+        # PEFT wraps a model by its task, and some tasks would train heads that no configuration named.
+        what = "is not supported: only causal language models are routed; leave it out"
+        require(self.task_type is None or self.task_type == "CAUSAL_LM", "task_type", self.task_type, what)
+        super().__post_init__()
+        self.peft_type = register_peft_type()
+        check_given(self)
+        self._fill_in()
+        check_complete(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is saved. The weights' hash is written by the save that writes the weights."""
+        saved = super().to_dict() | {"library_version": __version__, "weights_hash": None}
+        module = module_of(GATES[self.gate])
+        if module is None:  # the fields are unknown to versions that had no gates from outside
+            return {name: value for name, value in saved.items() if name not in ("gate_package", "gate_module")}
+        return saved | {"gate_package": package_of(module), "gate_module": module}
+
+    @property
+    def fixed_threshold(self) -> float | None:
+        """The score that every routed layer compares with; None where the layer's own table gives it."""
+        return None if isinstance(self.threshold, str) else self.threshold
+
+    def takes_budget(self) -> bool:
+        """Whether inference follows the budget: there is a gate, and its threshold comes from a quantile table."""
+        static = traits_of(self.gate).static
+        return not static and self.fixed_threshold is None and self.causal_rule == "quantile"
+
+    def ranks_tokens(self) -> bool:
+        """Whether top-k over the tokens of a sequence is a rule for this adapter."""
+        gate = traits_of(self.gate)
+        return self.granularity == "token" and self.budget_scope == "layer" and not (gate.exits or gate.static)
+
+    def _fill_in(self) -> None:
+        """The defaults that depend on other fields; the saved configuration holds what they came to."""
+        self.task_type = self.task_type or "CAUSAL_LM"  # PEFT wraps a model by it
+        gate = traits_of(self.gate)
+        self.gate_input = gate.reads or self.gate_input
+        if self.gate_temperature is None:
+            self.gate_temperature = gate.default_temperature
+        if self.selection is None:
+            if self.threshold is None:  # a saved threshold of None comes with its selection, and stays
+                self.threshold = gate.default_threshold
+            ranked = self.granularity == "token" and self.budget_scope == "layer"
+            unranked = gate.default_selection == "topk" and not ranked
+            self.selection = "threshold" if unranked else gate.default_selection
+
+    def routed_layers(self, depth: int) -> list[int]:
+        """Indices of the routed layers of a model with `depth` decoder layers, ascending.
+
+        Raises:
+            ConfigError: An index or a count is out of range, or not for this gate.
+        """
+        routed = self._named_layers(depth)
+        gate = traits_of(self.gate)
+        if gate.spares_layer_0 and (not routed or routed[0] == 0):
+            raise ConfigError(f"layers={self.layers!r}: {gate.called} never routes layer 0; leave layers unset")
+        if self.dropped_experts is not None and len(self.dropped_experts) != len(routed):
+            raise ConfigError(
+                f"dropped_experts has {len(self.dropped_experts)} lists for {len(routed)} routed layers; give one each"
+            )
+        return routed
+
+    def _named_layers(self, depth: int) -> list[int]:
+        if self.layers is None:
+            if traits_of(self.gate).spares_layer_0:
+                return list(range(1, depth))
+            return list(range(depth - max(1, depth // 3), depth))
+        if isinstance(self.layers, str):
+            if self.layers == "all":
+                return list(range(depth))
+            rule, number = self.layers.split(":")
+            count = max(1, depth // 2) if number == "half" else int(number)
+            end = depth - 1 if rule == "before_last" else depth
+            if count > end:
+                raise ConfigError(f"layers={self.layers!r}: the model has only {depth} decoder layers")
+            return list(range(depth))[count - 1 :: count] if rule == "every" else list(range(end - count, end))
+        outside = [i for i in self.layers if i >= depth]
+        if outside:
+            raise ConfigError(
+                f"layers={self.layers}: {outside[0]} is out of range; the model has layers 0 to {depth - 1}"
+            )
+        return sorted(self.layers)
+
+
+if DepthRouteConfig.__doc__ and RoutingFields.__doc__:  # one list of arguments for `help()`
+    _asked = RoutingFields.__doc__.partition("Args:\n")[2].rstrip()
+    DepthRouteConfig.__doc__ = DepthRouteConfig.__doc__.replace("Args:", f"Args:\n{_asked}", 1)
+
+
+_init = DepthRouteConfig.__init__
+
+
+@functools.wraps(_init)
+def _refuse_unknown(self: DepthRouteConfig, *args: Any, **kwargs: Any) -> None:
+    """PEFT would drop a field that does not exist from a file with a warning."""
+    check_known(kwargs, [f.name for f in dataclasses.fields(DepthRouteConfig) if f.init])
+    _init(self, *args, **kwargs)
+
+
+DepthRouteConfig.__init__ = _refuse_unknown  # type: ignore[method-assign]
+
+
+def register_peft_type() -> Any:
+    """The `PeftType` of this method, added to PEFT's enum on the first call.
+
+    PEFT has no public way to register a method from outside: `PeftType` is a closed enum. This is the only place that
+    opens it. If PEFT ever ships its own `DEPTH_ROUTE` member or a hook, the first branch takes that instead.
+    """
+    kind: Any = peft.PeftType
+    name = "DEPTH_ROUTE"
+    if name in kind.__members__:
+        return kind.__members__[name]
+    member: Any = str.__new__(kind, name)
+    member._name_ = member._value_ = name
+    member.__objclass__ = kind
+    member._sort_order_ = len(kind.__members__)
+    kind._member_names_.append(name)
+    kind._member_map_[name] = kind._value2member_map_[name] = member
+    type.__setattr__(kind, name, member)
+    return member

@@ -1,0 +1,107 @@
+"""`RoutingFields`: what a user may ask of an adapter. Plain fields, which `--help` reads without torch and PEFT."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import TypeVar
+
+Owner = TypeVar("Owner", bound=type)
+
+
+def with_help(owner: Owner) -> Owner:
+    """Class decorator of a dataclass: `metadata["help"]` of a field is the first sentence of its entry under `Args:`.
+
+    So the docstring is the only text about a field, also for the command line and `transformers.HfArgumentParser`.
+    """
+    names = "|".join(field.name for field in fields(owner))
+    parts = re.split(rf"^ +({names}): ", owner.__doc__ or "", flags=re.MULTILINE)
+    entries = dict(zip(parts[1::2], parts[2::2]))
+    for field in fields(owner):
+        if field.name in entries:
+            sentence = re.split(r"\.\s", " ".join(entries[field.name].split()) + " ")[0]
+            field.metadata = MappingProxyType({**field.metadata, "help": re.sub('`"|"`|`', "", sentence) + "."})
+    return owner
+
+
+@with_help
+@dataclass
+class RoutingFields:
+    """The fields of a `DepthRouteConfig` that its user sets.
+
+    Args:
+        layers: Which decoder layers are routed: `"last:N"`, `"every:N"` (layers N-1, 2N-1, ...), `"before_last:N"`
+            (the deepest but the last; `"before_last:half"`: half of all), `"all"`, or indices such as 2,3,5; by
+            default the last third (halting: all but the first). Injection replaces it with the list of indices, which
+            is saved.
+        target: What an easy token skips: `"ffn"`, `"attention"`, `"block"` (both) or `"experts"`. Of the attention it
+            skips its query, its softmax and the output projection; keys and values are always written. The experts are
+            those of a mixture-of-experts layer, one (token, expert) pair at a time.
+        granularity: What one decision covers: a `"token"`, or a `"sequence"`. A sequence is decided on its prompt, and
+            the decision is kept with the KV cache; where it skips the attention, no keys and values are written.
+        gate: What scores a token: `"mlp"`, `"jepa"`, `"linear"`, `"halting"`, `"random"`, `"exit"` or `"none"`. G1,
+            `"mlp"`: `u = W2 SiLU(W1 a + b1) + b2`; G3, `"jepa"`: predicts both outcomes, then compares them;
+            `"linear"` (Router-Tuning): one row, starts dense; `"halting"` (TSA): reads the stream between two blocks,
+            scales both updates of the block; and to compare with: `"random"`: a frozen random projection; `"exit"`:
+            the LM head's confidence, and a token that has left stays out; `"none"`: static, the routed layers are
+            skipped by every token. Any other row of `gates.GATES` is a value too.
+        gate_hidden: Width of the MLP gate's hidden layer; by default a quarter of the model's width.
+        gate_input: What the gate reads: `"normed"` (what the sublayer sees) or `"residual"` (the stream in front of
+            its norm, as in arXiv:2604.17228). On the pretrained base of `recipes/stories260k` `"normed"` ended at a
+            lower loss with the MLP and with the JEPA gate. The halting gate always reads the stream.
+        gate_temperature: The gate's `tau` in `p = sigmoid(u / tau)`; by default 2, for linear and halting 1. It
+            scales the gradient and the losses, never the decision.
+        context_dim: JEPA gate: width of the compressed context.
+        summary_dim: JEPA gate: width of the predicted outcomes `q`.
+        action_dim: JEPA gate: width of the two action embeddings.
+        branch: What easy tokens take: `"lowrank"` (`W_down SiLU(W_up LN(a))`) or `"none"` (they keep the residual
+            stream).
+        branch_rank: Rank of the low-rank branch; by default an eighth of the model's width.
+        budget: Fraction of tokens (of pairs, of sequences) that run in full, in (0, 1].
+        budget_scope: Who holds the budget: every `"layer"`, or `"global"`: all routed layers share one threshold, and
+            their mean holds it.
+        selection: The training rule: `"topk"`, `"threshold"`, `"soft"`, `"gumbel"` or `"controller"`; by default top-k
+            where it can be, threshold for the gates linear and exit, for sequences and for a global budget, and soft
+            for halting. `"topk"`: the `ceil(budget * n)` highest scores of each sequence. `"threshold"`: the inference
+            rule, in training too. `"soft"`: both paths weighted by `p`. `"gumbel"`: the threshold on scores with
+            logistic noise. `"controller"`: a threshold that moves by a fixed step against the sign of the layer's load
+            error; it needs no budget loss (`budget_weight=0`). Inference is always causal: a token runs in full iff
+            its score reaches the layer's threshold.
+        threshold: What scores are compared with: a number, whatever the budget, or `"budget"`; by default the budget,
+            for linear and halting, where `selection` is left out too, 0 (`p >= 0.5`). With `"budget"` every layer
+            compares with the quantile of its scores that the budget asks for, from a table that training tracks and
+            `calibrate` sets.
+        scale_by_gate: Multiply the full path's update by `p`, in training and in inference (Mixture-of-Depths).
+        causal_rule: What decides at inference: `"quantile"` (the score against the threshold) or `"predictor"`
+            (Mixture-of-Depths: a second gate that is trained to foresee the top-k choice).
+        expert_gates: Target experts: `"per_expert"` (one row per expert, as in Router-Tuning) or `"per_layer"`.
+        dropped_experts: Target experts, gate `"none"`: the experts that are dropped, a list per routed layer; on the
+            command line such as 0,3/1,2.
+        seed: Seed of the adapter's initial weights, independent of the global generator.
+        modules_to_save: Names of base modules that train and are saved in full, as in PEFT; on the command line
+            comma-separated.
+    """
+
+    layers: str | list[int] | None = None
+    target: str = "ffn"
+    granularity: str = "token"
+    gate: str = "mlp"
+    gate_hidden: int | None = None
+    gate_input: str = "normed"
+    gate_temperature: float | None = None
+    context_dim: int = 128
+    summary_dim: int = 64
+    action_dim: int = 16
+    branch: str = "lowrank"
+    branch_rank: int | None = None
+    budget: float = 0.5
+    budget_scope: str = "layer"
+    selection: str | None = None
+    threshold: float | str | None = None
+    scale_by_gate: bool = False
+    causal_rule: str = "quantile"
+    expert_gates: str = "per_expert"
+    dropped_experts: list[list[int]] | None = None
+    seed: int = 0
+    modules_to_save: list[str] | None = None

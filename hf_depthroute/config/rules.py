@@ -1,0 +1,253 @@
+"""What a `DepthRouteConfig` may hold: the values of every field, and what does not go together."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import reprlib
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from importlib.metadata import packages_distributions
+from typing import TYPE_CHECKING, Any
+
+from ..files.shown import OneLine
+from ..files.suggestions import closest
+from ..parts.gates import GATES
+from ..parts.targets import TARGETS
+from ..parts.traits import traits_of
+
+if TYPE_CHECKING:
+    from .adapter import DepthRouteConfig
+
+FORMAT_VERSION = 1  # the form of an adapter's saved files; one of a newer form is refused
+SELECTIONS = ("topk", "threshold", "soft", "gumbel", "controller")
+CHOICES: dict[str, Collection[str]] = {
+    "target": TARGETS,
+    "granularity": ("token", "sequence"),
+    "gate_input": ("residual", "normed"),
+    "branch": ("lowrank", "none"),
+    "budget_scope": ("layer", "global"),
+    "causal_rule": ("quantile", "predictor"),
+    "expert_gates": ("per_expert", "per_layer"),
+}
+
+# What people know from LoRA's configuration, and what comes closest here.
+OTHER_METHODS = {
+    "r": "the rank of the cheap branch is branch_rank",
+    "rank": "the rank of the cheap branch is branch_rank",
+    "lora_alpha": "that is LoRA's; a routed adapter has no such scale",
+    "lora_dropout": "that is LoRA's; a routed adapter has no dropout",
+    "target_modules": "layers says which decoder layers are routed, and target which part of them",
+    "exclude_modules": "layers says which decoder layers are routed, and target which part of them",
+    "layers_to_transform": "layers says which decoder layers are routed",
+    "bias": "that is LoRA's; name base modules that should train in modules_to_save",
+    "init_lora_weights": "that is LoRA's; seed sets the initial weights here",
+}
+
+_VERSION = re.compile(r"[A-Za-z0-9.+:_-]{1,128}")
+_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,255}")
+_AS_SAVED = "must be what a save wrote"
+_LAYER_RULE = re.compile(r"(last|every|before_last):([1-9][0-9]{0,3})|before_last:half|all")
+
+
+class ConfigError(OneLine, ValueError):
+    """A field of `DepthRouteConfig` has a value that cannot be used. The message is one line: field, value, range."""
+
+
+def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
+    """What is wrong between fields, one line each."""
+    gate, target = traits_of(c.gate), TARGETS[c.target]
+    targets, granularities = gate.targets or tuple(TARGETS), gate.granularities or tuple(CHOICES["granularity"])
+    if c.target not in targets or c.granularity not in granularities:
+        things = " or ".join(TARGETS[name].called for name in targets)
+        yield (
+            f"gate={c.gate!r} decides on {things}, per {' or '.join(granularities)}; "
+            f"use target={_any_of(targets)} and granularity={_any_of(granularities)}"
+        )
+    if c.granularity not in target.decides:
+        known = _any_of(target.decides)
+        yield f"granularity={c.granularity!r} is not supported with target={c.target!r}; use {known}"
+    if target.per_pair:
+        if not gate.scores_experts:
+            scoring = ", ".join(name for name in GATES if traits_of(name).scores_experts)
+            yield f"gate={c.gate!r} cannot score experts; use one of: {scoring}"
+        if gate.static != (c.dropped_experts is not None):
+            yield "dropped_experts goes with target='experts' and gate='none', and they need it"
+        if c.scale_by_gate or c.causal_rule == "predictor":
+            yield f"scale_by_gate and causal_rule='predictor' are not supported with target={c.target!r}"
+        if c.dropped_experts is not None and isinstance(c.layers, (list, tuple)) and list(c.layers) != sorted(c.layers):
+            yield f"layers={reprlib.repr(c.layers)} must ascend, because dropped_experts has one list for each of them"
+    elif c.dropped_experts is not None:
+        yield "dropped_experts goes with target='experts' and gate='none'"
+    if c.selection == "topk" and (c.granularity == "sequence" or c.budget_scope == "global"):
+        yield "selection='topk' ranks the tokens of one sequence in one layer; use 'threshold' or 'controller' here"
+    if gate.selections and c.selection not in gate.selections:
+        yield f"selection={c.selection!r}: {gate.called} trains with {_any_of(gate.selections)}"
+    if c.causal_rule == "predictor" and c.selection != "topk":
+        yield "causal_rule='predictor' foresees the top-k choice; use it with selection='topk'"
+    if c.selection == "controller" and c.fixed_threshold is not None:
+        yield "threshold is fixed, so there is nothing for selection='controller' to move; use threshold='budget'"
+    if c.scale_by_gate and c.selection in ("soft", "gumbel"):
+        yield f"scale_by_gate is not supported with selection={c.selection!r}; use topk, threshold or controller"
+
+
+def _any_of(names: Iterable[str]) -> str:
+    return " or ".join(map(repr, names))
+
+
+def require(holds: object, name: str, value: Any, what: str) -> None:
+    """Raise a `ConfigError` about field `name` unless it `holds`."""
+    if not holds:
+        raise ConfigError(f"{name}={reprlib.repr(value)} {what}")
+
+
+def check_budget(budget: Any) -> float:
+    """Return `budget` if it is a number in (0, 1]; raise `ConfigError` otherwise."""
+    return _check_number("budget", budget, low=0.0, low_open=True, high=1.0)
+
+
+def check_known(given: dict[str, Any], known: list[str]) -> None:
+    """Refuse a field that `DepthRouteConfig` does not have, and first a file of a newer format."""
+    _check_format(given.get("format_version", FORMAT_VERSION), given.get("library_version"))
+    for name in given:
+        if name not in known:
+            close = closest(str(name), known)
+            hint = f"did you mean {close}?" if close else "was it saved by a newer version? Then upgrade."
+            hint = OTHER_METHODS.get(str(name), hint)
+            raise ConfigError(f"there is no field {reprlib.repr(name)} in DepthRouteConfig; {hint}")
+
+
+def _check_format(version: Any, library: Any) -> None:
+    _check_int("format_version", version, low=1, high=1_000_000)
+    if version > FORMAT_VERSION:
+        known = isinstance(library, str) and _VERSION.fullmatch(library)
+        needed = f"hf_depthroute {library}" if known else "a newer one"
+        raise ConfigError(
+            f"format_version={version}: hf_depthroute reads up to {FORMAT_VERSION} here; upgrade: {needed} saved this"
+        )
+
+
+def check_given(c: DepthRouteConfig) -> None:
+    """What stands for itself, before defaults that depend on it are filled in; nothing in it names code to import."""
+    _check_format(c.format_version, c.library_version)
+    for name, longest in (("base_model_name_or_path", 4096), ("revision", 256), ("peft_version", 256)):
+        value = getattr(c, name)
+        fits = value is None or (isinstance(value, str) and len(value) <= longest and "\0" not in value)
+        require(fits, name, value, f"must be text of at most {longest} characters")
+    forms = {"library_version": _VERSION, "weights_hash": _VERSION, "gate_package": _PACKAGE, "gate_module": _MODULE}
+    for name, form in forms.items():
+        value = getattr(c, name)
+        require(value is None or (isinstance(value, str) and form.fullmatch(value)), name, value, _AS_SAVED)
+    require(isinstance(c.inference_mode, bool), "inference_mode", c.inference_mode, "must be true or false")
+    modules: Any = c.modules_to_save
+    listed = modules is None or (isinstance(modules, (list, tuple, set)) and len(modules) <= 64)
+    named = listed and all(isinstance(m, str) and _MODULE.fullmatch(m) for m in modules or ())
+    require(named, "modules_to_save", modules, "must be a list of names of base modules")
+    if c.auto_mapping is not None and not _is_plain_mapping(c.auto_mapping):
+        raise ConfigError(
+            f"auto_mapping={reprlib.repr(c.auto_mapping)}: only a class of transformers can be named; set task_type"
+        )
+    base: Any = c.base_architecture
+    described = base is None or (isinstance(base, dict) and len(base) <= 16 and all(isinstance(k, str) for k in base))
+    require(described, "base_architecture", base, _AS_SAVED)
+    _check_gate(c)
+    for name, allowed in CHOICES.items():
+        _check_choice(name, getattr(c, name), allowed)
+    require(isinstance(c.scale_by_gate, bool), "scale_by_gate", c.scale_by_gate, "must be true or false")
+
+
+def check_complete(c: DepthRouteConfig) -> None:
+    """What is left, with the defaults: numbers, layers, and what goes together."""
+    _check_choice("selection", c.selection, SELECTIONS)
+    check_budget(c.budget)
+    _check_number("gate_temperature", c.gate_temperature, low=0.0, low_open=True)
+    if isinstance(c.threshold, str):
+        require(c.threshold == "budget", "threshold", c.threshold, "must be a finite number, or 'budget'")
+    elif c.threshold is not None:
+        _check_number("threshold", c.threshold)
+    for name in ("context_dim", "summary_dim", "action_dim"):
+        _check_int(name, getattr(c, name), low=1, high=65536)
+    for name in ("gate_hidden", "branch_rank"):
+        if getattr(c, name) is not None:
+            _check_int(name, getattr(c, name), low=1, high=262144)
+    _check_int("seed", c.seed, low=0, high=2**63 - 1)
+    rule = c.layers is None or (isinstance(c.layers, str) and _LAYER_RULE.fullmatch(c.layers))
+    what = "must be 'last:N', 'every:N', 'before_last:N', 'before_last:half', 'all' or a list of distinct layer indices"
+    require(rule or (_are_indices(c.layers, 4096) and c.layers), "layers", c.layers, what)
+    lists: Any = c.dropped_experts
+    listed = lists is None or (isinstance(lists, (list, tuple)) and len(lists) <= 1024)
+    indices = listed and all(_are_indices(experts, 1024) for experts in lists or ())
+    what = "must be lists of distinct expert indices, one per routed layer"
+    require(indices, "dropped_experts", lists, what)
+    for fault in _conflicts(c):
+        raise ConfigError(fault)
+    if c.trainable_token_indices is not None:
+        raise ConfigError("trainable_token_indices is not supported by depth-routed adapters; leave it None")
+
+
+def _is_plain_mapping(mapping: Any) -> bool:
+    """PEFT's auto classes import `parent_library` and take `base_model_class` from it."""
+    if not isinstance(mapping, dict) or not set(mapping) <= {"base_model_class", "parent_library"}:
+        return False
+    library = mapping.get("parent_library")
+    names = all(isinstance(value, str) and _MODULE.fullmatch(value) for value in mapping.values())
+    return names and (library is None or library == "transformers" or library.startswith("transformers.models."))
+
+
+def _check_gate(c: DepthRouteConfig) -> None:
+    """A row of `GATES`, and the one that the adapter was saved with.
+
+    `gate_package` and `gate_module` are plain text of the file: they are shown, and never imported.
+    """
+    if c.gate_module is None or (isinstance(c.gate, str) and c.gate in GATES and module_of(GATES[c.gate]) is not None):
+        _check_choice("gate", c.gate, GATES)
+        return
+    package = "no package" if c.gate_package is None else f"the package {c.gate_package}"
+    raise ConfigError(
+        f"gate={reprlib.repr(c.gate)} is not hf_depthroute's own, and nothing has registered it here; the file names "
+        f"{package}, module {c.gate_module}: install that if you trust it, import the module, and load again"
+    )
+
+
+def module_of(gate: Any) -> str | None:
+    """The module of a gate that is not hf_depthroute's own; None for those of this package."""
+    module: str = gate.__module__
+    return None if module.partition(".")[0] == __name__.partition(".")[0] else module
+
+
+@functools.cache
+def package_of(module: str) -> str | None:
+    """Name of the installed distribution that has `module`; None for a script, or for code on the path."""
+    return next(iter(packages_distributions().get(module.partition(".")[0], ())), None)
+
+
+def _check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
+    # In a list: a value that cannot be hashed is refused like another.
+    require(value in list(allowed), name, value, f"is not supported; use one of: {', '.join(allowed)}")
+
+
+def _check_number(
+    name: str, value: Any, low: float = -math.inf, high: float = math.inf, low_open: bool = False
+) -> float:
+    span = f"a finite number in {'(' if low_open or low == -math.inf else '['}{low:g}, {high:g}]"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Comparisons only: math.isfinite raises OverflowError on a large int.
+    fits = is_number and low <= value <= high and abs(value) <= sys.float_info.max and not (low_open and value == low)
+    require(fits, name, value, f"must be {span}")
+    return float(value)
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    require(_is_int(value, low, high), name, value, f"must be an integer from {low} to {high}")
+
+
+def _is_int(value: Any, low: int = 0, high: int = 99_999) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _are_indices(values: Any, most: int) -> bool:
+    """A list of distinct indices."""
+    listed = isinstance(values, (list, tuple)) and len(values) <= most
+    return listed and all(map(_is_int, values)) and len(set(values)) == len(values)

@@ -1,0 +1,61 @@
+"""Text to measure a model on, as people have it: a loader's batches, a tokenizer's output, or rows of a dataset.
+
+Shapes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+
+def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str, torch.Tensor]]:
+    """What a forward pass without labels takes of each batch: `input_ids` and `attention_mask`, on the model's device.
+
+    Args:
+        model: The model.
+        batches: Dicts with `input_ids` and optionally `attention_mask`: tensors or lists `[B, T]`, lists of rows of
+            different lengths, or one row `[T]`. Or a single one of them, such as a tokenizer returns.
+
+    Raises:
+        ValueError: A batch has no `input_ids`, or they are neither tensors nor lists of ids.
+    """
+    device = next(model.parameters()).device
+    for number, batch in enumerate([batches] if isinstance(batches, Mapping) else batches):
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            held = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+            raise ValueError(
+                f"batch {number} holds no input_ids, but {held}; batches are dicts of what a tokenizer returns"
+            )
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if batch.get(name) is not None}
+        if "attention_mask" not in inputs and _is_ragged(batch["input_ids"]):
+            inputs["attention_mask"] = [[1] * len(row) for row in batch["input_ids"]]
+        yield {name: _rows(name, value).to(device) for name, value in inputs.items()}
+
+
+def token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Bool `[B, T]`, true at real tokens: where `attention_mask` is set, and everywhere without one."""
+    mask = batch.get("attention_mask")
+    return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
+
+
+def _rows(name: str, value: Any) -> torch.Tensor:
+    """`[B, T]`; rows of different lengths end with zeros."""
+    if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) and part.ndim for part in value):
+        raise ValueError(
+            f"{name} is a list of {len(value)} tensors: what a DataLoader makes of lists stands position by position. "
+            "Load the dataset with dataset.with_format('torch'), or with a collate_fn that pads"
+        )
+    if _is_ragged(value):
+        return pad_sequence([torch.as_tensor(row) for row in value], batch_first=True)
+    found = torch.as_tensor(value)
+    return found[None] if found.ndim == 1 else found
+
+
+def _is_ragged(value: Any) -> bool:
+    rows = isinstance(value, (list, tuple)) and all(isinstance(row, (list, tuple)) for row in value)
+    return rows and len({len(row) for row in value}) > 1

@@ -1,0 +1,220 @@
+"""Text in, packed token blocks out. Everything goes through `datasets`, which is imported only when text is loaded."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..files.hub import HubError, explain
+from ..files.shown import OneLine, reason
+
+if TYPE_CHECKING:
+    import datasets
+
+PYTHON_STDLIB = "python-stdlib"
+
+# Not prose-like source (tables, generated data), not installed everywhere, or not part of the library proper.
+_STDLIB_SKIP = {
+    "__pycache__", "config", "dist-packages", "encodings", "ensurepip", "idlelib", "lib-dynload", "lib2to3",
+    "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo",
+}  # fmt: skip
+
+_LOCAL_BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+class DataError(OneLine, ValueError):
+    """The dataset, split, column or text that was asked for cannot be used. The message is one line.
+
+    When the Hub is the reason, the cause is a `hf_depthroute.files.hub.HubError`.
+    """
+
+
+def stdlib_files(split: str) -> list[Path]:
+    """The standard library's own `.py` files on this machine, in path order.
+
+    A file belongs to `"validation"` when the CRC of its relative path is divisible by 20, so that the split does not
+    move when a Python release adds or removes files; all others are `"train"`.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    found = ((path, path.relative_to(root)) for path in sorted(root.rglob("*.py")))
+    return [
+        path
+        for path, relative in found
+        if not any(part in _STDLIB_SKIP or part.startswith("config-") for part in relative.parts)
+        and (zlib.crc32(relative.as_posix().encode()) % 20 == 0) == (split == "validation")
+    ]
+
+
+def is_local_file(source: str) -> bool:
+    """Whether `load_text` takes `source` for a file, by its name."""
+    return Path(source).suffix in _LOCAL_BUILDERS
+
+
+def load_text(
+    source: str,
+    *,
+    split: str = "train",
+    name: str | None = None,
+    column: str = "text",
+    streaming: bool = False,
+    verbose: bool = False,
+) -> datasets.Dataset | datasets.IterableDataset:
+    """A dataset with the one column `text`. Caches go to the `datasets` cache, never next to the file.
+
+    Args:
+        source: `"python-stdlib"`, a local `.txt` (each line is a text) / `.jsonl` / `.json` / `.csv` / `.parquet` file,
+            a folder that `save_to_disk` made or that `datasets` can load, or a dataset id on the Hub.
+        split: A split, or a slice of one in the syntax of `datasets` (`"train[:90%]"`; not when streaming). A local
+            file is one split, `"train"`.
+        name: The Hub dataset's configuration, such as `"sample-10BT"`.
+        column: The column that holds the text.
+        streaming: Do not download the dataset; read it as it is consumed.
+        verbose: Show the progress bars and the log lines of `datasets`.
+
+    Raises:
+        DataError: There is no such dataset, split or column; the Hub cannot be reached; the file is broken or empty;
+            the column does not hold text.
+    """
+    import datasets
+
+    if source == PYTHON_STDLIB:
+        if split not in ("train", "validation"):
+            raise DataError(f"dataset {PYTHON_STDLIB}: no split {split!r}; use train or validation")
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in stdlib_files(split)]
+        if not texts:
+            raise DataError(f"dataset {PYTHON_STDLIB}: this Python installation ships no library sources")
+        dataset: Any = datasets.Dataset.from_dict({"text": texts})
+        dataset = dataset.to_iterable_dataset() if streaming else dataset
+    else:
+        with _progress(verbose):
+            dataset = _load(source, split, name, streaming)
+
+    columns, features = dataset.column_names, dataset.features
+    if columns is None:  # a stream of unknown columns
+        first = next(iter(dataset), None)
+        if first is None:
+            raise DataError(f"dataset {source}: it is empty")
+        columns = list(first)
+    if column not in columns:
+        raise DataError(f"dataset {source}: no column {column!r}; it has {', '.join(columns)}")
+    kind = getattr((features or {}).get(column), "dtype", "string")
+    if kind not in ("string", "large_string"):
+        raise DataError(
+            f"dataset {source}: column {column!r} holds {kind}, not text; its columns: {', '.join(columns)}"
+        )
+    if column != "text":
+        dataset = dataset.select_columns([column]).rename_column(column, "text")
+    return dataset.select_columns(["text"])
+
+
+def pack(
+    dataset: datasets.Dataset | datasets.IterableDataset, tokenizer: Any, length: int, *, verbose: bool = False
+) -> datasets.Dataset | datasets.IterableDataset:
+    """Tokenise, join and cut into blocks of exactly `length` tokens.
+
+    Texts are separated by the beginning token where the tokenizer puts one, by the end token otherwise.
+
+    The result has `input_ids` and `attention_mask` (all ones), each `[length]`, and `labels` equal to `input_ids`.
+    The tail of each batch of 1,000 texts that does not fill a block is dropped. A streaming dataset is packed as it
+    is consumed, after its first block has been looked at.
+
+    Raises:
+        DataError: `length` is below 2, the text is shorter than one block, or it is not text.
+    """
+    if length < 2:
+        raise DataError(f"block length {length} must be at least 2 tokens: the loss is on the next token")
+    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+
+    def to_blocks(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
+        texts = [text for text in batch["text"] if text]
+        for text in texts:
+            if not isinstance(text, str):
+                raise DataError(f"the text column holds {type(text).__name__}, not text")
+        stream: list[int] = []
+        for ids in tokenizer(texts, verbose=False)["input_ids"] if texts else []:
+            begins = bool(ids) and ids[0] == tokenizer.bos_token_id
+            stream += ids if begins else ids + end
+        blocks = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
+        return {"input_ids": blocks, "attention_mask": [[1] * length for _ in blocks], "labels": blocks}
+
+    with _progress(verbose):
+        packed = dataset.map(to_blocks, batched=True, batch_size=1000, remove_columns=["text"])
+    if next(iter(packed), None) is None:
+        raise DataError(f"the text is shorter than one block of {length} tokens; use a shorter block or more text")
+    return packed
+
+
+def _load(source: str, split: str, name: str | None, streaming: bool) -> Any:
+    import datasets
+
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix not in _LOCAL_BUILDERS:
+            raise DataError(f"dataset {source}: unknown file type; use one of {', '.join(_LOCAL_BUILDERS)}")
+        if path.stat().st_size == 0:
+            raise DataError(f"dataset {source}: the file is empty")
+        arguments: dict[str, Any] = {"path": _LOCAL_BUILDERS[path.suffix], "data_files": str(path)}
+    elif not path.exists() and (path.suffix in _LOCAL_BUILDERS or source.startswith((".", "/", "~"))):
+        raise DataError(f"dataset {source}: no such file or folder")
+    else:
+        arguments = {"path": str(path.resolve()) if path.is_dir() else source, "name": name}
+    try:
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            return _from_disk(path, split, streaming)
+        return datasets.load_dataset(**arguments, split=split, streaming=streaming)
+    except Exception as error:  # datasets has no common base class for what goes wrong
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        if not path.exists() and (hub := _hub_error(error, source)) is not None:
+            raise DataError(str(hub)) from hub
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        raise DataError(f"dataset {source}: {reason(cause or error)}") from error
+
+
+def _from_disk(path: Path, split: str, streaming: bool) -> Any:
+    """A split, or a slice of one, of what `save_to_disk` wrote: a `DatasetDict`, or a `Dataset`, which is `"train"`."""
+    import datasets
+
+    saved = datasets.load_from_disk(str(path))
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({key: len(part) for key, part in splits.items()})
+    dataset = datasets.concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
+    return dataset.to_iterable_dataset() if streaming else dataset
+
+
+def _hub_error(error: Exception, source: str) -> HubError | None:
+    import datasets
+    import huggingface_hub
+
+    what = f"dataset {source}"
+    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+        # datasets drops the Hub's answer, which tells a wrong name from a missing token; ask again.
+        try:
+            huggingface_hub.HfApi().dataset_info(source)
+        except Exception as answer:
+            return explain(answer, what) or HubError(f"{what}: neither a local path nor on the Hub; check the spelling")
+    return explain(error, what)
+
+
+@contextmanager
+def _progress(verbose: bool) -> Iterator[None]:
+    """Silence the bars and the log lines of `datasets` inside the block, unless `verbose`."""
+    import datasets
+
+    bars = not datasets.are_progress_bars_disabled()
+    level = datasets.logging.get_verbosity()
+    if not verbose:
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(logging.CRITICAL)  # a broken file is logged as an error, then raised
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,146 @@
+"""What a routed model costs, counted: FLOPs dense, routed and ideal, parameters, and bytes of the KV cache.
+
+Two accountings. FLOPs are whole-model, two per weight and token plus attention. `ffn_ratio` is that of "Revisiting
+Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228): units of one full FFN (or
+whatever is routed) on one token at one routed layer, weights only, `rho + (1 - rho) * branch / FFN + gate / FFN`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from ..base.families import find_decoder, find_family
+from ..config.adapter import DepthRouteConfig, check_budget
+from ..inference.calibration import active_routings
+from ..parts.traits import traits_of
+from ..routing.holder import Routing
+from .roofline import attention_sizes, branch_weights, count_work, gate_weights, matrices, skips_sequences
+
+
+@dataclass(frozen=True)
+class RouteCost:
+    """Cost of one forward pass.
+
+    Attributes:
+        flops_dense: The base model.
+        flops_routed: With routers and cheap branches, at the given share of full tokens.
+        flops_ideal: The same share, with routers and branches that cost nothing.
+        ffn_ratio: Mean over routed layers of the cost of the routed part, in FFNs as above; 1 is the dense part.
+        parameters_base: The number of the base model's parameters.
+        parameters_adapter: The adapter's, the frozen projection included.
+        parameters_trainable: The part of the adapter that trains.
+        kv_bytes: KV cache after the pass, all layers. Only whole sequences whose attention is skipped leave it smaller.
+        remark: One line where the adapter cannot pay for itself: why not, and what to make smaller; None where it can.
+    """
+
+    flops_dense: float
+    flops_routed: float
+    flops_ideal: float
+    ffn_ratio: float
+    parameters_base: int
+    parameters_adapter: int
+    parameters_trainable: int
+    kv_bytes: int
+    remark: str | None = None
+
+
+def route_cost(
+    model: nn.Module,
+    *,
+    batch_size: int = 1,
+    length: int = 1024,
+    cached: int = 0,
+    budget: float | None = None,
+    full_ratio: Mapping[int, float] | None = None,
+    logits_to_keep: int = 1,
+) -> RouteCost:
+    """Count the cost of one forward pass of a model with an active depth-routed adapter.
+
+    Args:
+        model: The routed model; its weights may be on the meta device.
+        batch_size: Sequences.
+        length: New tokens per sequence: the prompt in prefill, 1 in decode.
+        cached: Tokens per sequence already in the KV cache.
+        budget: Share of tokens that run full; default: the adapter's budget, and 0 where there is no gate.
+        full_ratio: Measured shares per layer, as from `RouteTrace.full_ratio`; overrides `budget`.
+        logits_to_keep: Positions per sequence that go through the LM head.
+
+    Raises:
+        ValueError: No routed adapter is active.
+        ConfigError: `budget` is out of range.
+    """
+    holders = active_routings(model)
+    family = find_family(model)
+    layers = getattr(find_decoder(model, family), family.layers)
+    config: Any = model.config
+    if full_ratio is None:
+        full_ratio = {holder.layer_index: _share(holder, holder.active_config(), budget) for holder in holders}
+    shares = {holder.layer_index: (full_ratio[holder.layer_index], 1.0) for holder in holders}
+    sizes: dict[str, Any] = {"batch": batch_size, "length": length, "cached": cached, "logits": logits_to_keep}
+    dense = count_work(model, **sizes).total_flops
+    work = count_work(model, **sizes, shares=shares)
+    ideal = work.total_flops - work.flops["router"]
+
+    adapter = {id(p): p for h in holders for p in h.parameters()}
+    everything = {id(p): p for p in model.parameters()}
+    dtype_bytes = next(p.element_size() for p in everything.values() if id(p) not in adapter)
+    per_layer = float(batch_size * (cached + length) * attention_sizes(config)[1] * dtype_bytes)
+    kv_bytes = per_layer * len(layers)
+    ratios, gates, branches = [], 0.0, 0.0
+    for holder in holders:
+        share, layer = full_ratio[holder.layer_index], layers[holder.layer_index]
+        part = sum(m.left_out * m.per_token for m in matrices(layer, config, family, holder))
+        gate, branch = gate_weights(holder, length), (1 - share) * branch_weights(holder, config)
+        ratios.append(share + (branch + gate) / max(part, 1.0))
+        gates, branches = gates + 2.0 * gate, branches + 2.0 * branch
+        if skips_sequences(holder.active_config()):
+            kv_bytes -= (1 - share) * per_layer
+    return RouteCost(
+        flops_dense=dense,
+        flops_routed=work.total_flops,
+        flops_ideal=ideal,
+        ffn_ratio=sum(ratios) / len(ratios),
+        parameters_base=sum(p.numel() for key, p in everything.items() if key not in adapter),
+        parameters_adapter=sum(p.numel() for p in adapter.values()),
+        parameters_trainable=sum(p.numel() for p in adapter.values() if p.requires_grad),
+        kv_bytes=round(kv_bytes),
+        remark=_remark(holders[0], (dense - ideal) / (batch_size * length), gates, branches, work.total_flops / dense),
+    )
+
+
+def cost_remark(model: nn.Module) -> str | None:
+    """`RouteCost.remark` of the active adapter at its own budget, in prefill; None where nothing is routed."""
+    if not any(isinstance(part, Routing) and part.adapter() is not None for part in model.modules()):
+        return None
+    return route_cost(model).remark
+
+
+def _remark(holder: Routing, saved: float, gates: float, branches: float, ratio: float) -> str | None:
+    """Why an adapter that leaves something out costs more than it saves, from FLOPs of one token over all layers."""
+    if saved == 0 or saved > gates + branches:
+        return None
+    config = holder.active_config()
+    names = traits_of(config.gate).sizes if gates >= branches else ("branch_rank",)
+    smaller = ", ".join(f"{name} (now {getattr(config, name)})" for name in names)
+    advice = f"make {smaller} smaller" if smaller else "take a gate with fewer weights, such as gate='linear'"
+    return (
+        f"this adapter cannot pay for itself: {ratio:.3g} of the dense FLOPs. Per token its layers save "
+        f"{saved:,.0f} FLOPs and spend {gates:,.0f} on gates and {branches:,.0f} on cheap branches; "
+        f"{advice}, or lower the budget"
+    )
+
+
+def _share(holder: Routing, config: DepthRouteConfig, budget: float | None) -> float:
+    """The share that runs full when nothing was measured."""
+    if budget is not None:
+        return check_budget(budget)
+    if not traits_of(config.gate).static:
+        return config.budget
+    if config.dropped_experts is None:
+        return 0.0
+    layers = cast("list[int]", config.layers)
+    return 1 - len(config.dropped_experts[layers.index(holder.layer_index)]) / holder.num_experts

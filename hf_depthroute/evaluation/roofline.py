@@ -1,0 +1,279 @@
+"""What a forward pass computes and moves, and the time a machine needs for it at least.
+
+Every part of a pass takes at least `max(bytes / bandwidth, FLOPs / matmul rate)`, and parts run one after the other.
+Counted are two FLOPs per weight and token, the attention's two products, and as bytes: every weight that is needed once
+per pass, the input and the output of every matrix product, the KV cache, and the logits. What can be fused (norms,
+activations, residual adds, the rotation) counts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..base.families import Family, find_decoder, find_family
+from ..base.projections import STYLES
+from ..config.adapter import DepthRouteConfig
+from ..inference.calibration import active_routings
+from ..parts.gates import MLPGate
+from ..parts.targets import TARGETS
+from ..parts.traits import traits_of
+from ..routing.holder import HOLDER, Routing
+
+PARTS = ("attention projections", "attention core", "ffn", "router", "head")
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a machine reaches, in one dtype.
+
+    Attributes:
+        bytes_per_s: The higher rate of a copy (bytes read and written) and of a matrix-vector product (bytes read).
+        flops_per_s: What a linear map of as many rows as features reaches, 1,024 on CPUs and 8,192 on GPUs.
+    """
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def to_dict(self) -> dict[str, float]:
+        return {
+            "gb_per_s": round(self.bytes_per_s / 1e9, 2),
+            "gflop_per_s": round(self.flops_per_s / 1e9, 2),
+        }
+
+
+@dataclass
+class Work:
+    """FLOPs and bytes of each of `PARTS`."""
+
+    flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    bytes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    def add(self, part: str, flops: float, moved: float) -> None:
+        self.flops[part] += flops
+        self.bytes[part] += moved
+
+    @property
+    def total_flops(self) -> float:
+        return sum(self.flops.values())
+
+    def seconds(self, peaks: Peaks) -> float:
+        return sum(max(self._times(part, peaks)) for part in self.flops)
+
+    def summary(self, peaks: Peaks) -> dict[str, Any]:
+        """JSON-ready: totals, the least time, and which of the two binds for the larger part of it."""
+        times = [self._times(part, peaks) for part in self.flops]
+        by_bytes = sum(moving for computing, moving in times if moving >= computing)
+        seconds = self.seconds(peaks)
+        return {
+            "gflop": round(self.total_flops / 1e9, 4),
+            "gb": round(sum(self.bytes.values()) / 1e9, 4),
+            "ideal_ms": round(seconds * 1e3, 4),
+            "bound": "bandwidth" if by_bytes > seconds / 2 else "compute",
+        }
+
+    def _times(self, part: str, peaks: Peaks) -> tuple[float, float]:
+        return self.flops[part] / peaks.flops_per_s, self.bytes[part] / peaks.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight that tokens are multiplied with: `[out, in]`, or of fused experts `[E, out, in]`.
+
+    Attributes:
+        part: One of `PARTS`.
+        weight: It.
+        chosen: Experts per token; 1 for a plain weight.
+        left_out: How much of it a token on the cheap path does not meet, 0 to 1.
+    """
+
+    part: str
+    weight: torch.Tensor
+    chosen: int = 1
+    left_out: float = 0.0
+
+    @property
+    def per_token(self) -> float:
+        """Weights that a token on the full path meets."""
+        return self.weight.numel() * (self.chosen / len(self.weight) if self.weight.ndim == 3 else 1)
+
+
+def matrices(layer: Any, config: Any, family: Family | None = None, holder: Routing | None = None) -> list[Matrix]:
+    """The weights of a decoder layer, or of any module, without those of its router; norms do not count.
+
+    Args:
+        layer: The module.
+        config: The base model's.
+        family: The base's family, to tell the attention from the rest.
+        holder: The layer's router, where one is on.
+    """
+    parts: dict[str, float] = {} if holder is None else _left_out(layer, holder)
+    found = []
+    for name, weight in layer.named_parameters():
+        if name.startswith(f"{HOLDER}.") or "norm" in name or weight.ndim not in (2, 3):  # a norm of heads is 2-d
+            continue
+        left_out = max((share for prefix, share in parts.items() if name.startswith(f"{prefix}.")), default=0.0)
+        inside = family is not None and name.startswith(f"{family.attention}.")
+        chosen = config.num_experts_per_tok if weight.ndim == 3 else 1
+        found.append(Matrix("attention projections" if inside else "ffn", weight, chosen, left_out))
+    return found
+
+
+def _left_out(layer: Any, holder: Routing) -> dict[str, float]:
+    """By the name of a child, how much of it the cheap path leaves out."""
+    family, target = holder.family, TARGETS[holder.active_config().target]
+    parts = {family.ffn: 1.0} if target.skips_ffn else {}
+    if target.per_pair:
+        parts[f"{family.ffn}.{family.experts}"] = 1.0
+    if skips_attention(holder):
+        if skips_sequences(holder.active_config()):
+            return parts | {family.attention: 1.0}
+        assert family.queries is not None
+        queries = STYLES[family.queries].weights(getattr(layer, family.attention))
+        parts |= {f"{family.attention}.{name}": share for name, share in queries.items()}
+    return parts
+
+
+def whole_sequences(config: DepthRouteConfig) -> bool:
+    """Whether a decision holds for a whole sequence."""
+    return config.granularity == "sequence" or traits_of(config.gate).static
+
+
+def skips_sequences(config: DepthRouteConfig) -> bool:
+    """Whether a skipped attention leaves its keys and values out."""
+    return whole_sequences(config) and TARGETS[config.target].skips_attention
+
+
+def skips_attention(holder: Routing) -> bool:
+    """Whether the cheap path saves the attention: per token only where the family's projections are known."""
+    config = holder.active_config()
+    return TARGETS[config.target].skips_attention and (whole_sequences(config) or holder.family.queries is not None)
+
+
+def gate_weights(holder: Routing, length: int) -> float:
+    """Weights that the gate and the exits' predictor multiply a token with, in sequences of `length`."""
+    name, config = holder.active_name(), holder.active_config()
+    gates = [group[name] for group in (holder.depth_route_gate, holder.depth_route_predictor) if name in group]
+    weights = float(sum(cast(MLPGate, gate).weights_per_token() for gate in gates))
+    return weights / length if config.granularity == "sequence" else weights
+
+
+def branch_weights(holder: Routing, config: Any) -> float:
+    """Weights of the cheap branch; `config` is the base model's."""
+    name = holder.active_name()
+    branches = [holder.depth_route_branch[name]] if name in holder.depth_route_branch else []
+    return sum(matrix.per_token for branch in branches for matrix in matrices(branch, config))
+
+
+def attention_sizes(config: Any) -> tuple[float, int]:
+    """FLOPs of one query and one key (both products, all heads) in an attention layer, and values cached per token.
+
+    Falcon caches the keys of one head or those of every query head, repeated; DeepSeek a latent vector.
+    """
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        key_width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return 2.0 * heads * (key_width + config.v_head_dim), config.kv_lora_rank + config.qk_rope_head_dim
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if config.model_type == "falcon":
+        shared = config.multi_query and not config.new_decoder_architecture
+        kv_heads = 1 if shared else heads
+    return 4.0 * heads * head_dim, 2 * kv_heads * head_dim
+
+
+def query_key_pairs(length: int, cached: int) -> int:
+    """How many keys the queries of one causal sequence meet in all."""
+    return length * cached + length * (length + 1) // 2
+
+
+def count_work(
+    model: nn.Module,
+    *,
+    batch: int,
+    length: int,
+    cached: int = 0,
+    logits: int = 1,
+    shares: Mapping[int, tuple[float, float]] | None = None,
+    trained_from: int | None = None,
+) -> Work:
+    """The work of one forward pass.
+
+    Args:
+        model: A `PeftModel` with an active depth-routed adapter, or any base model of a known family.
+        batch: Sequences.
+        length: New tokens per sequence.
+        cached: Tokens per sequence already in the KV cache.
+        logits: Positions per sequence that go through the LM head.
+        shares: Per routed layer, the share of rows that run full and the share of passes in which any does, as from
+            `PassCounter.shares`. None: the dense model, without an adapter.
+        trained_from: Index of the first layer that trains. Then the work is that of a training step: one more time the
+            matrix products of this layer, of those after it and of the head (gradients of their inputs), and twice
+            the attention core; the gradients of the few trained weights count nothing.
+    """
+    family = find_family(model)
+    layers = getattr(find_decoder(model, family), family.layers)
+    holders = {} if shares is None else {h.layer_index: h for h in active_routings(model)}
+    work = Work()
+    config: Any = model.config
+    size = next(p for n, p in layers[0].named_parameters() if f"{HOLDER}." not in n).element_size()
+    tokens, trains = batch * length, trained_from is not None
+    per_pair, cached_values = attention_sizes(config)
+    for index, layer in enumerate(layers):
+        again = 2.0 if trained_from is not None and index >= trained_from else 1.0
+        holder = holders.get(index)
+        rows, passes = (1.0, 1.0) if holder is None or shares is None else shares[index]
+        for matrix in matrices(layer, config, family, holder):
+            flops, moved = _product(matrix, tokens, rows, passes)
+            work.add(matrix.part, again * flops, again * size * moved)
+        skips = holder is not None and skips_attention(holder)
+        whole = holder is not None and whole_sequences(holder.active_config())
+        share = rows if skips else 1.0
+        read = share if length == 1 or whole or not skips else passes
+        moved = batch * cached_values * ((cached + length) * read + length * (share if whole else 1.0))
+        moved += tokens * share * per_pair / 2  # queries in, outputs out
+        twice = 2 * again - 1
+        pairs = batch * query_key_pairs(length, cached)
+        work.add("attention core", twice * share * pairs * per_pair, twice * size * moved)
+        if holder is not None:
+            _count_router(work, holder, config, tokens, length, 1.0 if trains else 1 - rows, again)
+    again = 2.0 if trains else 1.0
+    kept, width, vocabulary = batch * logits, config.hidden_size, config.vocab_size
+    moved = size * (width * vocabulary + kept * (width + vocabulary))
+    work.add("head", again * 2.0 * kept * width * vocabulary, again * moved)
+    return work
+
+
+def _product(matrix: Matrix, tokens: int, rows: float, passes: float) -> tuple[float, float]:
+    """FLOPs of one matrix, and the values it moves; `rows` and `passes` as in `count_work`."""
+    weight, ran = matrix.weight, tokens * (1 - matrix.left_out * (1 - rows))
+    met = weight.numel() * (1 - matrix.left_out * (1 - passes))
+    if weight.ndim == 3:  # fused experts: those that any token is sent to
+        ran *= matrix.chosen
+        weight = weight[0]
+        experts = len(matrix.weight)
+        met = weight.numel() * experts * (1 - (1 - 1 / experts) ** ran)
+    return 2.0 * ran * weight.numel(), met + ran * sum(weight.shape)
+
+
+def _count_router(
+    work: Work, holder: Routing, config: Any, tokens: int, length: int, cheap: float, again: float
+) -> None:
+    """The gate on every token, the branch on the share `cheap`; their parameters are read on every pass."""
+    name = holder.active_name()
+    for group in (holder.depth_route_gate, holder.depth_route_predictor, holder.depth_route_branch):
+        if name not in group:
+            continue
+        module = group[name]
+        held = sum(p.numel() * p.element_size() for p in module.parameters())
+        if group is holder.depth_route_branch:
+            met, seen = branch_weights(holder, config), tokens * cheap
+        else:
+            met = float(cast(MLPGate, module).weights_per_token())
+            seen = tokens / length if holder.active_config().granularity == "sequence" else tokens
+        width = next(p.element_size() for p in module.parameters()) if held else 4
+        work.add("router", again * 2.0 * seen * met, again * (held + 2 * width * seen * holder.width))

@@ -1,0 +1,222 @@
+"""One call of the routed part of a layer: what there is to run, what was decided, and who runs it.
+
+A `Site` is a target: where the routed part is in a layer, and what its paths compute. An `Executor` is a way to run it:
+which rows are computed, and by which operators. Their tables are `sites.SITES` and `executors.EXECUTORS`.
+
+Shapes: B batch, T positions, d model width, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..base.families import Family
+from ..routing.holder import Routing
+from ..routing.plan import RoutePlan
+from .masked import masked_update
+
+Kwargs = dict[str, Any]
+
+
+@dataclass
+class Decision:
+    """What the gate says of every token, or of every (token, expert) pair.
+
+    Attributes:
+        scores: Float32 `[B, T]`; of pairs `[B, T, K]`.
+        extras: What is recorded besides, by name.
+        mask: Bool, in the shape of `scores`: what runs in full. None for pairs, as long as the base's own router has
+            not chosen them; their scores are `[B, T]` or `[B, T, E]` until then.
+        probs: Float32, `sigmoid(scores / tau)`.
+    """
+
+    scores: Tensor
+    extras: dict[str, Tensor]
+    mask: Tensor | None = None
+    probs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RoutedCall:
+    """What an executor is given.
+
+    Attributes:
+        layer: The decoder layer.
+        holder: Its adapter state.
+        plan: How this forward pass routes.
+        site: The target's class.
+        stream: The residual stream in front of the routed part, `[B, T, d]`. It may be overwritten when no gradient is
+            recorded, unless the family's layers are parallel.
+        normed: What the full path reads, `[B, T, d]`, where it is known already; see `norm`.
+        token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
+        kwargs: What the decoder layer was called with.
+        decision: None where nothing is decided, because both paths are wanted.
+    """
+
+    layer: Any
+    holder: Routing
+    plan: RoutePlan
+    site: Site
+    stream: Tensor
+    normed: Tensor | None
+    token_mask: Tensor | None
+    kwargs: Kwargs
+    decision: Decision | None = None
+
+    @property
+    def family(self) -> Family:
+        return self.holder.family
+
+    @property
+    def branch(self) -> Any:
+        """From rows of the stream to the cheap path's update; None when that adds nothing."""
+        return self.holder.depth_route_branch._modules.get(self.plan.adapter)
+
+    @property
+    def mask(self) -> Tensor:
+        assert self.decision is not None and self.decision.mask is not None
+        return self.decision.mask
+
+    @property
+    def probs(self) -> Tensor:
+        assert self.decision is not None and self.decision.probs is not None
+        return self.decision.probs
+
+    @property
+    def scale(self) -> Tensor | None:
+        """What the full path's update is multiplied by, `[B, T]`."""
+        return self.probs if self.plan.mix == "scaled" else None
+
+    @property
+    def sublayer_scale(self) -> Tensor | None:
+        """What the update of each of its sublayers is multiplied by, `[B, T]`."""
+        return self.probs if self.plan.mix == "scaled_sublayers" else None
+
+    @property
+    def needs_both_paths(self) -> bool:
+        """Whether every token runs both paths: in training, and where they are mixed."""
+        return bool(self.layer.training) or self.plan.rule == "soft"
+
+    def norm(self) -> Tensor:
+        """What the full path reads, `[B, T, d]`."""
+        return self.site.norm(self.layer, self.family, self.stream) if self.normed is None else self.normed
+
+    def full(self) -> Tensor:
+        """The stream after the full path of every token, `[B, T, d]`."""
+        return self.site.full(self)
+
+    def cheap(self) -> Tensor:
+        """The stream after the cheap path of every token, `[B, T, d]`."""
+        branch = self.branch
+        return self.stream if branch is None else self.stream + branch(self.stream)
+
+    def finish(self, after: Tensor) -> Tensor:
+        """The layer's output, from the stream after the routed part, each `[B, T, d]`."""
+        return self.site.finish(self, after)
+
+    def of(self, rows: Any, kwargs: Kwargs) -> RoutedCall:
+        """The call for the sequences `rows`, an index or a slice, and their `kwargs`."""
+
+        def part(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[rows]
+
+        made, stream = self.decision, self.stream[rows]
+        decision = None if made is None else Decision(made.scores[rows], {}, part(made.mask), part(made.probs))
+        return replace(
+            self,
+            stream=stream,
+            normed=part(self.normed),
+            token_mask=part(self.token_mask),
+            kwargs=kwargs,
+            decision=decision,
+        )
+
+
+class Executor(Protocol):
+    """A way to run the routed part."""
+
+    def supports(self, call: RoutedCall) -> bool:
+        """Whether it can run this plan in this layer, on a stream of this kind, whatever is decided."""
+        ...
+
+    def run(self, call: RoutedCall) -> Tensor:
+        """The layer's output, `[B, T, d]`."""
+        ...
+
+
+class Site:
+    """One target: what of a decoder layer is routed. One object serves all layers.
+
+    It splits the layer's forward pass into what comes in front of the routed part, the part itself, and the rest:
+
+        stream = enter(h);   after = full path or cheap path;   out = finish(after)
+
+    A target has to have `norm` and `full`, and `enter` and `finish` where something stands in front or behind. The
+    methods below them compute every token's both paths; a target that can save work says how.
+    """
+
+    def enter(self, layer: Any, family: Family, h: Tensor, kwargs: Kwargs) -> Tensor:
+        """The stream in front of the routed part, from the layer's input, each `[B, T, d]`."""
+        return h
+
+    def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
+        """What the full path reads, `[B, T, d]`."""
+        raise NotImplementedError
+
+    def full(self, call: RoutedCall) -> Tensor:
+        """The stream after the full path, `[B, T, d]`."""
+        raise NotImplementedError
+
+    def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
+        """The layer's output, from the stream after the routed part, each `[B, T, d]`."""
+        return after
+
+    def decide(self, holder: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
+        """What the gate says, from the stream or its norm, `[B, T, d]`."""
+        extras = holder.score(plan, gate_input)
+        scores = extras.pop("scores")
+        return Decision(scores, extras, *holder.decide(plan, scores, token_mask, extras.get("predicted")))
+
+    def both(self, call: RoutedCall) -> tuple[Tensor, Tensor]:
+        """The stream after the full and after the cheap path, for every token, each `[B, T, d]`."""
+        return call.full(), call.cheap()
+
+    def mixed(self, call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> Tensor:
+        """The stream after the two paths, mixed or chosen as the plan says, `[B, T, d]`."""
+        return masked_update(call.stream, after_full, after_cheap, call.mask, call.probs, call.plan.mix)
+
+    def masked(self, call: RoutedCall) -> Tensor:
+        """The stream after the routed part, `[B, T, d]`, both paths computed; adds to the decision's `extras`."""
+        assert call.decision is not None
+        after_full, after_cheap = self.both(call)
+        after = self.mixed(call, after_full, after_cheap)
+        call.decision.extras |= _outcomes(call, after_full, after_cheap)
+        return after
+
+    def gathered(self, call: RoutedCall) -> Tensor:
+        """The stream after the path that was chosen for each token, `[B, T, d]`; skipped rows are not computed."""
+        return self.masked(call)
+
+    def supports_rows(self, call: RoutedCall) -> bool:
+        """Whether `by_rows` can run the call."""
+        return False
+
+    def by_rows(self, call: RoutedCall) -> Tensor:
+        """As `gathered`, in row ops whose shapes do not depend on the mask; the cheap path runs for every token."""
+        raise NotImplementedError
+
+
+def _outcomes(call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> dict[str, Tensor]:
+    """What losses want to know of the two paths."""
+    found = {}
+    if "z_full" in call.plan.extras:
+        project = call.holder.projections[call.plan.adapter][0]
+        found = {"z_full": project(after_full), "z_cheap": project(after_cheap)}
+    if "similarity" in call.plan.extras:
+        with torch.no_grad():
+            found["similarity"] = torch.cosine_similarity(call.stream.float(), after_full.float(), dim=-1)
+    return found

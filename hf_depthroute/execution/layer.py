@@ -1,0 +1,119 @@
+"""The forward pass of a routed decoder layer.
+
+Shapes: B batch, T positions, d model width, K experts per token.
+
+With the stream `s` in front of the routed part, for the FFN `s = h + attention(attention_norm(h))`:
+
+    u    = gate(norm(s))  (or gate(s))                   score, [B, T], float32
+    m    = u among the top k (training) | u >= theta (inference)
+    s    = m * full(s) + (1 - m) * (s + branch(s))
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.cache import without_cache
+from ..base.sublayers import hidden_of
+from ..routing.holder import HOLDER, Routing
+from ..routing.misuse import warn_of_backward
+from ..routing.plan import RoutePlan
+from ..routing.trace import RouteRecord
+from .call import Kwargs, RoutedCall
+from .decode import Step
+from .executors import executor_of
+from .sequences import decide_sequences, remember_sequences
+from .sites import SITES
+
+TOKEN_MASK = "depth_route_token_mask"  # keyword that carries the 2D attention mask to the layers
+DECODE_STEPS = "depth_route_decode_steps"  # keyword that carries the layers' `DecodeStep`s, by layer
+
+
+def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`forward` of every swapped layer: run it, under gradient checkpointing if that is on, and record the decision.
+
+    What is recorded leaves `_run` as a return value, because a reentrant checkpoint runs it without a graph and
+    connects only the outputs. The plan is made here, so that a recomputation after the end of a `record_routes` or
+    `replay_routes` block repeats the same forward pass.
+    """
+    kwargs.update(zip(layer._argument_names, args))
+    holder: Routing | None = layer._modules.get(HOLDER)
+    steps: dict[Any, Step] | None = kwargs.pop(DECODE_STEPS, None)
+    if steps is not None and layer in steps:
+        kwargs.pop(TOKEN_MASK, None)  # every token is real
+        return steps[layer](layer, hidden_states, kwargs)
+    if holder is not None and holder.family.returns_weights and kwargs.get("output_attentions"):
+        raise ValueError(f"{type(layer).__name__}: a routed layer of this family has no attention weights to return")
+    plan = None if holder is None else holder.plan(layer.training, (hidden_states.shape[0], hidden_states.shape[1]))
+    token_mask = kwargs.get(TOKEN_MASK)
+    if layer.gradient_checkpointing and layer.training:
+        kwargs = without_cache(kwargs)
+        outputs = layer._gradient_checkpointing_func(functools.partial(_run, layer, plan, **kwargs), hidden_states)
+    else:
+        outputs = _run(layer, plan, hidden_states, **kwargs)
+    if holder is None or plan is None:
+        return outputs[0]
+    if not layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        warn_of_backward(holder, outputs[0], *outputs[3:4])
+    if plan.recorders:
+        mask, scores, probs, *extras = outputs[1:]
+        named = dict(zip(plan.extras, extras))
+        record = RouteRecord(mask, scores, probs, token_mask, plan.budget, named, plan.temperature, plan.compared)
+        for trace in plan.recorders:
+            trace[holder.layer_index] = record
+    return (outputs[0], None) if holder.family.returns_weights else outputs[0]
+
+
+def _run(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+    """The layer's output `[B, T, d]`, then mask, scores, probs and the plan's extras when a trace is recorded."""
+    token_mask = kwargs.pop(TOKEN_MASK, None)
+    if plan is None:
+        return (layer._base_forward(hidden_states, **kwargs),)
+    if plan.rule == "full":  # the base's layer; what is recorded has no scores
+        out = hidden_of(layer._base_forward(hidden_states, **kwargs))
+        if not plan.recorders:
+            return (out,)
+        mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool) if token_mask is None else token_mask
+        return out, mask, *[torch.full_like(mask, torch.nan, dtype=torch.float32)] * (2 + len(plan.extras))
+    call = routed_call(layer, plan, hidden_states, token_mask, kwargs)
+    out = executor_of(call).run(call)
+    if plan.config.granularity == "sequence":
+        remember_sequences(call, skips_attention=False)
+    if not plan.recorders:
+        return (out,)
+    assert call.decision is not None
+    extras = call.decision.extras
+    return out, call.mask, call.decision.scores, call.probs, *(extras[name] for name in plan.extras)
+
+
+def routed_call(
+    layer: Any, plan: RoutePlan, hidden_states: Tensor, token_mask: Tensor | None, kwargs: Kwargs, decides: bool = True
+) -> RoutedCall:
+    """What the routed part of `layer` is given: the stream in front of it and, unless told otherwise, the decision.
+
+    Args:
+        layer: A decoder layer that holds adapter state.
+        plan: How it routes.
+        hidden_states: The layer's input, `[B, T, d]`.
+        token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
+        kwargs: What the layer was called with, for its parts.
+        decides: Whether the gate is asked.
+    """
+    holder: Routing = layer._modules[HOLDER]
+    site = SITES[plan.config.target]
+    stream = site.enter(layer, holder.family, hidden_states, kwargs)
+    reads_stream = plan.config.gate_input == "residual"
+    # A gathered FFN needs the norm of the rows that it runs on, and of no others, unless the gate reads it.
+    normed = None if reads_stream and not layer.training else site.norm(layer, holder.family, stream)
+    decision = None
+    if decides:
+        gate_input = stream if reads_stream or normed is None else normed
+        if plan.config.granularity == "sequence":
+            decision = decide_sequences(layer, plan, gate_input, token_mask, kwargs)
+        else:
+            decision = site.decide(holder, plan, gate_input, token_mask)
+    return RoutedCall(layer, holder, plan, site, stream, normed, token_mask, kwargs, decision)

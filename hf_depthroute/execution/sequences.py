@@ -1,0 +1,90 @@
+"""Decisions about whole sequences: made on the prompt, kept with the KV cache, and carried out on the batch.
+
+Shapes: B batch, T positions, d model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.cache import SkippingLayer, cache_layer, cache_of, remember, remembered
+from ..routing.holder import HOLDER, Routing
+from ..routing.plan import RoutePlan
+from .call import Decision, RoutedCall
+
+
+def decide_sequences(
+    layer: Any, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None, kwargs: dict[str, Any]
+) -> Decision:
+    """One decision per sequence, on the mean over its real tokens; with a KV cache, the one made on the prompt.
+
+    Scores and probs of a decision that is only remembered are NaN: they are not computed again.
+    """
+    holder: Routing = layer._modules[HOLDER]
+    batch, length = gate_input.shape[:2]
+    keep = None if layer.training else remembered(cache_of(kwargs), holder.layer_index)
+    if keep is not None and plan.replayed is None:
+        nothing = torch.full((batch, length), torch.nan, device=gate_input.device)
+        return Decision(nothing, {name: nothing for name in plan.extras}, keep[:, None].expand(-1, length), nothing)
+    real = gate_input.new_ones(batch, length, dtype=torch.bool) if token_mask is None else token_mask
+    # In float32: the sum over a long prompt leaves the range of float16.
+    total = gate_input.masked_fill(~real[..., None], 0).sum(1, keepdim=True, dtype=torch.float32)
+    pooled = (total / real.sum(1)[:, None, None].clamp(min=1)).to(gate_input.dtype)
+    extras = {name: value.expand(-1, length, *value.shape[2:]) for name, value in holder.score(plan, pooled).items()}
+    scores = extras.pop("scores")
+    return Decision(scores, extras, *holder.decide(plan, scores, None, extras.get("predicted")))
+
+
+def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
+    """Keep the decision with the KV cache, if there is one that has none yet; see `cache.remember`."""
+    cache = None if call.layer.training else cache_of(call.kwargs)
+    if cache is not None and remembered(cache, call.holder.layer_index) is None:
+        remember(cache, call.holder.layer_index, call.mask[:, 0], skips_attention)
+
+
+def skips_sequences(call: RoutedCall) -> bool:
+    """Whether `skip_sequences` runs the call: one decision per sequence about its attention, no mixing, no compiler."""
+    if not call.plan.target.skips_attention or call.needs_both_paths or torch.compiler.is_compiling():
+        return False
+    return call.plan.config.granularity == "sequence" or call.plan.rule == "static"
+
+
+def skip_sequences(call: RoutedCall) -> Tensor:
+    """The stream after the routed part, `[B, T, d]`.
+
+    The sequences that are kept run the site in full, on their own; the others write no keys and values.
+    """
+    stream, keep, scale, branch = call.stream, call.mask[:, 0], call.scale, call.branch
+    remember_sequences(call, skips_attention=True)
+    cache = cache_of(call.kwargs)
+    held = cache_layer(cache, call.holder.layer_index)
+    rows, others = keep.nonzero().squeeze(-1), (~keep).nonzero().squeeze(-1)
+    batch = len(keep)
+    if cache is not None and not isinstance(held, SkippingLayer):  # this cache holds every sequence
+        after = call.full()[rows]
+    elif len(rows):
+        kwargs = {name: whole_sequences(value, rows, batch) for name, value in call.kwargs.items()}
+        after = call.of(rows, kwargs).full()
+    else:
+        after = stream[rows]
+    if isinstance(held, SkippingLayer):
+        held.advance(stream.shape[1])
+    if scale is not None:
+        after = stream[rows] + (after - stream[rows]) * scale[rows][..., None].to(after.dtype)
+    out = stream.clone()
+    out[rows] = after
+    if branch is not None and len(others):
+        out[others] = stream[others] + branch(stream[others])
+    return out
+
+
+def whole_sequences(value: Any, rows: Tensor, batch: int) -> Any:
+    """A layer's argument for the sequences `rows`; what broadcasts over the batch stays as it is."""
+    if isinstance(value, tuple):
+        return tuple(whole_sequences(part, rows, batch) for part in value)
+    if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] != batch or batch == 1:
+        return value
+    return value[rows]

@@ -1,0 +1,242 @@
+"""Which part of a decoder layer is routed: one class per target.
+
+Layers with parallel attention and FFN have nothing in front of the routed part: `stream` is the layer's input, and
+`finish` adds the sublayer that is not routed. Shapes: B batch, T positions, n rows, d model width, N tokens, K experts
+per token, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.families import Family
+from ..base.sublayers import attention_update, behind, ffn_map, norm_of
+from ..routing.holder import Routing
+from ..routing.plan import RoutePlan
+from .attention import attended_rows, attended_update, supports_rows, supports_subset
+from .call import Decision, Kwargs, RoutedCall, Site
+from .experts import routed_pairs
+from .gathered import CPU_SLICE, add_cheap, gathered_update, in_slices
+from .kernels import swiglu_rows
+from .kernels.eligible import is_swiglu
+
+
+class FFNSite(Site):
+    """`a = h + attention(LN1(h))` in front; the FFN, or the whole MoE block, is routed."""
+
+    def enter(self, layer: Any, family: Family, h: Tensor, kwargs: Kwargs) -> Tensor:
+        return h if family.parallel else _attended(layer, family, h, h, kwargs)
+
+    def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
+        return norm_of(layer, family, "ffn")(stream)
+
+    def full(self, call: RoutedCall) -> Tensor:
+        return call.stream + ffn_map(call.layer, call.family)(call.norm())
+
+    def gathered(self, call: RoutedCall) -> Tensor:
+        """As `Site.gathered`; where the norm is not known yet, only the rows that run are normed."""
+        ffn, rows = ffn_map(call.layer, call.family), _slice_rows(call)
+        stream = call.stream.clone() if call.family.parallel else call.stream  # the layer's input is still needed
+        if call.normed is not None:
+            return gathered_update(stream, call.normed, call.mask, ffn, call.branch, rows, call.scale)
+        norm = norm_of(call.layer, call.family, "ffn")
+        return gathered_update(stream, stream, call.mask, lambda x: ffn(norm(x)), call.branch, rows, call.scale)
+
+    def supports_rows(self, call: RoutedCall) -> bool:
+        return _ffn_by_rows(call)
+
+    def by_rows(self, call: RoutedCall) -> Tensor:
+        stream = call.stream
+        base = stream if call.branch is None else torch.where(call.mask[..., None], stream, call.cheap())
+        return _ffn_rows(call, base, call.norm(), call.scale)
+
+    def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
+        return _attended(call.layer, call.family, after, call.stream, call.kwargs) if call.family.parallel else after
+
+
+class AttentionSite(Site):
+    """The attention is routed; the FFN follows, or runs beside it, for every token.
+
+    The keys and values of every token are written.
+    """
+
+    def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
+        return norm_of(layer, family, "attention")(stream)
+
+    def full(self, call: RoutedCall) -> Tensor:
+        return call.stream + attention_update(call.layer, call.family, call.norm(), call.kwargs)
+
+    def rest(self, call: RoutedCall, rows: Tensor, before: Tensor, scale: Tensor | None) -> Tensor:
+        """What of the full path comes after the attention, on rows `[n, d]` of the stream after and before it."""
+        return rows
+
+    def gathered(self, call: RoutedCall) -> Tensor:
+        layer, family, mask, normed = call.layer, call.family, call.mask, call.norm()
+        attention, style = getattr(layer, family.attention), family.queries
+        if style is not None and supports_subset(attention, style, call.kwargs):
+            update = behind(layer, family, "attention", attended_rows(attention, style, normed, mask, call.kwargs))
+        else:  # computed for every token: nothing is saved in front of the FFN
+            update = attention_update(layer, family, normed, call.kwargs)[mask]
+        factor, each = (
+            None if scale is None else scale[mask][:, None].to(update.dtype)
+            for scale in (call.scale, call.sublayer_scale)
+        )
+        chosen = call.stream[mask]
+        rows = self.rest(call, chosen + (update if each is None else update * each), chosen, each)
+        if factor is not None:
+            rows = chosen + (rows - chosen) * factor
+        flat = mask.reshape(-1)
+        before = call.stream.reshape(-1, call.stream.shape[-1])
+        out = add_cheap(before.clone(), before, flat, call.branch, _slice_rows(call))
+        return out.index_copy_(0, flat.nonzero().squeeze(-1), rows.to(out.dtype)).view(call.stream.shape)
+
+    def supports_rows(self, call: RoutedCall) -> bool:
+        attention = getattr(call.layer, call.family.attention)
+        return supports_rows(attention, call.family.queries, call.stream, call.kwargs)
+
+    def by_rows(self, call: RoutedCall) -> Tensor:
+        layer, family, stream, mask = call.layer, call.family, call.stream, call.mask
+        attention, style = getattr(layer, family.attention), family.queries
+        assert style is not None
+        update = behind(layer, family, "attention", attended_update(attention, style, call.norm(), mask, call.kwargs))
+        if call.sublayer_scale is not None:
+            update = update * call.sublayer_scale[..., None].to(update.dtype)
+        after = self.rest_by_rows(call, stream + update)
+        if call.scale is not None:
+            after = stream + (after - stream) * call.scale[..., None].to(update.dtype)
+        return torch.where(mask[..., None], after, call.cheap())
+
+    def rest_by_rows(self, call: RoutedCall, after: Tensor) -> Tensor:
+        """`rest` for the rows in the mask, `[B, T, d]`; what stands in the other rows does not matter."""
+        return after
+
+    def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
+        read = call.stream if call.family.parallel else after
+        return after + ffn_map(call.layer, call.family)(norm_of(call.layer, call.family, "ffn")(read))
+
+
+class BlockSite(AttentionSite):
+    """Attention and FFN are routed together."""
+
+    def full(self, call: RoutedCall) -> Tensor:
+        return self._scaled(call, None)
+
+    def both(self, call: RoutedCall) -> tuple[Tensor, Tensor]:
+        return self._scaled(call, call.sublayer_scale), call.cheap()
+
+    def mixed(self, call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> Tensor:
+        if call.sublayer_scale is None:
+            return super().mixed(call, after_full, after_cheap)
+        if call.plan.rule != "soft":
+            return torch.where(call.mask[..., None], after_full, after_cheap)
+        rest = 1 - call.probs[..., None].to(call.stream.dtype)  # TSA: the sublayers are scaled already
+        return after_full + rest * (after_cheap - call.stream)
+
+    def rest(self, call: RoutedCall, rows: Tensor, before: Tensor, scale: Tensor | None) -> Tensor:
+        if not len(rows):
+            return rows
+        ffn, norm = ffn_map(call.layer, call.family), norm_of(call.layer, call.family, "ffn")
+        read = before if call.family.parallel else rows
+        update = in_slices(lambda part: ffn(norm(part)), read, _slice_rows(call))
+        return rows + (update if scale is None else update * scale)
+
+    def supports_rows(self, call: RoutedCall) -> bool:
+        return super().supports_rows(call) and _ffn_by_rows(call)
+
+    def rest_by_rows(self, call: RoutedCall, after: Tensor) -> Tensor:
+        normed = norm_of(call.layer, call.family, "ffn")(call.stream if call.family.parallel else after)
+        return _ffn_rows(call, after, normed, call.sublayer_scale)
+
+    def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
+        return after
+
+    def _scaled(self, call: RoutedCall, scale: Tensor | None) -> Tensor:
+        """TSA: both updates times `scale` `[B, T]`: `a = h + s attention(LN1(h))`, `a + s FFN(LN2(a))`."""
+        layer, family, stream = call.layer, call.family, call.stream
+        factor = None if scale is None else scale[..., None].to(stream.dtype)
+        update = attention_update(layer, family, call.norm(), call.kwargs)
+        a = stream + (update if factor is None else update * factor)
+        update = ffn_map(layer, family)(norm_of(layer, family, "ffn")(stream if family.parallel else a))
+        return a + (update if factor is None else update * factor)
+
+
+class ExpertsSite(FFNSite):
+    """The experts of an MoE block: one decision per (token, expert) pair that the block's own router chose.
+
+    A dropped pair contributes its weight times the cheap branch.
+    """
+
+    def decide(self, holder: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
+        extras = holder.score(plan, gate_input)
+        return Decision(extras.pop("scores"), extras)  # the pairs are known inside the block
+
+    def masked(self, call: RoutedCall) -> Tensor:
+        return self._run(call, compact=False)
+
+    def gathered(self, call: RoutedCall) -> Tensor:
+        return self._run(call, compact=True)
+
+    def supports_rows(self, call: RoutedCall) -> bool:
+        return False
+
+    def _run(self, call: RoutedCall, compact: bool) -> Tensor:
+        assert call.decision is not None and not call.family.parallel
+        a, decision, scores = call.stream, call.decision, call.decision.scores
+
+        def decide(index: Tensor) -> tuple[Tensor, Tensor]:  # [N, K]
+            index_BTK = index.view(*a.shape[:2], -1)
+            per_expert = scores.ndim == 3
+            decision.scores = scores.gather(-1, index_BTK) if per_expert else scores[..., None].expand_as(index_BTK)
+            mask, probs = call.holder.decide(call.plan, decision.scores, call.token_mask, None, index_BTK)
+            decision.mask, decision.probs = mask, probs
+            factor = probs if call.plan.mix == "soft" else mask + (probs - probs.detach())  # straight-through
+            return mask.view_as(index), factor.view_as(index)
+
+        with routed_pairs(call.holder.experts_of(call.layer), decide, compact) as seen:
+            out = call.full()
+        pairs, branch = seen[0], call.branch
+        decision.extras["expert_index"] = pairs.index.view(*a.shape[:2], -1)
+        if branch is None:
+            return out
+        dropped = (pairs.weights * (1 - pairs.factor.to(pairs.weights.dtype))).sum(-1).view(*a.shape[:2], 1)
+        if not compact:
+            return out + dropped.to(out.dtype) * branch(a)
+        some = dropped.squeeze(-1) != 0
+        out[some] += dropped[some].to(out.dtype) * branch(a[some])
+        return out
+
+
+SITES: dict[str, Site] = {
+    "ffn": FFNSite(),
+    "attention": AttentionSite(),
+    "block": BlockSite(),
+    "experts": ExpertsSite(),
+}
+
+
+def _attended(layer: Any, family: Family, target: Tensor, read: Tensor, kwargs: Kwargs) -> Tensor:
+    """`target` and the attention's update from the stream `read`, `[B, T, d]`."""
+    return target + attention_update(layer, family, norm_of(layer, family, "attention")(read), kwargs)
+
+
+def _ffn_by_rows(call: RoutedCall) -> bool:
+    """Whether `_ffn_rows` can stand in for the FFN's update of a stream like the call's."""
+    behind_it = call.family.ffn_post_norm or call.family.residual_scale
+    return behind_it is None and is_swiglu(getattr(call.layer, call.family.ffn), call.stream)
+
+
+def _ffn_rows(call: RoutedCall, stream: Tensor, normed: Tensor, scale: Tensor | None) -> Tensor:
+    """`stream + scale * ffn(normed)` at the tokens of the mask, `stream` at the others, `[B, T, d]`."""
+    ffn: Any = getattr(call.layer, call.family.ffn)
+    rows, x = (part.reshape(-1, part.shape[-1]) for part in (stream, normed))
+    weights = ffn.gate_proj.weight, ffn.up_proj.weight, ffn.down_proj.weight
+    flat = None if scale is None else scale.reshape(-1)
+    return swiglu_rows(rows, x, call.mask.reshape(-1), flat, *weights).view(stream.shape)
+
+
+def _slice_rows(call: RoutedCall) -> int | None:
+    """Rows that gathered execution runs at one time; None for all of them."""
+    return CPU_SLICE if call.holder.dense_ffn and call.stream.device.type == "cpu" else None

@@ -1,0 +1,1 @@
+"""What is read, written, printed and fetched: staged writes, escaped text, the Hub, bounds. Nothing of routing."""

@@ -1,0 +1,17 @@
+"""What somebody who misspelled a name may have meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like `name`; None where none is like it."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: `"; did you mean 'budget'?"`, or nothing."""
+    close = closest(name, known)
+    return "" if close is None else f"; did you mean {close!r}?"

@@ -1,0 +1,1 @@
+"""After training: thresholds for a budget, fitted branches, importance, drafts and tuned execution."""

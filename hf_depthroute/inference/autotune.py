@@ -1,0 +1,177 @@
+"""Measured choice of executor: per routed layer and input shape, the fastest one, and never slower than the base.
+
+Skipping pays where the skipped arithmetic or memory traffic costs more than the gate and the indexing. In the decoding
+of a large batch on a GPU it does not: some token of the batch needs the FFN's weights anyway. What a machine does at a
+shape is measured on the model itself rather than predicted.
+
+Shapes: B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.contexts import hooked
+from ..base.families import find_layers
+from ..execution.call import RoutedCall
+from ..execution.executors import EXECUTORS, check_executor
+from ..execution.sites import SITES
+from ..parts.traits import traits_of
+from ..routing.holder import HOLDER, Routing, shape_class
+from ..routing.trace import overridden
+from .calibration import active_routings
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `tune_execution` found for one layer and one kind of step.
+
+    Attributes:
+        layer: Index of the decoder layer.
+        step: `"prefill"` or `"decode"`.
+        shape: `(B, T)` of the step.
+        executor: The chosen one.
+        milliseconds: Median time of the whole decoder layer by executor; `"full"` is the base's layer.
+    """
+
+    layer: int
+    step: str
+    shape: tuple[int, int]
+    executor: str
+    milliseconds: dict[str, float]
+
+
+@torch.no_grad()
+def tune_execution(
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    steps: int = 8,
+    repeats: int = 5,
+    floor: float = 0.99,
+    keep_decisions: bool = False,
+    executors: Sequence[str] | None = None,
+) -> list[Choice]:
+    """Time every routed layer under every executor on these prompts, and use the fastest from now on.
+
+    A layer for which no executor reaches `floor` of the base's speed runs as the base does at that shape: every token
+    full, no gate. That changes the output, towards the base's, and makes it depend on the batch size; `keep_decisions`
+    forbids it. Prompts should be as many and as long as those to come. The choice holds for inputs of about the same
+    number of rows (to the next power of two), prefill and decode apart; other shapes run as before. It is not saved.
+
+        tune_execution(model, tokenizer(prompts, return_tensors="pt", padding=True).input_ids.to(model.device))
+
+    Args:
+        model: A model with an active, calibrated adapter.
+        input_ids: Prompts, `[B, T]`.
+        attention_mask: `[B, T]`.
+        steps: Decoding steps to time; 0 leaves decoding as it is.
+        repeats: Times that each executor runs prefill and decode, in turn; medians count.
+        floor: Least speed over the base's, per layer.
+        keep_decisions: Never turn routing off.
+        executors: What to choose from, names in `EXECUTORS`. Default: those that support these prompts.
+
+    Returns:
+        One `Choice` per layer and kind of step.
+
+    Raises:
+        ValueError: No routed adapter is active; decisions are about sequences or exits, which have to hold through a
+            generation; `floor` is not in (0, 1]; or there is no such executor.
+    """
+    holders = active_routings(model)
+    config = holders[0].active_config()
+    gate = traits_of(config.gate)
+    if config.granularity == "sequence" or gate.exits or gate.static:
+        about = "decisions of whole sequences and of early exit hold through a generation"
+        raise ValueError(f"tune_execution: {about} and cannot depend on the shape")
+    if not 0 < floor <= 1:
+        raise ValueError(f"tune_execution: floor must be in (0, 1], not {floor}")
+    for name in executors or ():
+        check_executor(name)
+    model.eval()
+    for holder in holders:
+        holder.tuned = {}
+    layers = [find_layers(model)[holder.layer_index] for holder in holders]
+    if executors is None:
+        executors = _supported(model, layers, input_ids, attention_mask)
+    times: dict[tuple[str, int, str], list[float]] = {}
+    for round_ in range(repeats + 1):  # the first one warms up
+        for executor in ("full", *executors):
+            with overridden(model, "executor", executor):
+                for step, layer, seconds in _timed(model, layers, input_ids, attention_mask, steps):
+                    if round_:
+                        times.setdefault((step, layer, executor), []).append(seconds)
+    rows, length = input_ids.shape
+    shapes = {"prefill": (rows, length)} | ({"decode": (rows, 1)} if steps else {})
+    choices = []
+    for holder in holders:
+        for step, shape in shapes.items():
+            found = {x: statistics.median(times[step, holder.layer_index, x]) * 1e3 for x in ("full", *executors)}
+            best = min(executors, key=found.__getitem__)
+            if not keep_decisions and found[best] > found["full"] / floor:
+                best = "full"
+            holder.tuned[shape_class(*shape)] = best
+            choices.append(Choice(holder.layer_index, step, shape, best, found))
+    return choices
+
+
+def _supported(
+    model: Any, layers: Sequence[nn.Module], input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+) -> list[str]:
+    """The executors that support some routed layer's call on these prompts; `"full"`, the base's layer, is apart."""
+    found: set[str] = set()
+
+    def look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        holder: Routing = layer._modules[HOLDER]
+        plan, stream = holder.plan(False), args[0] if args else kwargs["hidden_states"]
+        assert plan is not None
+        call = RoutedCall(layer, holder, plan, SITES[plan.config.target], stream, None, None, kwargs)
+        found.update(name for name, executor in EXECUTORS.items() if executor.supports(call))
+
+    handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]
+    with hooked(handles), overridden(model, "executor", "auto"):
+        model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=1)
+    return [name for name in EXECUTORS if name in found and name != "full"]
+
+
+def _timed(
+    model: Any, layers: Sequence[nn.Module], input_ids: torch.Tensor, attention_mask: torch.Tensor | None, steps: int
+) -> Iterator[tuple[str, int, float]]:
+    """Seconds of every routed layer: once for the prompt, then for each decoding step."""
+    started: dict[nn.Module, float] = {}
+    seconds: list[tuple[int, float]] = []
+
+    def start(layer: nn.Module, args: Any) -> None:
+        _synchronise(args)
+        started[layer] = time.perf_counter()
+
+    def stop(layer: Any, args: Any, output: Any) -> None:
+        _synchronise(args)
+        seconds.append((layer._modules[HOLDER].layer_index, time.perf_counter() - started[layer]))
+
+    handles = [layer.register_forward_pre_hook(start) for layer in layers]
+    handles += [layer.register_forward_hook(stop) for layer in layers]
+    with hooked(handles):
+        out = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=True, logits_to_keep=1)
+        yield from (("prefill", *one) for one in seconds)
+        for _ in range(steps):
+            seconds.clear()
+            token = out.logits[:, -1:].argmax(-1)
+            if attention_mask is not None:
+                attention_mask = torch.cat([attention_mask, torch.ones_like(token)], dim=1)
+            cache = out.past_key_values
+            out = model(input_ids=token, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
+            yield from (("decode", *one) for one in seconds)
+
+
+def _synchronise(args: Any) -> None:
+    if args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
+        torch.cuda.synchronize(args[0].device)

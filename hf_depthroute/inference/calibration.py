@@ -1,0 +1,175 @@
+"""Thresholds from score quantiles: `calibrate`, `set_budget`, and what training tracks.
+
+Shapes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..base.contexts import evaluating
+from ..config.adapter import DepthRouteConfig, check_budget
+from ..data.batches import model_inputs, token_mask
+from ..parts.traits import traits_of
+from ..routing.thresholds import NOT_FITTED, Measured, quantile_table, quantile_tables
+from ..routing.trace import count_routes, overridden, record_routes, routings
+
+if TYPE_CHECKING:
+    from ..routing.holder import Routing
+    from ..routing.trace import RouteTrace
+
+
+@torch.no_grad()
+def track_thresholds(trace: RouteTrace) -> None:
+    """Move the quantile tables of the layers that `trace` recorded towards their scores, if they are being trained.
+
+    With gradients disabled, or of layers in evaluation mode, nothing moves.
+    """
+    holders = [holder for holder in trace.holders if holder.training and holder.layer_index in trace]
+    if not holders:
+        return
+    pooled = holders[0].active_config().budget_scope == "global"
+    tables = quantile_tables([trace[holder.layer_index] for holder in holders], pooled)
+    for holder, table in zip(holders, tables):
+        holder.active_quantiles().track(table)
+
+
+@torch.no_grad()
+def calibrate(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[str, Any], budget: float | None = None
+) -> dict[int, float]:
+    """Set every routed layer's threshold so that the fraction `budget` of the tokens in `batches` runs full.
+
+    Two passes. The first selects by top-k, which fixes the share exactly while later layers' scores are collected;
+    the second repeats with the thresholds found, so that they fit the stream that inference really produces. Where no
+    top-k exists (sequences, a global budget, early exit), three passes with thresholds. The quantile tables become
+    part of the adapter: `set_budget` and `save_pretrained` use them.
+
+    Args:
+        model: A model with one active depth-routed adapter.
+        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`; lists, single rows and what a
+            tokenizer returns are taken too (`batches.model_inputs`). A few thousand tokens suffice; they are kept in
+            memory for the later passes.
+        budget: In (0, 1]; becomes the adapter's budget. Default: the adapter's.
+
+    Returns:
+        `{layer_index: fraction of real tokens that runs full}`, measured in a third pass with the final thresholds.
+
+    Raises:
+        ValueError: No routed layer is active, the adapter has a fixed threshold, a batch has no `input_ids`, or
+            `batches` holds no real token.
+        ConfigError: `budget` is out of range.
+    """
+    holders = active_routings(model)
+    configs = _budgeted_configs(holders)
+    budget = check_budget(configs[0].budget if budget is None else budget)
+    kept = list(model_inputs(model, batches))
+    if not any(token_mask(batch).any() for batch in kept):
+        raise ValueError("calibrate: batches is empty" if not kept else "calibrate: batches holds no real token")
+    for config in configs:
+        config.budget = budget
+    with evaluating(model):
+        for rule in ("topk", "threshold") if configs[0].ranks_tokens() else ("threshold",) * 3:
+            with use_selection(model, rule):
+                scores = _collect(model, kept, configs[0].granularity == "sequence")
+            if configs[0].budget_scope == "global":
+                scores = dict.fromkeys(scores, torch.cat(list(scores.values())))
+            for holder in holders:
+                holder.active_quantiles().set(quantile_table(scores[holder.layer_index]))
+                if (controller := holder.active_controller()) is not None:
+                    controller.set(holder.active_quantiles()(budget))
+        with count_routes(model) as counter:
+            for batch in kept:
+                model(**batch, use_cache=False)
+    ratios = counter.full_ratio()
+    for holder in holders:
+        holder.active_quantiles().measured = Measured(budget, ratios[holder.layer_index], "calibration")
+    return ratios
+
+
+def set_budget(model: nn.Module, budget: float) -> None:
+    """Change the budget of the active adapter at run time, without retraining; saved with the adapter.
+
+    The thresholds come from quantiles measured at the calibrated budget. At another one, later layers see another
+    stream, so the share that runs full can miss the budget by some points; `calibrate(model, batches, budget)` makes
+    it exact.
+
+    Raises:
+        ConfigError: `budget` is not in (0, 1].
+        ValueError: No routed layer is active, the adapter has a fixed threshold, or its thresholds were never fitted,
+            so that no share of tokens but all of them could be asked for.
+    """
+    budget = check_budget(budget)
+    holders = active_routings(model)
+    configs = _budgeted_configs(holders)
+    if budget < 1.0 and not is_calibrated(model):
+        raise ValueError(f"set_budget: {NOT_FITTED}")
+    for holder, config in zip(holders, configs):
+        config.budget = budget
+        if (controller := holder.active_controller()) is not None:
+            controller.set(holder.active_quantiles()(budget))
+
+
+def is_calibrated(model: nn.Module) -> bool:
+    """Whether every active layer's quantile table has been tracked in training or set by `calibrate`."""
+    return all(holder.active_quantiles().fitted() for holder in active_routings(model))
+
+
+def thresholds(model: nn.Module) -> dict[int, float]:
+    """`{layer_index: score}` that a token has to reach to run full. Empty where no threshold of a budget decides."""
+    holders = active_routings(model)
+    if not holders[0].active_config().takes_budget():
+        return {}
+    return {h.layer_index: float(h.active_quantiles()(h.active_config().budget)) for h in holders}
+
+
+def active_routings(model: nn.Module) -> list[Routing]:
+    """The routing holders that take part in a forward pass now, in layer order.
+
+    Raises:
+        ValueError: There is none.
+    """
+    holders = [holder for holder in routings(model) if holder.adapter() is not None]
+    if not holders:
+        raise ValueError("no depth-routed adapter is active; use set_adapter or leave disable_adapter()")
+    return holders
+
+
+def _budgeted_configs(holders: list[Routing]) -> list[DepthRouteConfig]:
+    """The configs of the active adapters; `ValueError` where the budget is without effect on inference."""
+    configs = [holder.active_config() for holder in holders]
+    for config in configs:
+        if traits_of(config.gate).static:
+            raise ValueError("the adapter has no gate: its layers are skipped by every token, whatever the budget")
+        if config.fixed_threshold is not None:
+            raise ValueError(
+                f"the adapter has a fixed threshold, {config.fixed_threshold:g}, and follows no budget; "
+                "set its config's threshold to 'budget'"
+            )
+        if config.causal_rule == "predictor":
+            raise ValueError("the adapter decides by its predictor; set its config's causal_rule to 'quantile'")
+    return configs
+
+
+@contextmanager
+def use_selection(model: nn.Module, rule: str) -> Iterator[None]:
+    """Decide by `rule` ("topk" or "threshold") in training and inference alike, inside the block."""
+    with overridden(model, "selection", rule):
+        yield
+
+
+def _collect(model: nn.Module, batches: list[dict[str, torch.Tensor]], by_sequence: bool) -> dict[int, torch.Tensor]:
+    """Scores of all real tokens (pairs, sequences), in one dimension per layer."""
+    scores: dict[int, list[torch.Tensor]] = {}
+    for batch in batches:
+        with record_routes(model) as trace:
+            model(**batch, use_cache=False)
+        for index, record in trace.items():
+            once = (record.real.any(dim=1), 0)  # a sequence's score is the same at every position
+            scores.setdefault(index, []).append(record.scores[once if by_sequence else record.real])
+    return {index: torch.cat(parts) for index, parts in scores.items()}

@@ -1,0 +1,284 @@
+"""Lossless self-speculation: the routed model drafts, the full model verifies, one set of weights.
+
+The draft is a view of the model: its modules are copies with their own flags, its tensors are the model's. transformers
+drafts and verifies (`generate(..., assistant_model=...)`): greedy output is the full model's, token for token up to
+the rounding of one forward pass over several tokens, and sampling keeps the full model's distribution.
+
+Shapes: B = 1 sequence, T positions, n drafted tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import DynamicCache
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from ..base.families import find_decoder, find_family, find_layers
+from ..config.adapter import DepthRouteConfig
+from ..parts.traits import traits_of
+from ..routing.holder import Routing
+from ..routing.thresholds import BudgetController
+from ..routing.trace import full_depth
+from .calibration import set_budget
+
+# What transformers hands to a draft whose tokens `_Draft.generate` can make without its general loop.
+_PLAIN_KEYS = {
+    *("input_ids", "min_new_tokens", "max_new_tokens", "generation_config", "logits_processor"),
+    *("attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"),
+}
+
+
+@dataclass
+class DraftCounter:
+    """What drafting achieved, summed over the generations it was given to.
+
+    Attributes:
+        new_tokens: Tokens generated.
+        target_passes: Forward passes of the full model, each over a draft and one token more.
+        drafted: Tokens that the draft proposed.
+    """
+
+    new_tokens: int = 0
+    target_passes: int = 0
+    drafted: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of the drafted tokens; every pass of the full model adds one token of its own."""
+        return (self.new_tokens - self.target_passes) / max(1, self.drafted)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens generated per forward pass of the full model; 1 without a draft."""
+        return self.new_tokens / max(1, self.target_passes)
+
+
+class _Draft:
+    """Mixin of a draft view: what transformers' assisted generation asks of it, without the overhead of `generate`.
+
+    Attributes:
+        confidence: A draft ends after a token whose probability is lower.
+        drafted: Tokens drafted so far.
+        verified_at_full_depth: For `generate` of a `PeftModel` with a routed adapter.
+    """
+
+    verified_at_full_depth = True
+    confidence = 0.0
+    drafted = 0
+    _target: Any
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        config: Any = kwargs.get("generation_config")
+        if not getattr(config, "is_assistant", None):
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("past_key_values") is None:
+            target = self._target()
+            if target is not None and any(m.adapter() for m in target.modules() if isinstance(m, Routing)):
+                warnings.warn(
+                    "the model that verifies is routed itself, so the output is not the full model's; use "
+                    "lossless_generate(), or generate() of the PeftModel",
+                    stacklevel=2,
+                )
+        plain = not args and kwargs.keys() <= _PLAIN_KEYS and not kwargs.get("min_new_tokens")
+        mask = kwargs.get("attention_mask")
+        if plain and (mask is None or bool(mask.all())):
+            ids, count, processors = (kwargs[name] for name in ("input_ids", "max_new_tokens", "logits_processor"))
+            out = self._continue(ids, count, config, processors, kwargs.get("past_key_values"))
+        else:
+            config.assistant_confidence_threshold = self.confidence
+            out = super().generate(*args, **kwargs)  # type: ignore[misc]
+        self.drafted += out.sequences.shape[1] - kwargs["input_ids"].shape[1]
+        return out
+
+    @torch.no_grad()
+    def _continue(self, ids: torch.Tensor, count: int, config: Any, processors: Any, cache: Any) -> Any:
+        """Up to `count` tokens after `ids` `[1, T]`, and for each the scores `[1, V]` that it was drawn from."""
+        if cache is None:
+            cache = DynamicCache()  # also of sliding windows it keeps everything, so that it can be cropped
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list | tuple) else [config.eos_token_id]
+        last_only = {"logits_to_keep": 1} if self._supports_logits_to_keep() else {}  # type: ignore[attr-defined]
+        scores: list[torch.Tensor] = []
+        new = ids[:, cache.get_seq_length() :]
+        while len(scores) < count:
+            logits = self(input_ids=new, past_key_values=cache, use_cache=True, **last_only).logits  # type: ignore[operator]
+            score = logits[:, -1].float()
+            for process in processors:
+                score = process(ids, score)
+            sampled = config.do_sample
+            new = torch.multinomial(score.softmax(-1), 1) if sampled else score.argmax(-1, keepdim=True)
+            scores.append(score)
+            ids = torch.cat([ids, new], dim=1)
+            if int(new) in ends or (self.confidence and float(score.softmax(-1)[0, int(new)]) < self.confidence):
+                break
+        return GenerateDecoderOnlyOutput(sequences=ids, scores=tuple(scores), past_key_values=cache)  # type: ignore
+
+
+def draft_view(
+    model: nn.Module,
+    budget: float | None = None,
+    drop: Sequence[int] = (),
+    num_tokens: int = 5,
+    confidence: float = 0.0,
+) -> Any:
+    """A view of a routed model to draft with: its own modules and flags, the model's tensors.
+
+        draft = draft_view(model, budget=0.25, drop=[8, 9])
+        model.generate(**inputs, assistant_model=draft)  # or lossless_generate(model, **inputs, draft=draft)
+
+    Routing is on in the view, whatever the model's state. Training or calibrating the model moves the view along;
+    `set_budget` on one of them leaves the other as it is. Moving the model to another device or dtype needs a new view.
+
+    Args:
+        model: A transformers model of a supported family, or a `PeftModel` around one. It is not changed.
+        budget: The draft's budget in (0, 1], with thresholds from the adapter's quantile tables. Default: the
+            adapter's at this moment.
+        drop: Indices of decoder layers that the draft leaves out whole, attention and KV cache included. The layers
+            that remain are numbered anew.
+        num_tokens: Tokens drafted before the full model looks.
+        confidence: End a draft early, after a token that the draft gave a lower probability than this.
+
+    Returns:
+        A transformers model of the same class name, in eval mode.
+
+    Raises:
+        ValueError: Nothing would be skipped (no routed layer is active and `drop` is empty), an index is out of range
+            or named twice, every layer is dropped, the adapter has no budget to change, or a number is out of range.
+        ConfigError: `budget` is not in (0, 1].
+    """
+    base = _transformers_model(model)
+    depth = len(find_layers(base))
+    drop = sorted(int(index) for index in drop)
+    if drop and (len(set(drop)) < len(drop) or drop[0] < 0 or drop[-1] >= depth or len(drop) == depth):
+        raise ValueError(f"drop={drop}: name some of the layers 0 to {depth - 1}, each once, and not all of them")
+    if num_tokens < 1 or not 0 <= confidence < 1:
+        raise ValueError(f"num_tokens={num_tokens} must be at least 1 and confidence={confidence} in [0, 1)")
+
+    draft = _view_of(base)
+    draft.__class__ = _drafting(base.__class__)
+    draft.eval()
+    holders = [module for module in draft.modules() if isinstance(module, Routing)]
+    for holder in holders:
+        holder._disable_adapters = False
+        holder.replay = holder.selection = holder.scheduled_budget = holder.scheduled_temperature = None
+        holder.observe_similarity, holder.last_mask = False, None
+    if not drop and not any(holder.adapter() for holder in holders):
+        raise ValueError("the draft would skip nothing: no depth-routed adapter is active and drop is empty")
+    if budget is not None and any(holder.adapter() for holder in holders):
+        set_budget(draft, budget)
+    if drop:
+        _leave_out(draft, drop)
+    draft.confidence, draft._target = confidence, weakref.ref(base)
+    draft.generation_config.num_assistant_tokens = num_tokens
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0  # ours is `confidence`, which stays as it is set
+    return draft
+
+
+def _view_of(base: nn.Module) -> Any:
+    """A copy of `base` with its own modules, flags and configurations, whose tensors are those of `base`."""
+    memo: dict[int, Any] = {}  # what the copy keeps: every tensor, and where accelerate offloads them to
+    for module in base.modules():
+        if isinstance(module, BudgetController):
+            continue  # `set_budget` writes its threshold: each view has its own
+        kept: list[Any] = [*module._parameters.values(), *module._buffers.values()]
+        if isinstance(module, Routing):
+            memo[id(module.recorders)] = []  # traces are the model's own
+            kept += [module.replay, module.last_mask]
+        hook = module.__dict__.get("_hf_hook")
+        for part in getattr(hook, "hooks", [hook]):
+            kept += [value for value in getattr(part, "__dict__", {}).values() if isinstance(value, Mapping)]
+        memo.update({id(value): value for value in kept if value is not None})
+    return copy.deepcopy(base, memo)
+
+
+def _leave_out(model: Any, drop: Sequence[int]) -> None:
+    """Take the decoder layers `drop` out of a view, and number the others, their caches and their adapters anew."""
+    family = find_family(model)
+    decoder: Any = find_decoder(model, family)
+    layers = getattr(decoder, family.layers)
+    kept = [index for index in range(len(layers)) if index not in drop]
+    setattr(decoder, family.layers, nn.ModuleList(layers[index] for index in kept))
+    config = decoder.config
+    config.num_hidden_layers = len(kept)
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = [config.layer_types[index] for index in kept]
+
+    adapters: dict[int, DepthRouteConfig] = {}
+    previous: dict[str, Routing] = {}
+    for place, layer in enumerate(getattr(decoder, family.layers)):
+        getattr(layer, family.attention).layer_idx = place
+        for holder in (module for module in layer.children() if isinstance(module, Routing)):
+            holder.layer_index = place
+            adapters |= {id(c): c for c in holder.peft_configs.values() if isinstance(c, DepthRouteConfig)}
+            holder._previous.clear()
+            for name in holder.depth_route_gate:
+                if traits_of(holder.config(name).gate).exits and name in previous:
+                    holder.follow(name, previous[name])
+                previous[name] = holder
+    for adapter in adapters.values():
+        places = {index: place for place, index in enumerate(kept)}
+        routed = cast("list[int]", adapter.layers)
+        remaining = [at for at, index in enumerate(routed) if index in places]
+        if adapter.dropped_experts is not None:
+            adapter.dropped_experts = [adapter.dropped_experts[at] for at in remaining]
+        adapter.layers = [places[routed[at]] for at in remaining]
+
+
+def lossless_generate(
+    model: nn.Module, *args: Any, draft: Any, counter: DraftCounter | None = None, **kwargs: Any
+) -> Any:
+    """`model.generate` at full depth, faster: `draft` proposes tokens, the full model verifies them.
+
+    Greedy output is what the full model generates (in float32; in half precision, two likeliest tokens that are within
+    rounding of each other may swap, as between any two batch shapes). With `do_sample=True` it is drawn from the full
+    model's distribution.
+
+    Args:
+        model: The model that `draft` is a view of.
+        *args: For `model.generate`; one sequence, because transformers verifies one at a time.
+        draft: From `draft_view`.
+        counter: What drafting achieved is added here.
+        **kwargs: For `model.generate`.
+
+    Returns:
+        What `model.generate` returns.
+
+    Raises:
+        ValueError: The input holds several sequences, or the cache cannot be cropped.
+    """
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    drafted = draft.drafted
+    with full_depth(model), _transformers_model(model).register_forward_pre_hook(count):
+        out = cast(Any, model).generate(*args, assistant_model=draft, **kwargs)
+    if counter is not None:
+        given = next(x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")) if x is not None)
+        sequences = out if isinstance(out, torch.Tensor) else out.sequences
+        counter.new_tokens += sequences.shape[1] - given.shape[1]
+        counter.target_passes += passes
+        counter.drafted += draft.drafted - drafted
+    return out
+
+
+def _transformers_model(model: Any) -> Any:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+@functools.cache
+def _drafting(base: Any) -> Any:
+    """The subclass of a model's class that drafts."""
+    return type(base)(base.__name__, (_Draft, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})

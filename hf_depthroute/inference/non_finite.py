@@ -1,0 +1,99 @@
+"""Whether a model computes finite numbers, and where it first does not.
+
+Finite weights can do it: a branch of 1e38 overflows. Greedy decoding then takes any token without a word, and sampling
+ends in an error about probabilities. Nothing here waits for the device inside a forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.contexts import hooked
+from ..base.families import find_layers
+from ..base.sublayers import hidden_of
+from ..files.shown import OneLine
+from ..routing.holder import HOLDER
+
+
+class NonFiniteError(OneLine, RuntimeError):
+    """A model computed NaN or infinity. The message is one line that names the first layer."""
+
+
+@contextmanager
+def finite_logits(model: Any) -> Iterator[None]:
+    """Raise at the end of the block if a forward pass inside it gave logits that are NaN or infinite.
+
+    Until then such logits count as zero, so that sampling goes on.
+
+    Args:
+        model: A `PeftModel` of a causal language model.
+
+    Raises:
+        NonFiniteError: With the first layer whose output is not finite, in another pass over the same tokens.
+    """
+    base: Any = model.get_base_model()
+    passes: list[tuple[torch.Tensor, torch.Tensor]] = []  # token ids [B, T], and whether it went wrong, on the device
+
+    def look(module: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
+        wrong = out.logits.isnan().any() | out.logits.isposinf().any()  # -inf is how a token is forbidden
+        passes.append((kwargs["input_ids"] if "input_ids" in kwargs else args[0], wrong))
+        out.logits = out.logits.masked_fill(wrong, 0.0)
+        return out
+
+    with base.register_forward_hook(look, with_kwargs=True):
+        yield
+    wrong = torch.stack([flag for _, flag in passes]).tolist() if passes else []
+    if any(wrong):
+        raise NonFiniteError(_where(model, [{"input_ids": _up_to([ids for ids, _ in passes], wrong.index(True))}]))
+
+
+def _up_to(passes: Sequence[torch.Tensor], last: int) -> torch.Tensor:
+    """What the model had read by pass `last`: after a prompt, a pass reads the one token that was added."""
+    first = last
+    while first > 0 and passes[first].shape[1] == 1 and passes[first - 1].shape[0] == passes[first].shape[0]:
+        first -= 1
+    return torch.cat(list(passes[first : last + 1]), dim=1)
+
+
+def check_losses(model: Any, losses: Sequence[float], batches: Iterable[Mapping[str, torch.Tensor]]) -> None:
+    """Raise `NonFiniteError` unless every loss is finite; the layer is looked for on `batches`."""
+    if not all(math.isfinite(loss) for loss in losses):
+        raise NonFiniteError(_where(model, batches))
+
+
+def _where(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> str:
+    found = first_non_finite_layer(model, batches)
+    place = "the logits are not finite, and no layer's output is the first" if found is None else found
+    return f"{place}; train the adapter again, or use --dtype float32 if the base is loaded in a narrower one"
+
+
+@torch.no_grad()
+def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> str | None:
+    """The first layer whose output is not finite, in words; None where every output is.
+
+    Args:
+        model: As `finite_logits`.
+        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`.
+    """
+    base: Any = model.get_base_model()
+    layers = find_layers(base)
+    for batch in batches:
+        finite: dict[nn.Module, torch.Tensor] = {}
+
+        def note(layer: nn.Module, args: Any, out: Any, finite: dict[nn.Module, torch.Tensor] = finite) -> None:
+            finite[layer] = hidden_of(out).isfinite().all()
+
+        given = {name: value.to(base.device) for name, value in batch.items() if name != "labels"}
+        with hooked(layer.register_forward_hook(note) for layer in layers):
+            base(**given, use_cache=False)
+        for index, layer in enumerate(layers):
+            if layer in finite and not bool(finite[layer]):
+                kind = "routed: look at its gate and branch" if hasattr(layer, HOLDER) else "not routed"
+                return f"layer {index} ({kind}) is the first whose output is not finite"
+    return None

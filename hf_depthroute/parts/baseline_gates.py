@@ -1,0 +1,86 @@
+"""Gates that nothing trains: baselines to compare a router with.
+
+Shapes as in `gates.py`: B batch, T positions, E experts, d model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..base.readout import ReadOut
+
+
+class RandomGate(nn.Module):
+    """A fixed random projection: what routing is worth when nothing was learned. Nothing here trains."""
+
+    scores_experts = True
+
+    def __init__(self, width: int, config: object, scores: int = 1) -> None:
+        super().__init__()
+        self.weight: torch.Tensor
+        self.register_buffer("weight", torch.zeros(scores, width))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        self.weight.normal_(std=self.weight.shape[-1] ** -0.5, generator=generator)
+
+    def weights_per_token(self) -> int:
+        return self.weight.numel()
+
+    def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:  # [B, T, d] -> scores [B, T], or [B, T, E]
+        with torch.autocast(a.device.type, enabled=False):
+            scores = F.linear(a.float(), self.weight.float())
+        return {"scores": scores.squeeze(-1) if self.weight.shape[0] == 1 else scores}
+
+
+class ExitGate(nn.Module):
+    """Early exit: `u = -max softmax(head(norm(h)))`. A token that the LM head is sure of leaves; nothing trains."""
+
+    called = "early exit"
+    targets, granularities, selections = ("block",), ("token",), ("threshold",)
+    default_selection = "threshold"
+    exits = True
+    reads_logits = True
+
+    def __init__(self, width: int, config: object, scores: int = 1) -> None:
+        super().__init__()
+        self._read_out: tuple[Any, ...] = ()  # final norm and LM head, owned by the base
+
+    def connect(self, read_out: ReadOut) -> None:
+        self._read_out = (read_out,)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        return None
+
+    def weights_per_token(self) -> int:
+        return int(self._read_out[0].head.weight.numel())
+
+    @torch.no_grad()
+    def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:  # [B, T, d] -> scores [B, T]
+        logits = self._read_out[0](a).float()
+        return {"scores": -(logits.amax(-1) - logits.logsumexp(-1)).exp()}
+
+
+class StaticGate(nn.Module):
+    """No gate: every token of the layer takes the cheap path."""
+
+    scores_experts = True
+    default_selection = "threshold"
+    static = True
+
+    def __init__(self, width: int, config: object, scores: int = 1) -> None:
+        super().__init__()
+        self._scores = scores
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        return None
+
+    def weights_per_token(self) -> int:
+        return 0
+
+    def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:  # [B, T, d] -> scores [B, T], or [B, T, E]
+        shape = a.shape[:-1] if self._scores == 1 else (*a.shape[:-1], self._scores)
+        return {"scores": a.new_zeros(shape, dtype=torch.float32)}

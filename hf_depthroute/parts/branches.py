@@ -1,0 +1,168 @@
+"""What a skipped token gets in place of the FFN's update.
+
+The low-rank branch with its own norm is that of "Revisiting Auxiliary Losses for Conditional Depth Routing: An
+Empirical Study" (arXiv:2604.17228).
+
+Shapes: N rows, d model width, r rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import align_module_device
+from torch import nn
+
+TensorMap = Callable[[torch.Tensor], torch.Tensor]
+
+
+class TransientCache(dict[Any, Any]):
+    """What can be computed again from weights and settings; a copy of a model, or a pickle, starts without it."""
+
+    def __reduce__(self) -> tuple[type[TransientCache], tuple[()]]:
+        return TransientCache, ()
+
+
+def stamp(*tensors: torch.Tensor | None) -> tuple[tuple[int, int], ...] | None:
+    """Changes whenever one of the tensors does; None where that cannot be told, and nothing may be kept.
+
+    A write through `tensor.data` does not show.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    marks = []
+    for t in tensors:  # plain statements: this runs in every layer of a decoding step
+        if t is not None:
+            if t.is_inference():
+                return None
+            marks.append((t.data_ptr(), t._version))
+    return tuple(marks)
+
+
+class MixedLinear(nn.Linear):
+    """A linear map that computes in its input's dtype whatever dtype its weights are stored in.
+
+    PEFT keeps trainable adapter weights in float32 over a bfloat16 base. Casting the weight instead of the input keeps
+    the matmul in the base's dtype (several times faster on CPUs and GPUs), with float32 master weights.
+
+    Inference keeps the cast weights: casting them in every step of a generation costs as much as multiplying with them.
+    They are made again when the weights change, and after `train()` or `eval()`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._derived = TransientCache()
+
+    def train(self, mode: bool = True) -> MixedLinear:
+        self._derived.clear()
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
+        if weight.dtype != x.dtype:
+            weight, bias = self.cast(x.dtype)
+        return F.linear(x, weight, bias)
+
+    def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+        """Weight and bias in `dtype`."""
+        now = None if self.training or torch.is_grad_enabled() else stamp(self.weight, self.bias)
+        if now is not None and self._derived.get("stamp") == (dtype, now):
+            weight, bias = self._derived["cast"]
+            return weight, bias
+        weight, bias = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        if now is not None:
+            self._derived.update(stamp=(dtype, now), cast=(weight, bias))
+        return weight, bias
+
+
+class LowRankBranch(nn.Module):
+    """`FFN_cheap(LN_cheap(a)) = W_down SiLU(W_up LN_cheap(a))`, with `W_down = 0` at first: an identity residual.
+
+    Args:
+        norm: The norm in front of the routed part, copied: same kind, same starting values, its own parameters.
+        width: `d`.
+        rank: `r`.
+        bias: Whether the linear maps have a bias; they do when the base FFN's do.
+        copy_values: False where nothing in front of the routed part is normed (post-norm layers): `norm` is the one
+            after it, and only its kind is copied; the values start at one, a bias at zero.
+    """
+
+    def __init__(self, norm: nn.Module, width: int, rank: int, bias: bool, copy_values: bool = True) -> None:
+        super().__init__()
+        self.norm = copy_norm(norm)
+        if not copy_values:
+            with torch.no_grad():
+                for name, parameter in self.norm.named_parameters():
+                    parameter.fill_(0.0 if name == "bias" else 1.0)
+        self.up = MixedLinear(width, rank, bias=bias)
+        self.down = MixedLinear(rank, width, bias=bias)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        reset_linear(self.up, generator)
+        nn.init.zeros_(self.down.weight)
+        if self.down.bias is not None:
+            nn.init.zeros_(self.down.bias)
+
+    def forward(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
+        return self.down(F.silu(self.up(self.norm(a).to(a.dtype))))
+
+    def frozen(self, dtype: torch.dtype) -> TensorMap:
+        """The branch with its weights as they are now, for decoding: `[B, 1, d] -> [B, 1, d]`, in few operators."""
+        (up, up_bias), (down, down_bias) = self.up.cast(dtype), self.down.cast(dtype)
+        norm: Any = self.norm.frozen() if isinstance(self.norm, RMSNorm) else self.norm
+        return lambda a: F.linear(F.silu(F.linear(norm(a).to(dtype), up, up_bias)), down, down_bias)
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * w` in float32, as one call; norms of transformers take seven operators."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d], float32
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+
+    def frozen(self) -> TensorMap:
+        """The norm with its weight as it is now, `[..., d] -> [..., d]` in float32."""
+        weight, shape, eps = self.weight.detach(), self.weight.shape, self.eps
+        return lambda x: F.rms_norm(x.float(), shape, weight, eps)
+
+
+def copy_norm(norm: Any) -> nn.Module:
+    """A float32 copy of a norm, without the hooks that accelerate may have put on the original."""
+    if hasattr(norm, "variance_epsilon") and type(norm).__name__.endswith("RMSNorm"):  # `w * normed`, in transformers
+        with align_module_device(norm):
+            return RMSNorm(nn.Parameter(_known_values("weight", norm.weight)), norm.variance_epsilon)
+    kind: type[nn.Module] = type(norm)
+    copied: nn.Module = kind.__new__(kind)
+    nn.Module.__init__(copied)
+    skipped = {"_parameters", "_buffers", "_modules", "_hf_hook", "_old_forward", "forward"}
+    for name, value in norm.__dict__.items():
+        if name not in skipped and not name.endswith("_hooks"):
+            copied.__dict__[name] = copy.copy(value)
+    with align_module_device(norm):  # fetches the values of an offloaded norm
+        for name, parameter in norm._parameters.items():
+            copied.register_parameter(name, None if parameter is None else nn.Parameter(_known_values(name, parameter)))
+    return copied
+
+
+def _known_values(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """A float32 copy; of a parameter without values (on the meta device), a norm's usual starting values."""
+    if parameter.is_meta:
+        start = 0.0 if name == "bias" else 1.0
+        return torch.full(parameter.shape, start, dtype=torch.float32)
+    return parameter.detach().clone().float()
+
+
+def reset_linear(linear: nn.Linear, generator: torch.Generator) -> None:
+    """PyTorch's default initialisation of `nn.Linear`, drawn from `generator`."""
+    bound = linear.in_features**-0.5
+    nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
+    if linear.bias is not None:
+        nn.init.uniform_(linear.bias, -bound, bound, generator=generator)

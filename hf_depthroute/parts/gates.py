@@ -1,0 +1,266 @@
+"""Gates: from the residual stream to one score per token.
+
+Shapes: B batch, T positions, d model width. Scores are float32 whatever the model's dtype. Adding a gate is one class
+and one row of `GATES`, from this package or from another one. What a class may declare stands in `traits.GateTraits`.
+
+The MLP and the JEPA gate (G1, G3) are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical
+Study" (arXiv:2604.17228); the linear gate is that of "Router-Tuning: A Simple and Effective Approach for Enabling
+Dynamic-Depth in Transformers" (arXiv:2410.13184); the halting gate that of "Adaptive Computation Depth via Learned
+Token Routing in Transformers" (arXiv:2605.05222), Token-Selective Attention (TSA).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .baseline_gates import ExitGate, RandomGate, StaticGate
+from .branches import MixedLinear, TensorMap, TransientCache, reset_linear, stamp
+
+GateOutput = dict[str, torch.Tensor]
+
+
+class GateSizes(Protocol):
+    """What the gates here read of a `DepthRouteConfig`."""
+
+    gate_hidden: int | None
+    context_dim: int
+    summary_dim: int
+    action_dim: int
+
+
+class ScoreHead(nn.Linear):
+    """Float32 scores, also under autocast and over a bfloat16 model: `u = W x + b`, one per row of `W`."""
+
+    def __init__(self, features: int, outputs: int = 1, bias: bool = True) -> None:
+        super().__init__(features, outputs, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., features] -> [...], or [..., outputs] where several
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self._score(x)
+        return self._score(x)
+
+    def _score(self, x: torch.Tensor) -> torch.Tensor:
+        if self.out_features > 1:
+            return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        rows, weight = x.float().reshape(-1, x.shape[-1]), self.weight.float().squeeze(0)
+        if self.bias is None:
+            return torch.mv(rows, weight).view(x.shape[:-1])
+        return torch.addmv(self.bias.float().expand(len(rows)), rows, weight).view(x.shape[:-1])
+
+    def frozen(self) -> TensorMap:
+        """The one score of each row, `[B, 1, features] -> [B]`, with the weights as they are now."""
+        weight = self.weight.detach().float().squeeze(0)
+        if self.bias is None:
+            return lambda x: torch.mv(x.float().view(-1, x.shape[-1]), weight)
+        bias = self.bias.detach().float()
+        return lambda x: torch.addmv(bias, x.float().view(-1, x.shape[-1]), weight)
+
+
+class _LinearMaps(nn.Module):
+    """A gate whose weights are those of linear maps."""
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        for linear in self.children():
+            if isinstance(linear, nn.Linear):
+                reset_linear(linear, generator)
+
+    def weights_per_token(self) -> int:
+        """Weights that one decision multiplies with, biases left out."""
+        return sum(linear.weight.numel() for linear in self.children() if isinstance(linear, nn.Linear))
+
+
+class MLPGate(_LinearMaps):
+    """G1: `u = W2 SiLU(W1 a + b1) + b2`, hidden width `d/4` by default."""
+
+    sizes: tuple[str, ...] = ("gate_hidden",)
+    scores_experts = True
+
+    def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
+        super().__init__()
+        hidden = config.gate_hidden or default_hidden(width)
+        self.hidden = MixedLinear(width, hidden)
+        self.score = ScoreHead(hidden, scores)
+
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
+        return {"scores": self.score(F.silu(self.hidden(a)))}
+
+    def frozen(self, dtype: torch.dtype) -> TensorMap:
+        """The gate with its weights as they are now, for decoding: `[B, 1, d] -> [B]`, in few operators."""
+        (weight, bias), score = self.hidden.cast(dtype), self.score.frozen()
+        return lambda a: score(F.silu(F.linear(a, weight, bias)))
+
+
+class JEPAGate(_LinearMaps):
+    """G3: predict the outcome of both paths in a small latent space, then score the difference.
+
+        c = W_c sg(a) + b;   q_x = P([c; e_x]) for x in (full, cheap);   u = D([q_full, q_cheap, q_full - q_cheap])
+
+    `P` and `D` are Linear, SiLU, Linear with hidden width `summary_dim`.
+    """
+
+    outputs: tuple[str, ...] = ("q_full", "q_cheap")
+    sizes: tuple[str, ...] = ("context_dim", "summary_dim", "action_dim")
+    predicts_outcomes = True
+
+    def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
+        super().__init__()
+        summary = config.summary_dim
+        self.context = MixedLinear(width, config.context_dim)
+        self.actions = nn.Embedding(2, config.action_dim)  # row 0: full, row 1: cheap
+        self.predict_hidden = MixedLinear(config.context_dim + config.action_dim, summary)
+        self.predict = MixedLinear(summary, summary)
+        self.decide_hidden = MixedLinear(3 * summary, summary)
+        self.score = ScoreHead(summary)
+        self._derived = TransientCache()
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        nn.init.normal_(self.actions.weight, generator=generator)
+        super().reset_parameters(generator)
+
+    def weights_per_token(self) -> int:
+        """As in the other gates; the predictor runs once per action."""
+        return super().weights_per_token() + self.predict_hidden.weight.numel() + self.predict.weight.numel()
+
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], q [B, T, summary_dim]
+        context_map, offsets, decide, decide_bias = self._parts(a)
+        q = self.predict(F.silu(self._shared(a.detach(), context_map) + offsets))  # [B, T, 2, summary_dim]
+        q_full, q_cheap = q.unbind(-2)
+        compared = F.linear(q.flatten(-2), decide.to(q.dtype), decide_bias.to(q.dtype))
+        return {"scores": self.score(F.silu(compared)), "q_full": q_full, "q_cheap": q_cheap}
+
+    def frozen(self, dtype: torch.dtype) -> TensorMap:
+        """As `MLPGate.frozen`."""
+        parts = [part.to(dtype) for part in self._parts(self.actions.weight.detach())]
+        context_map, offsets, decide, decide_bias = parts
+        context, context_bias = self.context.cast(dtype)
+        predict, predict_bias = self.predict.cast(dtype)
+        score = self.score.frozen()
+
+        def scores(a: torch.Tensor) -> torch.Tensor:
+            shared = F.linear(F.linear(a, context, context_bias), context_map)[..., None, :]
+            q = F.linear(F.silu(shared + offsets), predict, predict_bias)
+            return score(F.silu(F.linear(q.flatten(-2), decide, decide_bias)))
+
+        return scores
+
+    def train(self, mode: bool = True) -> JEPAGate:
+        self._derived.clear()
+        return super().train(mode)
+
+    def _shared(self, x: torch.Tensor, context_map: torch.Tensor) -> torch.Tensor:
+        """The context's part of P's first map, the same for both actions: `[B, T, d] -> [B, T, 1, summary_dim]`."""
+        if not self.training:
+            return F.linear(self.context(x), context_map.to(x.dtype))[..., None, :]
+        # No nonlinearity in between: over the many tokens of a training batch, one map is cheaper than two.
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = context_map @ self.context.weight, context_map @ self.context.bias
+        return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))[..., None, :]
+
+    def _parts(self, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the maps become before they meet a token, kept in inference as `MixedLinear` keeps its weights.
+
+        Returns:
+            The context's part of P's first map; the actions' part, `[2, summary_dim]`, row 0 full, row 1 cheap; D's
+            first map, linear in the difference: `W1 q_full + W2 q_cheap + W3 (q_full - q_cheap)`, and its bias.
+        """
+        weights = self.predict_hidden.weight, self.actions.weight, self.predict_hidden.bias
+        w_decide, b_decide = self.decide_hidden.weight, self.decide_hidden.bias
+        keeps = not (self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(a.device.type))
+        now = stamp(*weights, w_decide, b_decide) if keeps else None
+        if now is not None and self._derived.get("stamp") == (a.dtype, now):
+            parts: tuple[torch.Tensor, ...] = self._derived["parts"]
+            return parts
+        context_map, action_map = weights[0].split([self.context.out_features, self.actions.embedding_dim], dim=1)
+        w1, w2, w3 = w_decide.chunk(3, dim=1)
+        offsets = F.linear(self.actions.weight, action_map, self.predict_hidden.bias).to(a.dtype)
+        parts = context_map, offsets, torch.cat([w1 + w3, w2 - w3], dim=1), b_decide
+        if now is not None:
+            parts = tuple(part.to(a.dtype) for part in parts)
+            self._derived.update(stamp=(a.dtype, now), parts=parts)
+        return parts
+
+
+class LinearGate(_LinearMaps):
+    """Router-Tuning: `u = W x`, one row, no bias. Starts at `p = 1/2`, which is dense where the threshold is 0."""
+
+    scores_experts = True
+    default_selection, default_threshold, default_temperature = "threshold", 0.0, 1.0
+
+    def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
+        super().__init__()
+        self.score = ScoreHead(width, scores, bias=False)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        nn.init.zeros_(self.score.weight)
+
+    def frozen(self, dtype: torch.dtype) -> TensorMap:
+        """As `MLPGate.frozen`."""
+        return self.score.frozen()
+
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
+        return {"scores": self.score(a)}
+
+
+class HaltingGate(_LinearMaps):
+    """TSA: the score is minus the halting logit, `u = -(W2 ReLU(W1 h + b1) + b2)`. `b2 = -1`: it starts active."""
+
+    sizes: tuple[str, ...] = ("gate_hidden",)
+    called = "the halting gate"
+    targets, granularities, selections = ("block",), ("token",), ("soft",)
+    default_selection, default_threshold, default_temperature = "soft", 0.0, 1.0
+    reads = "residual"
+    spares_layer_0 = True
+    scales_sublayers = True
+
+    def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
+        super().__init__()
+        hidden = config.gate_hidden or max(16, width // 4)
+        self.hidden = MixedLinear(width, hidden)
+        self.score = ScoreHead(hidden)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        super().reset_parameters(generator)
+        nn.init.constant_(self.score.bias, -1.0)
+
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
+        return {"scores": -self.score(F.relu(self.hidden(a)))}
+
+
+GATES: dict[str, Any] = {
+    "mlp": MLPGate,
+    "jepa": JEPAGate,
+    "linear": LinearGate,
+    "halting": HaltingGate,
+    "random": RandomGate,
+    "exit": ExitGate,
+    "none": StaticGate,
+}
+
+
+class TargetProjection(nn.Linear):
+    """`T: d -> summary_dim`, orthogonal, without bias, frozen: `z = sg(T(h))`. One per adapter, for all its layers."""
+
+    def __init__(self, width: int, summary_dim: int) -> None:
+        super().__init__(width, summary_dim, bias=False)
+        self.weight.requires_grad_(False)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        if generator is not None:  # nn.Linear's own constructor calls this without one
+            nn.init.orthogonal_(self.weight, generator=generator)
+
+    @torch.no_grad()
+    def forward(self, h: torch.Tensor) -> torch.Tensor:  # [B, T, d] -> [B, T, summary_dim]
+        weight: Any = self.weight
+        if hasattr(weight, "full_tensor"):  # FSDP has it sharded again outside the layer that owns it
+            weight = weight.full_tensor()
+        return F.linear(h.detach(), weight.to(h))  # a split model may hold it on another device
+
+
+def default_hidden(width: int) -> int:
+    """Hidden width of the MLP gate when the config names none: `d/4`, as in arXiv:2604.17228."""
+    return max(1, width // 4)

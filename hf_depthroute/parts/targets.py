@@ -1,0 +1,76 @@
+"""Targets: what of a decoder layer an easy token skips.
+
+A row of `TARGETS` says what is known of a target without a model; its class in `execution.sites.SITES`, under the same
+name, runs it. Adding a target is one row and one class, from this package or from another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a target is.
+
+    Attributes:
+        skips: What an easy token skips, in the order that it runs: `"attention"`, `"ffn"`, or `"experts"` (those of the
+            FFN, whose own router runs for every token). Costs are counted from it.
+        called: How a message names what one decision is about, in the plural.
+        decides: By granularity, what one decision settles, as a model card says it. A target that cannot be decided
+            per `"token"` or per `"sequence"` leaves it out.
+        norm: The sublayer in front of which the cheap branch stands, `"attention"` or `"ffn"`; it copies that norm.
+        per_pair: Whether a decision is about a token and one of its experts, and not about a token.
+    """
+
+    skips: tuple[str, ...]
+    called: str
+    decides: Mapping[str, str]
+    norm: str
+    per_pair: bool = False
+
+    @property
+    def skips_attention(self) -> bool:
+        return "attention" in self.skips
+
+    @property
+    def skips_ffn(self) -> bool:
+        """Whether the whole FFN is skipped; of the target `"experts"` its router stays."""
+        return "ffn" in self.skips
+
+
+TARGETS: dict[str, Target] = {
+    "ffn": Target(
+        skips=("ffn",),
+        called="FFNs",
+        decides={"token": "whether it enters the FFN.", "sequence": "whether it enters the FFN."},
+        norm="ffn",
+    ),
+    "attention": Target(
+        skips=("attention",),
+        called="attention",
+        decides={
+            "token": "whether it attends. A token that does not still writes its key and value.",
+            "sequence": "whether its attention runs. Where it does not, no keys and values are written.",
+        },
+        norm="attention",
+    ),
+    "block": Target(
+        skips=("attention", "ffn"),
+        called="whole blocks",
+        decides={
+            "token": "whether it enters the block, attention and FFN. A token that does not still writes its key and "
+            "value.",
+            "sequence": "whether its block runs, attention and FFN. Where it does not, no keys and values are written.",
+        },
+        norm="attention",
+    ),
+    "experts": Target(
+        skips=("experts",),
+        called="experts",
+        decides={"token": "which of the experts that the base chose are run."},
+        norm="ffn",
+        per_pair=True,
+    ),
+}

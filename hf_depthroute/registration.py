@@ -1,0 +1,14 @@
+"""What importing the package sets up: PEFT knows the method, and rooms add themselves to what those below them do."""
+
+from .adapter import peft_hooks, tuner
+from .card import peft_cards
+from .evaluation.cost import cost_remark
+from .report.tokens import view_of
+from .routing.trace import RouteTrace
+from .training import every_trainer
+
+tuner.register()
+peft_cards.install()
+every_trainer.install()
+peft_hooks.remarks.append(cost_remark)
+RouteTrace.make_view = view_of

@@ -1,0 +1,272 @@
+"""What a page shows of a routed model, measured on text: scores and decisions per layer, counted cost, token views.
+
+Shapes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..evaluation.cost import route_cost
+from ..evaluation.perplexity import restored
+from ..inference.calibration import active_routings, set_budget
+from ..routing.trace import RouteRecord, RouteTrace, record_routes
+from .tokens import losses_by_position, run_data, view_data
+
+BINS = 40
+PARTS = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """Decisions of one layer at one budget.
+
+    Attributes:
+        threshold: What scores were compared with; None where something else decided.
+        full_ratio: Share of real tokens that ran full.
+        edges: `BINS + 1` borders of the histogram's bins, the same at every budget; NaN scores are in none.
+        full: Decisions per bin that ran full.
+        skipped: Decisions per bin that did not.
+    """
+
+    threshold: float | None
+    full_ratio: float
+    edges: list[float]
+    full: list[int]
+    skipped: list[int]
+
+
+@dataclass(frozen=True)
+class BudgetCost:
+    """Counted cost of one forward pass at the shares that ran full, in FLOPs.
+
+    `rest + full + overhead + saved` is `dense`.
+
+    Attributes:
+        dense: The base model.
+        rest: What is never skipped: layers and parts that are not routed, and the head.
+        full: The routed parts of the tokens that ran full.
+        overhead: Routers and cheap branches.
+        saved: What the dense model computes more; negative where routers and branches cost more than they save.
+    """
+
+    dense: float
+    rest: float
+    full: float
+    overhead: float
+    saved: float
+
+    @property
+    def computed(self) -> float:
+        """The share of the dense model's arithmetic."""
+        return 1 - self.saved / self.dense
+
+
+@dataclass
+class RunReport:
+    """What a page about a routed model shows. All lists about budgets are in the order of `budgets`.
+
+    Attributes:
+        title: The page's title.
+        facts: Names and texts: what was measured on what.
+        rows: The rows of `hf-depthroute eval --out`.
+        budgets: Budgets, ascending; the single one of an adapter that follows no budget.
+        follows_budget: Whether the adapter does.
+        scores: `{layer: LayerScores}` per budget.
+        costs: Per budget.
+        cost_shape: Sequences and tokens per sequence that `costs` are of.
+        tokens: From `view_data`; each text has a run per budget.
+        bench: What `hf-depthroute bench --out` wrote; None where speed was not measured.
+        notes: What the reader must know besides.
+    """
+
+    title: str
+    facts: list[tuple[str, str]]
+    rows: Sequence[Mapping[str, Any]]
+    budgets: list[float]
+    follows_budget: bool
+    scores: list[dict[int, LayerScores]]
+    costs: list[BudgetCost]
+    cost_shape: tuple[int, int]
+    tokens: dict[str, Any]
+    bench: Mapping[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """What the budgets are called."""
+        return [f"{budget:g}" for budget in self.budgets] if self.follows_budget else ["fixed"]
+
+    @property
+    def start(self) -> int:
+        """Position of the budget that the page starts with: the one nearest to one half."""
+        return min(range(len(self.budgets)), key=lambda number: abs(self.budgets[number] - 0.5))
+
+    @property
+    def dense(self) -> Mapping[str, Any]:
+        return next(row for row in self.rows if row["rule"] == "dense")
+
+    @property
+    def routed(self) -> list[Mapping[str, Any]]:
+        """The rows of the inference rule, one per budget."""
+        rows = {row["budget"]: row for row in reversed(self.rows) if row["rule"] in ("threshold", "fixed")}
+        return [rows[budget] for budget in self.budgets]
+
+    def timed(self, part: str) -> Mapping[str, Mapping[str, Any]]:
+        """Measured rows of prefill or decode by the budget's number as text; empty where there are none."""
+        found: Mapping[str, Mapping[str, Any]] = (self.bench or {}).get(part, {}).get("budgets", {})
+        return found
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text for the token view.
+
+    Attributes:
+        label: What the reader can choose it by.
+        input_ids: `[T]`.
+        new_tokens: Tokens to generate after it, at every budget by itself.
+    """
+
+    label: str
+    input_ids: torch.Tensor
+    new_tokens: int = 0
+
+
+@torch.no_grad()
+def collect_scores(
+    model: Any, batches: Sequence[Mapping[str, torch.Tensor]], budgets: Sequence[float]
+) -> list[dict[int, LayerScores]]:
+    """Scores and decisions of every routed layer over `batches`, per budget, by the causal rule.
+
+    Args:
+        model: A `PeftModel` in eval mode with one active depth-routed adapter; left as it was.
+        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`.
+        budgets: To look at, ascending.
+    """
+    found: list[dict[int, tuple[RouteRecord, torch.Tensor, torch.Tensor]]] = []
+    with restored(model):
+        for budget in budgets:
+            _set_budget(model, budget)
+            traces = [_recorded(model, batch, use_cache=False)[0] for batch in batches]
+            layers = {index: [trace[index] for trace in traces] for index in traces[0]}
+            found.append(
+                {
+                    index: (
+                        records[0],
+                        torch.cat([r.scores[r.real].float().cpu() for r in records]),
+                        torch.cat([r.mask[r.real].cpu() for r in records]),
+                    )
+                    for index, records in layers.items()
+                }
+            )
+    edges = {index: _edges(torch.cat([layers[index][1] for layers in found])) for index in found[0]}
+    return [{i: _layer_scores(*layers[i], edges[i]) for i in layers} for layers in found]
+
+
+def count_costs(
+    model: Any, scores: Sequence[Mapping[int, LayerScores]], batch_size: int, length: int
+) -> list[BudgetCost]:
+    """The cost of one prompt pass at the measured shares, all logits computed, from `route_cost`."""
+    costs = []
+    for layers in scores:
+        size: dict[str, int] = {"batch_size": batch_size, "length": length, "logits_to_keep": length}
+        at = route_cost(model, full_ratio={i: layer.full_ratio for i, layer in layers.items()}, **size)
+        none = route_cost(model, full_ratio=dict.fromkeys(layers, 0.0), **size)
+        costs.append(
+            BudgetCost(
+                dense=at.flops_dense,
+                rest=none.flops_ideal,
+                full=at.flops_ideal - none.flops_ideal,
+                overhead=at.flops_routed - at.flops_ideal,
+                saved=at.flops_dense - at.flops_routed,
+            )
+        )
+    return costs
+
+
+@torch.no_grad()
+def collect_tokens(model: Any, tokenizer: Any, samples: Sequence[Sample], budgets: Sequence[float]) -> dict[str, Any]:
+    """The token view's data: every sample at every budget, with the losses of the routed and of the dense model.
+
+    A sample with new tokens is continued greedily. Then its decisions are recorded over the prompt and, with the
+    prompt's cache, over the rest, which is what decoding decided.
+    """
+    texts: list[dict[str, Any]] = [{"label": sample.label, "runs": []} for sample in samples]
+    last: RouteTrace | None = None
+    with restored(model):
+        for budget in budgets:
+            _set_budget(model, budget)
+            for sample, text in zip(samples, texts):
+                prompt = sample.input_ids[None].to(model.device)
+                ids = _continued(model, tokenizer, prompt, sample.new_tokens)
+                last, logits = _decided(model, ids, prompt.shape[1])
+                with model.disable_adapter():
+                    dense = model(ids, use_cache=False).logits
+                run = run_data(
+                    last, 0, tokenizer, ids[0].tolist(),
+                    loss=losses_by_position(logits, ids)[0],
+                    dense_loss=losses_by_position(dense, ids)[0],
+                    prompt_length=prompt.shape[1] if sample.new_tokens else None,
+                )  # fmt: skip
+                text["runs"].append(run | {"budget": float(budget)})
+    if last is None:
+        raise ValueError("collect_tokens: there is no sample, or no budget")
+    return view_data(last, texts)
+
+
+def _continued(model: Any, tokenizer: Any, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    if not new_tokens:
+        return prompt
+    pad = tokenizer.pad_token_id
+    ids: torch.Tensor = model.generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, do_sample=False,
+        temperature=None, top_p=None, top_k=None, pad_token_id=tokenizer.eos_token_id if pad is None else pad,
+    )  # fmt: skip
+    return ids
+
+
+def _decided(model: Any, ids: torch.Tensor, prompt: int) -> tuple[RouteTrace, torch.Tensor]:
+    """The decisions about `ids` `[1, T]` and the logits, with the prompt decided before what follows it."""
+    traces, logits, cache = [], [], None
+    for part in (ids[:, :prompt], ids[:, prompt:]):
+        if part.shape[1]:
+            trace, out = _recorded(model, {"input_ids": part}, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            traces.append(trace)
+            logits.append(out.logits)
+    return RouteTrace.cat(traces), torch.cat(logits, dim=1)
+
+
+def _recorded(model: Any, batch: Mapping[str, torch.Tensor], **cache: Any) -> tuple[RouteTrace, Any]:
+    """The decisions of one forward pass, and what it gave."""
+    inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask") if name in batch}
+    with record_routes(model) as trace:
+        return trace, model(**inputs, **cache)
+
+
+def _set_budget(model: Any, budget: float) -> None:
+    """An adapter that follows no budget runs as it is."""
+    if active_routings(model)[0].active_config().takes_budget():
+        set_budget(model, budget)
+
+
+def _edges(scores: torch.Tensor) -> torch.Tensor:
+    """Borders of the bins: without the outermost 0.1 % on either side, which the outer bins take in."""
+    known = scores[scores.isfinite()]
+    if not len(known):
+        return torch.linspace(0, 1, BINS + 1)
+    low, high = (float(known.kthvalue(max(1, min(len(known), round(q * len(known))))).values) for q in (0.001, 0.999))
+    return torch.linspace(low, max(high, low + 1e-3), BINS + 1)
+
+
+def _layer_scores(record: RouteRecord, scores: torch.Tensor, mask: torch.Tensor, edges: torch.Tensor) -> LayerScores:
+    known = ~scores.isnan()
+    place = (torch.bucketize(scores, edges, right=True) - 1).clamp(0, BINS - 1)
+    counts = [torch.bincount(place[known & chosen], minlength=BINS).tolist() for chosen in (mask, ~mask)]
+    threshold = None if record.threshold is None else float(record.threshold)
+    return LayerScores(threshold, float(mask.float().mean()), edges.tolist(), *counts)

@@ -1,0 +1,33 @@
+"""What a routed model says about itself: in `print(model)` and `model.print_trainable_parameters()`."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from peft import PeftModel
+
+from ..base.families import find_layers
+from ..config.adapter import DepthRouteConfig
+
+
+def routing_summary(config: DepthRouteConfig) -> str:
+    """`ffn per token, budget 0.5, gate mlp, branch lowrank`."""
+    parts = [f"{config.target} per {config.granularity}", f"budget {config.budget:g}", f"gate {config.gate}"]
+    return ", ".join(parts if config.branch == "none" else [*parts, f"branch {config.branch}"])
+
+
+def routed_lines(model: PeftModel) -> list[str]:
+    """One line per routed adapter of `model`: how many of its layers are routed, and how."""
+    base = model.get_base_model()
+    lines = []
+    for name, config in model.peft_config.items():
+        if isinstance(config, DepthRouteConfig) and isinstance(config.layers, list):
+            which = f"{len(config.layers)} of {len(find_layers(base))} layers ({_ranges(config.layers)})"
+            lines.append(f"routed: {which}: {routing_summary(config)}; adapter {name!r}")
+    return lines
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`[1, 4, 5, 6]` -> `1, 4-6`."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

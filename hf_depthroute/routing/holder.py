@@ -1,0 +1,265 @@
+"""`Routing`: the one child of a decoder layer that holds all adapter state.
+
+Shapes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from ..base.families import Family
+from ..base.sublayers import template_norm, width_of
+from ..config.adapter import DepthRouteConfig
+from ..parts.branches import LowRankBranch, TransientCache, stamp
+from ..parts.gates import GATES, MLPGate, TargetProjection
+from ..parts.targets import TARGETS
+from .description import routing_summary
+from .misuse import warn_of_thresholds
+from .plan import RoutePlan, decide, make_plan
+from .thresholds import BudgetController, ScoreQuantiles
+
+if TYPE_CHECKING:
+    from .trace import RouteCounter, RouteTrace
+
+HOLDER = "routing"  # the attribute of a decoder layer that holds its adapter state
+
+
+def shape_class(batch: int, length: int) -> tuple[bool, int]:
+    """Input shapes that cost about the same: decode or not, and the number of rows to the next power of two."""
+    return length == 1, (batch * length - 1).bit_length()
+
+
+class Routing(nn.Module, BaseTunerLayer):
+    """All adapter state of one decoder layer; the PEFT tuner layer. It is not called: the decoder layer reads it.
+
+    Args:
+        layer_index: Index of the decoder layer.
+        family: The row of the family table.
+        layer: The decoder layer, to read sizes from; its norms are the templates of the branch's norm, and its device
+            is the one the adapter belongs on.
+        peft_configs: The model's adapter configurations by name, shared by all layers.
+    """
+
+    adapter_layer_names = ("depth_route_gate", "depth_route_branch", "depth_route_predictor")
+    other_param_names = ("depth_route_target", "depth_route_quantiles", "depth_route_controller")
+
+    # BaseTunerLayer's properties look them up on `base_layer`, which does not exist here.
+    weight = None  # type: ignore[assignment]
+    bias = None  # type: ignore[assignment]
+
+    def __init__(self, layer_index: int, family: Family, layer: nn.Module, peft_configs: dict[str, PeftConfig]) -> None:
+        super().__init__()
+        ffn = getattr(layer, family.ffn)
+        norms = {part: template_norm(layer, family, part) for part in ("ffn", "attention")}
+        ffn_parameters = dict(ffn.named_parameters())
+        self.layer_index = layer_index
+        self.family = family
+        self.width = width_of(layer, family)
+        self.num_experts = int(getattr(getattr(ffn, family.experts, None), "num_experts", 0))
+        self.ffn_bias = any(name.endswith("bias") for name in ffn_parameters)
+        self.dense_ffn = all(parameter.ndim < 3 for parameter in ffn_parameters.values())  # not fused experts
+        self.peft_configs = peft_configs
+        self.merged_adapters: list[str] = []
+        self.depth_route_gate = nn.ModuleDict()
+        self.depth_route_branch = nn.ModuleDict()
+        self.depth_route_target = nn.ModuleDict()  # the frozen projection, only in an adapter's first routed layer
+        self.depth_route_quantiles = nn.ModuleDict()
+        self.depth_route_predictor = nn.ModuleDict()  # of causal_rule="predictor"
+        self.depth_route_controller = nn.ModuleDict()  # of selection="controller"
+        # Held outside the module tree: owned by the base layer and by other routed layers.
+        self._norms: tuple[dict[str, tuple[Any, bool]]] = (norms,)
+        self._ffn: tuple[nn.Module] = (ffn,)
+        self._previous: dict[str, tuple[Routing, ...]] = {}  # the routed layer before this one
+        self.projections: dict[str, tuple[TargetProjection, ...]] = {}
+        # Run-time state, never saved.
+        self.runs: dict[str, Any] = {}  # of each adapter: what its model card is made of
+        self.recorders: list[RouteTrace | RouteCounter] = []
+        self.replay: RouteTrace | None = None
+        self.selection: str | None = None  # overrides the rule: "topk" or "threshold"
+        self.scheduled_budget: float | None = None  # training schedules
+        self.scheduled_temperature: float | None = None
+        self.executor = "auto"  # how inference runs the routed part: "auto", or a row of `execution.executors`
+        self.tuned: dict[tuple[bool, int], str] = {}  # executors by `shape_class`, from `tune_execution`
+        self.observe_similarity = False  # record the cosine of the stream before and after the full path
+        # Plans and decoding steps; making one costs as much as a small layer's arithmetic.
+        self.derived = TransientCache()
+        self.last_mask: torch.Tensor | None = None  # early exit: of the forward pass in progress
+
+    def extra_repr(self) -> str:
+        """Each adapter in one line of `print(model)`; the same in every layer, so that equal layers fold into one."""
+        return "\n".join(f"{name}: {routing_summary(self.config(name))}" for name in self.depth_route_gate)
+
+    def add_adapter(self, name: str, config: DepthRouteConfig) -> None:
+        """Create the seeded, untrained adapter `name` for this layer."""
+        target = TARGETS[config.target]
+        per_expert = target.per_pair and config.expert_gates == "per_expert"
+        gate = GATES[config.gate](self.width, config, self.num_experts if per_expert else 1)
+        self.depth_route_gate[name] = self._initialised(gate, config, "gate")
+        if config.branch == "lowrank":
+            assert config.branch_rank is not None
+            norm, same = self._norms[0][target.norm]
+            branch = LowRankBranch(norm, self.width, config.branch_rank, bias=self.ffn_bias, copy_values=same)
+            self.depth_route_branch[name] = self._initialised(branch, config, "branch")
+        if config.causal_rule == "predictor":
+            self.depth_route_predictor[name] = self._initialised(MLPGate(self.width, config), config, "predictor")
+        if config.selection == "controller":
+            self.depth_route_controller[name] = BudgetController()
+        self.depth_route_quantiles[name] = ScoreQuantiles(cast(float, config.gate_temperature))
+        self._move_adapter_to_device_of_base_layer(name)
+
+    def follow(self, name: str, previous: Routing) -> None:
+        """Name the layer that adapter `name` routes before this one; a token that left there stays out here."""
+        self._previous[name] = (previous,)
+
+    def add_projection(self, name: str, config: DepthRouteConfig, owner: Routing) -> None:
+        """Create adapter `name`'s target projection in the layer that owns it, or refer to the owner's."""
+        if owner is self:
+            projection = TargetProjection(self.width, config.summary_dim)
+            self.depth_route_target[name] = self._initialised(projection, config, "target")
+            self._move_adapter_to_device_of_base_layer(name)
+        self.projections[name] = (cast(TargetProjection, owner.depth_route_target[name]),)
+
+    def adapter(self) -> str | None:
+        """Name of the adapter that routes this layer now; None when the layer runs as the base does.
+
+        Raises:
+            ValueError: More than one routed adapter is active.
+        """
+        if self._disable_adapters:
+            return None
+        names = [name for name in self.active_adapters if name in self.depth_route_gate]
+        if len(names) > 1:
+            raise ValueError(f"only one depth-routed adapter can be active, not {', '.join(names)}; use set_adapter")
+        return names[0] if names else None
+
+    def config(self, name: str) -> DepthRouteConfig:
+        return cast(DepthRouteConfig, self.peft_configs[name])
+
+    def active_config(self) -> DepthRouteConfig:
+        """The configuration of the adapter that routes this layer now; `ValueError` when there is none."""
+        return self.config(self.active_name())
+
+    def active_quantiles(self) -> ScoreQuantiles:
+        """The quantile table of the adapter that routes this layer now; `ValueError` when there is none."""
+        return cast(ScoreQuantiles, self.depth_route_quantiles[self.active_name()])
+
+    def active_controller(self) -> BudgetController | None:
+        """The controller of the adapter that routes this layer now; None where it has none."""
+        return cast("BudgetController | None", self.depth_route_controller._modules.get(self.active_name()))
+
+    def experts_of(self, layer: Any) -> nn.Module:
+        """The fused experts of the decoder layer."""
+        return cast(nn.Module, getattr(getattr(layer, self.family.ffn), self.family.experts))
+
+    def active_name(self) -> str:
+        """Name of the adapter that routes this layer now; `ValueError` when there is none."""
+        name = self.adapter()
+        if name is None:
+            raise ValueError(f"layer {self.layer_index}: no depth-routed adapter is active")
+        return name
+
+    def plan(self, training: bool, rows: tuple[int, int] = (0, 0)) -> RoutePlan | None:
+        """How this forward pass routes; None when it runs as the base does.
+
+        Args:
+            training: Whether the layer trains.
+            rows: Batch size and positions of the input; `tune_execution` may have chosen an executor for them.
+        """
+        name = self.adapter()
+        if name is None:
+            return None
+        config = self.config(name)
+        executor = self.executor
+        if self.tuned and executor == "auto":
+            executor = self.tuned.get(shape_class(*rows), executor)
+        now = None
+        if not (training or self.recorders or self.replay is not None):
+            controller: Any = self.depth_route_controller._modules.get(name)
+            table = cast(ScoreQuantiles, self.depth_route_quantiles[name]).values
+            now = stamp(table, None if controller is None else controller.threshold)
+        if now is None:
+            return make_plan(self, name, config, training, executor)
+        key = (config.budget, config.threshold, config.gate_temperature, self.selection, now)
+        kept = self.derived.get((name, executor))
+        if kept is None or kept[0] != key or kept[1].config is not config:
+            kept = self.derived[name, executor] = key, make_plan(self, name, config, training, executor)
+            warn_of_thresholds(self, kept[1])
+        plan: RoutePlan = kept[1]
+        return plan
+
+    def score(self, plan: RoutePlan, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`scores` `[B, T]` (per expert `[B, T, E]`) of the gate's input `[B, T, d]`, and what the gate adds."""
+        out: dict[str, torch.Tensor] = self.depth_route_gate[plan.adapter](x)
+        if plan.adapter in self.depth_route_predictor:
+            out["predicted"] = self.depth_route_predictor[plan.adapter](x.detach())["scores"]
+        return out
+
+    def decide(
+        self,
+        plan: RoutePlan,
+        scores: torch.Tensor,
+        token_mask: torch.Tensor | None,
+        predicted: torch.Tensor | None = None,
+        experts: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`decision.decide`; a token that has left early stays out."""
+        if not plan.gate.exits or plan.replayed is not None:
+            return decide(plan, self.layer_index, scores, token_mask, predicted, experts)
+        mask, probs = decide(plan, self.layer_index, scores, token_mask)
+        for previous in self._previous.get(plan.adapter, ()):  # who left at an earlier layer stays out
+            assert previous.last_mask is not None
+            mask = mask & previous.last_mask.to(mask.device)
+        self.last_mask = mask
+        return mask, probs
+
+    def train(self, mode: bool = True) -> Routing:
+        self.derived.clear()
+        return super().train(mode)
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        """Activate routed adapters. Names of other PEFT methods leave the active one as it is."""
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        ours = [name for name in names if isinstance(self.peft_configs.get(name), DepthRouteConfig)]
+        if ours or not names:
+            super().set_adapter(ours, inference_mode=inference_mode)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        self.projections.pop(adapter_name, None)
+        self._previous.pop(adapter_name, None)
+        self.runs.pop(adapter_name, None)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Nothing to merge here; other methods on the same model call it on every tuner layer."""
+
+    def unmerge(self) -> None:
+        """See `merge`."""
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        target = _device_of(self._norms[0]["ffn"][0], *self._ffn) if device is None else device
+        groups = [getattr(self, group) for group in self.adapter_layer_names + self.other_param_names]
+        for part in [group[adapter_name] for group in groups if adapter_name in group]:
+            if target.type != "meta" and not any(parameter.is_meta for parameter in part.parameters()):
+                part.to(target)
+
+    def _initialised(self, module: Any, config: DepthRouteConfig, part: str) -> nn.Module:
+        """`module`, its weights drawn from a generator that depends on the seed, the layer and the part only."""
+        if not any(parameter.is_meta for parameter in module.parameters()):  # else they come from the adapter file
+            salt = {"gate": 1, "branch": 2, "target": 3, "predictor": 4}[part]
+            seed = (config.seed * 1_000_003 + self.layer_index * 7 + salt) % 2**63
+            module.reset_parameters(torch.Generator().manual_seed(seed))
+        return cast(nn.Module, module)
+
+
+def _device_of(*modules: nn.Module) -> torch.device:
+    """Where the first weight of `modules` runs: of an offloaded one, the device to which it is fetched."""
+    for part in (part for module in modules for part in module.modules()):
+        for weight in part.parameters(recurse=False):
+            execution = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+            return weight.device if weight.device.type != "meta" or execution is None else torch.device(execution)
+    return torch.device("cpu")

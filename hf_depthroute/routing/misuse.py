@@ -1,0 +1,80 @@
+"""Mistakes that raise nothing and show in no output: said once, where they are made.
+
+Nothing here waits for the device in a forward pass that is repeated.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from .thresholds import NOT_FITTED, ScoreQuantiles
+
+if TYPE_CHECKING:
+    from .holder import Routing
+    from .plan import RoutePlan
+
+UNWATCHED = (
+    "this forward pass trains routers without the routing losses, which hold their budget: use DepthRouteTrainer, "
+    "DepthRouteCallback, or record_routes with routing_losses"
+)
+IN_EVALUATION_MODE = (
+    "a loss was back-propagated through a routed model in evaluation mode: the choice of a path is hard there, so the "
+    "language-model loss does not reach the gates; call model.train() before training"
+)
+FROZEN = (
+    "no parameter of the routed decoder trains: an adapter that was loaded is frozen. To train it, load it with "
+    "PeftModel.from_pretrained(base, folder, is_trainable=True)"
+)
+
+
+def warn_of_training(decoder: nn.Module, holders: Sequence[Routing], inputs: torch.Tensor) -> None:
+    """Warn of a step of `decoder`, in training mode, that trains nothing, or routers without their losses.
+
+    `holders` are those of its active routed layers, `inputs` the ids or embeddings that it is called with.
+    """
+    training = next((holder for holder in holders if _trains(holder)), None)
+    if training is not None:
+        if not training.recorders:
+            warnings.warn(UNWATCHED, stacklevel=3)
+    elif holders and not inputs.requires_grad and not any(p.requires_grad for p in decoder.parameters()):
+        warnings.warn(FROZEN, stacklevel=3)
+
+
+def warn_of_backward(holder: Routing, *outputs: torch.Tensor) -> None:
+    """Warn if gradients come back through the outputs of a layer that is in evaluation mode and whose gate trains.
+
+    Said by the adapter's last layer only, which every gradient of a loss passes.
+    """
+    if holder.layer_index != cast("list[int]", holder.active_config().layers)[-1]:
+        return
+
+    def warn(gradient: torch.Tensor) -> None:
+        if _trains(holder):
+            warnings.warn(IN_EVALUATION_MODE, stacklevel=2)
+
+    for output in outputs:
+        if output.requires_grad:
+            output.register_hook(warn)
+
+
+def warn_of_thresholds(holder: Routing, plan: RoutePlan) -> None:
+    """Warn if inference is about to compare scores with thresholds that were never fitted; said by one layer only."""
+    config = plan.config
+    if plan.budget >= 1.0 or plan.rule != "threshold" or not config.takes_budget() or holder.selection:
+        return
+    if holder.layer_index != cast("list[int]", config.layers)[0]:
+        return
+    table = cast(ScoreQuantiles, holder.depth_route_quantiles[plan.adapter])
+    if table.updates.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    if not table.fitted():
+        warnings.warn(NOT_FITTED, stacklevel=2)
+
+
+def _trains(holder: Routing) -> bool:
+    return any(parameter.requires_grad for parameter in holder.depth_route_gate.parameters())

@@ -1,0 +1,174 @@
+"""`RoutePlan`: how one forward pass of one layer routes, and `decide`: from its scores to what runs in full.
+
+Shapes: B batch, T positions, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from ..config.adapter import DepthRouteConfig
+from ..parts.targets import TARGETS, Target
+from ..parts.traits import GateTraits, traits_of
+from .selection import threshold_mask, topk_mask
+from .thresholds import BudgetController, ScoreQuantiles
+
+if TYPE_CHECKING:
+    from .holder import Routing
+    from .trace import RouteCounter, RouteTrace
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """What one forward pass of one layer does, fixed before it runs.
+
+    Attributes:
+        adapter: Name of the active adapter, with its `config`.
+        gate: What the adapter's gate says of itself.
+        target: What it routes.
+        rule: One of `SELECTIONS`, `"predictor"`, `"static"`, or `"full"`: the base's layer runs, without the gate.
+        mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"` or `"scaled_sublayers"`.
+        extras: What is recorded besides mask, scores and probs.
+        budget: The budget in force: the adapter's, or the training schedule's.
+        threshold: The score that a token has to reach, for the rules that use one. Read here, because training moves
+            the quantile tables between a forward pass and its recomputation.
+        temperature: `tau` of `p = sigmoid(u / tau)`.
+        replayed: Bool `[B, T]`; decisions to use instead of the rule's.
+        recorders: Traces and counters that want to know.
+        everything: Every token runs full, whatever its score (a budget of 1 at inference), and the host knows it.
+        executor: How the routed part is run at inference, `"auto"` or a row of `execution.executors.EXECUTORS`.
+    """
+
+    adapter: str
+    config: DepthRouteConfig
+    gate: GateTraits
+    target: Target
+    rule: str
+    mix: str
+    extras: tuple[str, ...]
+    budget: float
+    threshold: torch.Tensor | float
+    temperature: float
+    replayed: torch.Tensor | None
+    recorders: tuple[RouteTrace | RouteCounter, ...]
+    everything: bool = False
+    executor: str = "auto"
+
+    @property
+    def compared(self) -> torch.Tensor | float | None:
+        """The threshold that scores are compared with; None where something else decides."""
+        elsewhere = self.rule in ("topk", "gumbel", "predictor", "static", "full") or self.replayed is not None
+        return None if elsewhere else self.threshold
+
+
+def make_plan(holder: Routing, name: str, config: DepthRouteConfig, training: bool, executor: str) -> RoutePlan:
+    """The plan of the next forward pass of adapter `name`, from the holder's run-time state."""
+    scheduled = holder.scheduled_budget if training else None
+    budget = config.budget if scheduled is None else scheduled
+    threshold: torch.Tensor | float = -torch.inf
+    if config.fixed_threshold is not None:
+        threshold = config.fixed_threshold
+    elif budget < 1.0 and name in holder.depth_route_controller:
+        threshold = cast(BudgetController, holder.depth_route_controller[name]).threshold.clone()
+    elif budget < 1.0:
+        threshold = cast(ScoreQuantiles, holder.depth_route_quantiles[name])(budget)
+    replayed = None if holder.replay is None else holder.replay.get(holder.layer_index)
+    gate = traits_of(config.gate)
+    if gate.static:
+        rule = "static"
+    elif holder.selection or training:
+        rule = holder.selection or cast(str, config.selection)
+    else:
+        rule = "predictor" if config.causal_rule == "predictor" else "threshold"
+    mix = "scaled_sublayers" if gate.scales_sublayers else "scaled" if config.scale_by_gate else "hard"
+    if mix == "hard" and rule == "soft":
+        mix = "soft"
+    everything = not training and rule == "threshold" and mix == "hard" and budget >= 1.0
+    everything = everything and config.fixed_threshold is None and not gate.exits and replayed is None
+    if (executor == "full" and not training) or (everything and not holder.recorders):
+        rule = "full"
+    return RoutePlan(
+        adapter=name,
+        config=config,
+        gate=gate,
+        target=TARGETS[config.target],
+        rule=rule,
+        mix=mix,
+        extras=_extras(holder, name, gate, TARGETS[config.target], training),
+        budget=budget,
+        threshold=threshold,
+        temperature=(holder.scheduled_temperature if training else None) or cast(float, config.gate_temperature),
+        replayed=None if replayed is None else replayed.mask,
+        recorders=tuple(holder.recorders),
+        everything=everything,
+        executor=executor,
+    )
+
+
+def _extras(holder: Routing, name: str, gate: GateTraits, target: Target, training: bool) -> tuple[str, ...]:
+    extras = gate.outputs
+    if name in holder.depth_route_predictor:
+        extras += ("predicted",)
+    if target.per_pair:
+        return (*extras, "expert_index")
+    if training and name in holder.projections:
+        extras += ("z_full", "z_cheap")
+    if training and holder.observe_similarity:
+        extras += ("similarity",)
+    return extras
+
+
+def decide(
+    plan: RoutePlan,
+    layer_index: int,
+    scores: torch.Tensor,
+    token_mask: torch.Tensor | None,
+    predicted: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bool mask of what runs full, and `p`, both in the shape of `scores`: `[B, T]`, or `[B, T, K]` pairs.
+
+    Args:
+        plan: The plan of this forward pass.
+        layer_index: Index of the decoder layer.
+        scores: Float32.
+        token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
+        predicted: Logits of the causal predictor, `[B, T]`.
+        experts: Int64 `[B, T, K]`, the expert of each pair.
+
+    Raises:
+        ValueError: The decision to replay has another shape.
+    """
+    probs = torch.sigmoid(scores / plan.temperature)
+    if plan.replayed is not None:
+        if plan.replayed.shape != scores.shape:
+            raise ValueError(
+                f"layer {layer_index}: the replayed mask has shape {tuple(plan.replayed.shape)}, "
+                f"the input {tuple(scores.shape)}"
+            )
+        return plan.replayed.to(scores.device), probs
+    real = token_mask
+    if token_mask is not None and scores.ndim == 3:
+        real = token_mask[..., None].expand_as(scores)
+    if plan.rule == "static":
+        mask = torch.zeros_like(scores, dtype=torch.bool)
+        if experts is not None:
+            layers, dropped = plan.config.layers, plan.config.dropped_experts
+            assert isinstance(layers, list) and dropped is not None
+            ids = torch.tensor(dropped[layers.index(layer_index)], device=experts.device, dtype=experts.dtype)
+            mask = ~torch.isin(experts, ids)
+        return mask if real is None else mask & real, probs
+    if plan.rule == "predictor":
+        assert predicted is not None
+        return threshold_mask(predicted.detach(), 0.0, real), probs
+    if plan.rule == "topk":
+        mask = topk_mask(scores.detach().flatten(1), plan.budget, None if real is None else real.flatten(1))
+        return mask.view(scores.shape), probs
+    if plan.rule == "gumbel":  # the difference of two Gumbel variables is logistic
+        noise = torch.empty_like(scores).exponential_().log() - torch.empty_like(scores).exponential_().log()
+        scores = scores + plan.temperature * noise
+        probs = torch.sigmoid((scores - plan.threshold) / plan.temperature)
+    return threshold_mask(scores.detach(), plan.threshold, real), probs

@@ -1,0 +1,150 @@
+"""The quantile table of a layer's scores, from which the threshold of every budget is read, and the controller.
+
+Shapes: Q table entries, C routed layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from ..base.distributed import sum_over_processes, world_size
+
+if TYPE_CHECKING:
+    from .trace import RouteRecord
+
+TABLE_SIZE = 201  # steps of half a percent
+NOT_FITTED = (
+    "the thresholds of this adapter were never fitted to its scores, so the share of tokens that runs full is not the "
+    "budget; call calibrate(model, batches), or train with a Trainer or with record_routes and routing_losses"
+)
+
+
+class Measured(NamedTuple):
+    """What share of tokens a table's threshold let run full, on the text that it was fitted to; for the model card.
+
+    Attributes:
+        budget: The budget asked for.
+        full_ratio: What ran full.
+        where: `"calibration"`, or `"training"`: since its last log entry, on the stream of the training rule.
+    """
+
+    budget: float
+    full_ratio: float
+    where: str
+
+
+class ScoreQuantiles(nn.Module):
+    """The quantile function of a layer's scores at `0, 0.005, ..., 1`; calling it gives the threshold of a budget.
+
+    Before any training it is the logistic distribution's, `Q(x) = tau * log(x / (1 - x))`, for which a budget `rho`
+    selects the tokens with `p >= 1 - rho`.
+
+    Args:
+        temperature: `tau`.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        super().__init__()
+        levels = torch.linspace(0, 1, TABLE_SIZE).clamp(1e-4, 1 - 1e-4)
+        self.values: torch.Tensor
+        self.updates: torch.Tensor
+        self.register_buffer("values", temperature * torch.logit(levels))  # [Q]
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))  # 0: never tracked nor calibrated
+        self.measured: Measured | None = None
+
+    def forward(self, budget: float) -> torch.Tensor:  # -> []
+        """The score that a fraction `budget` of the tokens reaches, interpolated linearly."""
+        position = (1.0 - budget) * (TABLE_SIZE - 1)
+        low = min(int(position), TABLE_SIZE - 2)
+        values = self.values.float()
+        return torch.lerp(values[low], values[low + 1], position - low)
+
+    def fitted(self) -> bool:
+        """Whether the table has been tracked in training or set by `calibrate`. Waits for the device."""
+        return self.updates.is_meta or self.updates.item() > 0  # nobody can look into one that is on disk
+
+    @torch.no_grad()
+    def set(self, table: torch.Tensor) -> None:
+        self.values.copy_(table)
+        self.updates.fill_(1)
+        self.measured = None
+
+    @torch.no_grad()
+    def track(self, table: torch.Tensor, decay: float = 0.95) -> None:
+        """Move towards the table of one more batch. The average starts at the first batch, not at the initial table.
+
+        A table with NaN, of a batch without a single real token, or with infinity changes nothing.
+        """
+        known = table.isfinite().all()
+        weight = torch.clamp(1.0 / (self.updates + 1), min=1.0 - decay) * known
+        self.values.lerp_(table.nan_to_num().to(self.values.dtype), weight.to(self.values.dtype))
+        self.updates.add_(known)
+        self.measured = None
+
+
+class BudgetController(nn.Module):
+    """A score threshold that training moves against the sign of the load error, instead of a budget loss.
+
+        theta <- theta + step * sign(load - budget)
+
+    The bias of "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv:2408.15664), on the other
+    side of the comparison: `u - theta >= 0` decides, and no gradient reaches it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threshold: torch.Tensor
+        self.register_buffer("threshold", torch.zeros(()))
+
+    @torch.no_grad()
+    def move(self, load: torch.Tensor, budget: float, step: float) -> None:
+        """One step; `load` is the recent share of tokens that ran full, `[]`."""
+        self.threshold.add_(step * torch.sign(load.to(self.threshold) - budget))
+
+    @torch.no_grad()
+    def set(self, threshold: torch.Tensor) -> None:
+        self.threshold.copy_(threshold)
+
+
+def quantile_table(scores: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+    """Quantiles `[Q]` of `scores` over the entries where `keep` is true. Never waits for the device.
+
+    NaN scores are left out. Without a single entry, the result is NaN.
+    """
+    flat = scores.detach().float().reshape(-1)
+    valid = ~flat.isnan() if keep is None else keep.reshape(-1) & ~flat.isnan()
+    count = valid.sum()
+    ordered = torch.where(valid, flat, torch.inf).sort().values
+    last = (count - 1).clamp(min=0)
+    position = torch.linspace(0, 1, TABLE_SIZE, device=flat.device) * last
+    low = position.floor().long()
+    high = torch.minimum(low + 1, last)
+    table = torch.lerp(ordered[low], ordered[high], position - low)
+    return torch.where(count > 0, table, torch.nan)
+
+
+@torch.no_grad()
+def quantile_tables(records: list[RouteRecord], pooled: bool = False) -> list[torch.Tensor]:
+    """The `quantile_table` of each record's real tokens; over data-parallel processes, their mean weighted by tokens.
+
+    Every process gets the same tables, so thresholds never differ between ranks. With `pooled`, all records get the
+    table of their scores together: the one threshold of a global budget.
+    """
+    if pooled:
+        device = records[0].scores.device
+        scores = torch.cat([record.scores.reshape(-1).to(device) for record in records])
+        keep = torch.cat([record.real.reshape(-1).to(device) for record in records])
+        tables, counts = [quantile_table(scores, keep)], [keep.sum()]
+    else:
+        tables = [quantile_table(record.scores, record.real) for record in records]
+        counts = [record.real.sum() for record in records]
+    if world_size() > 1:
+        device = tables[0].device
+        counts_C1 = torch.stack([count.to(device) for count in counts])[:, None].float()
+        tables_CQ = torch.stack([table.to(device) for table in tables])
+        shared = sum_over_processes(torch.cat([tables_CQ.nan_to_num() * counts_C1, counts_C1], dim=1))
+        tables = list(shared[:, :-1] / shared[:, -1:])  # NaN where no process has a real token
+    return tables * len(records) if pooled else tables

@@ -1,0 +1,256 @@
+"""What the routers decided: recorded per layer, and replayed.
+
+Shapes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from .holder import Routing
+
+
+@dataclass
+class RouteRecord:
+    """Decisions of one layer in one forward pass.
+
+    With target experts, decisions are about pairs: mask, scores and probs are `[B, T, K]`, K the experts per token. A
+    decision about a sequence stands at all of its positions; where it was made on an earlier call and is only
+    remembered by the KV cache, scores and probs are NaN.
+
+    Attributes:
+        mask: Bool `[B, T]`, true where the token ran the full path.
+        scores: Float32 `[B, T]`, `u`.
+        probs: Float32 `[B, T]`, `p = sigmoid(u / tau)`.
+        token_mask: Bool `[B, T]`, true at real tokens; None when the model was called without a 2D attention mask.
+        budget: The budget in force.
+        extras: What the gate adds, each `[B, T, ...]`; also reachable as attributes (`record.q_full`).
+        temperature: `tau`; the default is that of `DepthRouteConfig`.
+        threshold: What the scores were compared with, a float or `[]`; None where something else decided, such as
+            top-k, a causal predictor or a replay.
+    """
+
+    mask: torch.Tensor
+    scores: torch.Tensor
+    probs: torch.Tensor
+    token_mask: torch.Tensor | None
+    budget: float
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
+    temperature: float = 2.0
+    threshold: torch.Tensor | float | None = None
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        extras = self.__dict__.get("extras", {})
+        if name in extras:
+            return extras[name]
+        raise AttributeError(f"this record has no {name!r}; it has mask, scores, probs, {', '.join(extras)}")
+
+    @property
+    def real(self) -> torch.Tensor:
+        """Bool, in the shape of `mask`: the real tokens."""
+        if self.token_mask is None:
+            return torch.ones_like(self.mask)
+        return self.token_mask if self.mask.ndim == 2 else self.token_mask[..., None].expand_as(self.mask)
+
+
+class RouteTrace(Mapping[int, RouteRecord]):
+    """Layer index -> `RouteRecord`, of the last forward pass inside the `record_routes` block.
+
+    A forward pass assigns by layer index, so a checkpoint's recomputation leaves the same trace. In generation each
+    decoding step overwrites the one before; record the steps one by one and join them with `RouteTrace.cat`.
+
+    Attributes:
+        holders: The layers that are being recorded, in order; none of a trace that was made otherwise, or copied.
+        make_view: What `show` calls. A trace knows nothing of pages; `hf_depthroute.registration` sets it.
+    """
+
+    make_view: ClassVar[Callable[..., Any]]
+
+    def __init__(self, records: Mapping[int, RouteRecord] | None = None, holders: Sequence[Routing] = ()) -> None:
+        self._records: dict[int, RouteRecord] = dict(records or {})
+        self.holders = tuple(holders)
+
+    def __reduce__(self) -> tuple[type[RouteTrace], tuple[dict[int, RouteRecord]]]:
+        return RouteTrace, (self._records,)  # a copy, or a pickle, does not take the model with it
+
+    def __getitem__(self, layer_index: int) -> RouteRecord:
+        return self._records[layer_index]
+
+    def __setitem__(self, layer_index: int, record: RouteRecord) -> None:
+        self._records[layer_index] = record
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._records))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __repr__(self) -> str:
+        return f"RouteTrace(layers={list(self)})"
+
+    def full_ratio(self) -> dict[int, float]:
+        """`{layer_index: fraction of real tokens that ran full}`; 0 where there are no real tokens."""
+        ratios = {}
+        for index, record in self.items():
+            real = record.real.sum()
+            ratios[index] = float((record.mask & record.real).sum() / real.clamp(min=1))
+        return ratios
+
+    def positions(self, start: int, stop: int) -> RouteTrace:
+        """The part of the trace at positions `start:stop`, to replay a longer run piece by piece."""
+        return RouteTrace({i: _combined([record], lambda parts: parts[0][:, start:stop]) for i, record in self.items()})
+
+    def show(
+        self,
+        tokenizer: Any = None,
+        input_ids: torch.Tensor | None = None,
+        *,
+        logits: torch.Tensor | None = None,
+        prompt_length: int | None = None,
+    ) -> Any:
+        """The decisions as coloured text, with every layer's score and threshold; a notebook displays the result.
+
+            trace.show(tokenizer, batch["input_ids"])
+
+        Args:
+            tokenizer: Makes text of `input_ids`; without it the ids are shown.
+            input_ids: `[B, T]`, what the model was called with; without it the positions are shown.
+            logits: `[B, T, V]`, the model's output; adds the loss of every token.
+            prompt_length: Tokens in front of the generated ones, if text was generated.
+
+        Returns:
+            A `report.tokens.TokenView`: `_repr_html_` for notebooks, `save("page.html")` for everything else.
+
+        Raises:
+            ValueError: The trace is empty, or `input_ids` or `logits` do not have its shape.
+        """
+        return self.make_view(tokenizer, input_ids, logits=logits, prompt_length=prompt_length)
+
+    @staticmethod
+    def cat(traces: list[RouteTrace]) -> RouteTrace:
+        """Join traces of consecutive positions, such as the steps of a generation."""
+        return RouteTrace({i: _combined([trace[i] for trace in traces], partial(torch.cat, dim=1)) for i in traces[0]})
+
+
+class RouteCounter:
+    """Tokens run full and tokens seen, per layer, summed over forward passes; the sums stay on the device."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __setitem__(self, layer_index: int, record: RouteRecord) -> None:
+        full, seen = (record.mask & record.real).sum(), record.real.sum()
+        if layer_index in self._counts:
+            full, seen = full + self._counts[layer_index][0], seen + self._counts[layer_index][1]
+        self._counts[layer_index] = (full, seen)
+
+    def full_ratio(self) -> dict[int, float]:
+        """`{layer_index: fraction of real tokens that ran full}`, over everything counted."""
+        return {index: float(full / seen.clamp(min=1)) for index, (full, seen) in sorted(self._counts.items())}
+
+
+@contextmanager
+def record_routes(model: nn.Module) -> Iterator[RouteTrace]:
+    """Record what every routed layer of `model` decides; changes no output.
+
+    Works in training and in inference, on a `PeftModel`, its base model or any module around them.
+
+        with record_routes(model) as trace:
+            model(**batch)
+        trace[11].mask, trace.full_ratio()
+
+    Raises:
+        ValueError: `model` has no routed layer.
+    """
+    trace = RouteTrace(holders=routings(model))
+    with _attached(model, trace):
+        yield trace
+
+
+@contextmanager
+def count_routes(model: nn.Module) -> Iterator[RouteCounter]:
+    """Count what every routed layer of `model` decides over all forward passes in the block, such as a generation.
+
+    Raises:
+        ValueError: `model` has no routed layer.
+    """
+    counter = RouteCounter()
+    with _attached(model, counter):
+        yield counter
+
+
+@contextmanager
+def replay_routes(model: nn.Module, trace: RouteTrace) -> Iterator[None]:
+    """Run `model` with the decisions of `trace` instead of its own; scores are still computed.
+
+    A layer that `trace` does not hold decides for itself.
+
+    Raises:
+        ValueError: `model` has no routed layer. A forward pass raises it when a mask does not have the input's shape.
+    """
+    with overridden(model, "replay", trace):
+        yield
+
+
+@contextmanager
+def overridden(model: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Set run-time attribute `name` of every routing holder inside the block."""
+    holders = routings(model)
+    before = [getattr(holder, name) for holder in holders]
+    for holder in holders:
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for holder, previous in zip(holders, before):
+            setattr(holder, name, previous)
+
+
+def full_depth(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside the block every layer of `model` runs in full; adapters of other methods stay on. Not its draft views."""
+    routed = any(isinstance(module, Routing) for module in model.modules())
+    return overridden(model, "_disable_adapters", True) if routed else nullcontext()
+
+
+@contextmanager
+def _attached(model: nn.Module, recorder: RouteTrace | RouteCounter) -> Iterator[None]:
+    holders = routings(model)
+    for holder in holders:
+        holder.recorders.append(recorder)
+    try:
+        yield
+    finally:
+        for holder in holders:
+            holder.recorders[:] = [r for r in holder.recorders if r is not recorder]
+
+
+def routings(model: nn.Module) -> list[Routing]:
+    """The routing holders of `model`, in layer order.
+
+    Raises:
+        ValueError: There is none.
+    """
+    holders = [module for module in model.modules() if isinstance(module, Routing)]
+    if not holders:
+        raise ValueError(f"{type(model).__name__} has no routed layer; wrap it with get_depth_routed_model first")
+    return sorted(holders, key=lambda holder: holder.layer_index)
+
+
+def _combined(records: Sequence[RouteRecord], combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> RouteRecord:
+    """One record whose tensors are those of `records`, put together by `combine`."""
+    masks = [record.token_mask for record in records if record.token_mask is not None]
+    return replace(
+        records[0],
+        mask=combine([record.mask for record in records]),
+        scores=combine([record.scores for record in records]),
+        probs=combine([record.probs for record in records]),
+        token_mask=combine(masks) if len(masks) == len(records) else None,
+        extras={name: combine([record.extras[name] for record in records]) for name in records[0].extras},
+    )

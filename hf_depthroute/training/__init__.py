@@ -1,0 +1,1 @@
+"""Losses as functions of a trace, the objective that sums them, and the trainers."""

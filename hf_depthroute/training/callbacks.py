@@ -1,0 +1,183 @@
+"""Routing losses for a Trainer that is not ours: a callback, and what puts one there when nobody did.
+
+`trl.SFTTrainer(peft_config=DepthRouteConfig(...))` injects the adapter itself, and takes its loss from elsewhere than
+the model's output. So the losses are added where every Trainer has its own: around `compute_loss`, while training runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..inference.calibration import active_routings
+from ..routing.holder import Routing
+from ..routing.misuse import FROZEN
+from .arguments import RoutingArguments
+from .log_lines import print_lines
+from .objective import RoutingObjective
+from .record import remember_training, training_record
+
+logger = logging.getLogger(__name__)
+
+
+class RoutingCallback(TrainerCallback):
+    """Schedules and logging; shared by `DepthRouteTrainer` and `DepthRouteCallback`."""
+
+    objective: RoutingObjective  # while training runs, and `begun` is not 0
+    begun = 0.0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.begun = time.time()
+        self._remember(args, state, **kwargs)
+
+    def _remember(self, args: Any, state: Any, model: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        """Note the run so far with the model, for the card of a checkpoint or of the end."""
+        dataset = getattr(train_dataloader, "dataset", None)
+        remember_training(model, training_record(args, state, model, dataset, time.time() - self.begun))
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.objective.schedule(state.global_step)
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.objective.check_finite(state.global_step + 1, gradients=not args.fp16)
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.objective.after_step()
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if self.begun and "loss" in (logs or ()):
+            self.objective.note_shares()
+            metrics = self.objective.pop_metrics()
+            logs.update(metrics)
+            state.log_history[-1].update(metrics)
+        if self.begun:
+            self._remember(args, state, **kwargs)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._remember(args, state, **kwargs)
+        self.begun = 0.0
+        self.objective.note_shares()
+        self.objective.end_schedule()
+
+
+class DepthRouteCallback(RoutingCallback):
+    """Routing losses, schedules and diagnostics for `transformers.Trainer`, `trl.SFTTrainer` and their subclasses.
+
+        SFTTrainer(model, peft_config=DepthRouteConfig(), callbacks=[DepthRouteCallback(arguments=RoutingArguments())])
+
+    While training runs, the trainer's loss includes the routing losses, and every log entry gets the loss terms and the
+    per-layer diagnostics. A trainer that is given none gets one with default weights when it trains a routed model.
+
+    Args:
+        trainer: The trainer it is added to; found out by itself when that trains.
+        arguments: Weights and schedules; by default those among the trainer's arguments, else the defaults.
+    """
+
+    def __init__(self, trainer: Trainer | None = None, arguments: RoutingArguments | None = None) -> None:
+        self.trainer, self.arguments = trainer, arguments
+        if arguments is not None:
+            arguments.check()
+        self._open = ExitStack()
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self._open.close()  # left open by a training run that ended in an exception
+        if self.trainer is None:
+            raise RuntimeError("DepthRouteCallback does not know its trainer; pass it: DepthRouteCallback(trainer)")
+        arguments = self.arguments or (args if isinstance(args, RoutingArguments) else RoutingArguments())
+        self.objective, trainer = RoutingObjective(arguments, kwargs["model"]), self.trainer
+        trainer.__dict__["compute_loss"] = partial(routed_loss, self.objective, trainer, trainer.compute_loss)
+        self._open.callback(trainer.__dict__.pop, "compute_loss")
+        trainer.callback_handler.callbacks.remove(self)
+        trainer.callback_handler.callbacks.insert(0, self)  # adds to the logs before integrations read them
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_end(args, state, control, **kwargs)
+        self._open.close()
+
+
+def routed_loss(
+    objective: RoutingObjective,
+    trainer: Any,
+    plain: Any,
+    model: Any,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    fused: AbstractContextManager[None] | None = None,
+) -> Any:
+    """The trainer's own `compute_loss`, `plain`, plus the routing losses; in evaluation, `plain` alone.
+
+    Raises:
+        ValueError: The trainer ran the model again after the forward pass of its loss, without a graph.
+    """
+    if not model.training:
+        return plain(model, inputs, return_outputs, num_items_in_batch)
+    labels = inputs.get("labels")  # the Trainer may pop them
+    # A `compute_loss` other than the Trainer's may run the model again to have outputs, or make no logits at all.
+    asks = return_outputs or is_standard(plain)
+    with objective.watching() as watched:
+        with fused or nullcontext():
+            found = plain(model, inputs, asks, num_items_in_batch)
+        lm, outputs = found if asks else (found, None)
+        seen = any(record.probs.requires_grad for record in watched.trace.values())
+        if lm.requires_grad and not seen and _trains_routers(active_routings(objective.model)):
+            raise ValueError(
+                f"{type(trainer).__name__}.compute_loss runs the model once more without gradients (for outputs, "
+                "metrics or label smoothing), and the routing losses see that run; turn what needs it off"
+            )
+        share = _share(trainer, num_items_in_batch)
+        logits = None if fused is not None else getattr(outputs, "logits", None)
+        if objective.arguments.distill_weight > 0 and not is_standard(plain):
+            assert watched.prefix is not None and watched.prefix.final is not None, "no forward pass was observed"
+            logits = watched.prefix.read_out(watched.prefix.final)
+        loss = objective(lm, watched, share, labels, logits)
+    return (loss, outputs) if return_outputs else loss
+
+
+def is_standard(compute_loss: Any) -> bool:
+    """Whether a bound `compute_loss` is `transformers.Trainer`'s own."""
+    return getattr(compute_loss, "__func__", None) is Trainer.compute_loss
+
+
+def _share(trainer: Any, num_items_in_batch: torch.Tensor | int | None) -> float:
+    """This batch's part of the optimizer step, for terms that are means over one batch."""
+    # Where the Trainer divides by the tokens of the whole step, it does not by the number of accumulated batches.
+    divided = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if divided is None:
+        counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+        divided = counted or trainer.compute_loss_func is not None
+    return 1.0 / trainer.current_gradient_accumulation_steps if divided else 1.0
+
+
+def provide(trainer: Any) -> None:
+    """Tell a `DepthRouteCallback` its trainer; add one where a model with trainable routers has none.
+
+    A trainer with routing losses prints readable lines.
+
+    Raises:
+        ValueError: The model is routed, and no parameter of it trains.
+    """
+    holders = [m for m in trainer.model.modules() if isinstance(m, Routing) and m.adapter() is not None]
+    if holders and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+        raise ValueError(FROZEN)
+    callbacks = trainer.callback_handler.callbacks
+    ours = [callback for callback in callbacks if isinstance(callback, RoutingCallback)]
+    for callback in (c for c in ours if isinstance(c, DepthRouteCallback)):
+        callback.trainer = callback.trainer or trainer
+    if not ours and _trains_routers(holders):
+        logger.info("%s trains a routed model: added DepthRouteCallback, default weights", type(trainer).__name__)
+        trainer.add_callback(DepthRouteCallback(trainer))
+        ours.append(trainer.callback_handler.callbacks[-1])
+    if ours:
+        print_lines(trainer)
+
+
+def _trains_routers(holders: list[Routing]) -> bool:
+    return any(p.requires_grad for holder in holders for p in holder.depth_route_gate.parameters())

@@ -1,0 +1,126 @@
+"""Training checkpoints that say whether they are whole.
+
+A Trainer resumes from the checkpoint with the highest step, also from one whose writing was killed half-way. Here a
+marker is written last, after everything else has reached the disk; a checkpoint without it, or without one of the files
+that it lists, is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..adapter.files import CONFIG_NAME, AdapterMismatchError, check_folder, read_config
+from ..files.shown import OneLine
+from ..files.staged import sync, write_json
+
+MARKER = "depth_route_complete.json"
+ROUTING_STATE = "routing_state.json"
+
+
+class CheckpointError(OneLine, ValueError):
+    """A checkpoint that training is to resume from is not whole. The message is one line."""
+
+
+def mark_complete(folder: Path) -> None:
+    """Write the marker of a checkpoint that has been saved: its files and their sizes."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != MARKER]
+    for file in files:
+        sync(file)
+    write_json(folder / MARKER, {str(f.relative_to(folder)): f.stat().st_size for f in files}, indent=None)
+
+
+def fault_of(folder: Path) -> str | None:
+    """Why `folder` is not a whole checkpoint; None where it is one."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    try:
+        listed = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        sizes = {str(name): int(size) for name, size in listed.items()}
+    except FileNotFoundError:
+        return f"it was not saved to the end (no {MARKER})"
+    except (OSError, ValueError, TypeError, AttributeError):
+        return f"its {MARKER} is corrupt"
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size:,} bytes instead of {size:,}"
+    try:
+        read_routing_state(folder / ROUTING_STATE)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, RecursionError):
+        return f"its {ROUTING_STATE} is corrupt"
+    try:
+        for config in folder.rglob(CONFIG_NAME):
+            check_folder(config.parent, read_config(config))
+    except AdapterMismatchError as error:
+        return str(error)
+    return None
+
+
+def read_routing_state(path: Path) -> dict[str, float]:
+    """What `RoutingObjective.state` gave; ValueError or TypeError for anything else."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or not set(found) <= {"temperature"} or not all(map(math.isfinite, found.values())):
+        raise ValueError(f"{path}: holds no state of the routing losses")
+    return {name: float(value) for name, value in found.items()}
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a run, whole or not, the latest first."""
+    start = f"{PREFIX_CHECKPOINT_DIR}-"
+    found = [c for c in folder.glob(f"{start}*") if c.is_dir() and c.name.removeprefix(start).isdecimal()]
+    return sorted(found, key=lambda c: (int(c.name.removeprefix(start)), c), reverse=True)
+
+
+def last_complete(folder: Path) -> tuple[Path | None, list[str]]:
+    """The latest whole checkpoint of a run, and a line for each later one that was passed over.
+
+    Raises:
+        CheckpointError: There are checkpoints, and none is whole.
+    """
+    skipped: list[str] = []
+    for checkpoint in checkpoints_in(folder):
+        fault = fault_of(checkpoint)
+        if fault is None:
+            return checkpoint, skipped
+        skipped.append(f"{checkpoint.name}: {fault}")
+    if skipped:
+        faults = "; ".join(skipped[:3])
+        raise CheckpointError(f"{folder}: no checkpoint is whole ({faults}); start again without resuming")
+    return None, skipped
+
+
+def last_whole(folder: Path) -> Path | None:
+    """The latest whole checkpoint of a run; None where there is none."""
+    return next((checkpoint for checkpoint in checkpoints_in(folder) if fault_of(checkpoint) is None), None)
+
+
+def check_complete(folder: Path) -> None:
+    """Raise `CheckpointError` unless `folder` is a whole checkpoint."""
+    fault = fault_of(folder)
+    if fault is not None:
+        other = last_whole(folder.parent)
+        remedy = f"resume from {other.name}" if other else "start again without resuming"
+        raise CheckpointError(f"{folder}: cannot be resumed from: {fault}; {remedy}")
+
+
+def rotate(newest: Path, limit: int | None, best: Path | None = None) -> None:
+    """Delete checkpoints beside `newest`, the lowest steps first, until `limit` are left.
+
+    transformers goes by modification times, by which a restored backup is newer than what was just written. `newest`
+    stays, also where a run went back to a lower step than others here have, and so does `best`; `limit` is that of
+    `save_total_limit`, None or 0 for all.
+    """
+    there = checkpoints_in(newest.parent)
+    kept = {path.resolve() for path in (newest, best) if path is not None}
+    surplus = max(len(there) - limit, 0) if limit else 0
+    for checkpoint in [c for c in reversed(there) if c.resolve() not in kept][:surplus]:
+        shutil.rmtree(checkpoint, ignore_errors=True)

@@ -1,0 +1,232 @@
+"""Forks of a forward pass: the layers below the first routed one run once, all forks share the rest as one batch.
+
+Shapes: F streams, the trunk first, B batch, T positions, N predicted tokens, d model width, V vocabulary.
+
+`observe_prefix` watches the model's own forward pass and keeps what it handed to the first routed layer. `run_forks`
+sends that stream, and every fork of it, through the remaining layers; `fork_losses` takes them through the LM head in
+chunks, so that logits of a whole batch never exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..base.cache import without_cache
+from ..base.contexts import hooked
+from ..base.families import find_layers
+from ..base.readout import ReadOut, predicting
+from ..base.sublayers import hidden_of
+from ..execution.call import RoutedCall
+from ..execution.layer import TOKEN_MASK, routed_call
+from ..inference.calibration import active_routings
+from ..routing.holder import HOLDER, Routing
+from ..routing.plan import RoutePlan
+
+# From the trunk's stream after the full path, the cheap path and the policy's, each [B, T, d], to streams [K, B, T, d].
+Fork = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Prefix:
+    """What the decoder layers from the first routed one on were called with; filled by `observe_prefix`.
+
+    Attributes:
+        hidden: The stream that enters the first routed layer, `[B, T, d]`, without graph; None before the first pass.
+        final: The stream that leaves the last layer, `[B, T, d]`, with graph; None before the first pass.
+        kwargs: The layers' keyword arguments, without a KV cache.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        first = active_routings(model)[0].layer_index
+        self.model = model
+        self.layers: list[Any] = list(find_layers(model))[first:]
+        self.read_out = ReadOut(model)
+        # Forks call parts of layers, past the hooks of whatever moves or gathers weights around a whole layer.
+        modules = [*self.layers, self.read_out.norm, self.read_out.head]
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        if any(hasattr(parameter, "ds_id") or hasattr(parameter, "placements") for parameter in parameters):
+            raise ValueError("oracle and distill losses do not work under FSDP or ZeRO-3; use DDP")
+        if len({parameter.device for parameter in parameters}) > 1:
+            raise ValueError("oracle and distill losses do not work with a model that is split over several devices")
+        self.hidden: torch.Tensor | None = None
+        self.final: torch.Tensor | None = None
+        self.training = False
+        self.kwargs: list[dict[str, Any]] = []
+        self._autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+
+    def observe(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the layers."""
+        kwargs = {**kwargs, **dict(zip(layer._argument_names, args[1:]))}
+        hidden = kwargs.pop("hidden_states", None) if not args else args[0]
+        if layer is self.layers[0]:
+            assert hidden is not None
+            device = hidden.device.type
+            self.hidden, self.training, self.kwargs = hidden.detach(), layer.training, []
+            self._autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        self.kwargs.append(without_cache(kwargs))
+
+    @property
+    def token_mask(self) -> torch.Tensor | None:
+        """Bool `[B, T]`, true at real tokens; None when the model was called without a 2D attention mask."""
+        return cast(torch.Tensor | None, self.kwargs[0].get(TOKEN_MASK))
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Without graph, without dropout, and under the autocast of the observed pass."""
+        assert self.hidden is not None, "no forward pass was observed"
+        enabled, dtype = self._autocast
+        modes = [(module, module.training) for module in self.model.modules()]
+        for module, _ in modes:
+            module.training = False
+        try:
+            with torch.no_grad(), torch.autocast(self.hidden.device.type, dtype=dtype, enabled=enabled):
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+@contextmanager
+def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
+    """Keep what the last forward pass inside the block handed to the first routed layer; costs and changes nothing.
+
+    Raises:
+        ValueError: No depth-routed adapter is active, or the model is split over devices or processes.
+    """
+    prefix = Prefix(model)
+    handles = [layer.register_forward_pre_hook(prefix.observe, with_kwargs=True) for layer in prefix.layers]
+    end = prefix.layers[-1].register_forward_hook(lambda _, args, output: setattr(prefix, "final", hidden_of(output)))
+    with hooked([*handles, end]):
+        try:
+            yield prefix
+        finally:
+            prefix.hidden, prefix.final, prefix.kwargs = None, None, []
+
+
+def run_forks(
+    prefix: Prefix, on_policy: bool, fork: Fork | None, layers: Collection[int] | None = None
+) -> tuple[torch.Tensor, dict[int, range]]:
+    """Send the trunk and its forks through the observed layers, as one batch.
+
+    Args:
+        prefix: From `observe_prefix`, after a forward pass, inside `prefix.replaying()`.
+        on_policy: Whether routed layers follow the gate; otherwise they run full.
+        fork: Makes the new streams of a layer; None for the trunk alone.
+        layers: Indices of the layers to fork at; default: all routed ones.
+
+    Returns:
+        The final streams `[F, B, T, d]`, the trunk first, and the streams that each layer made.
+    """
+    assert prefix.hidden is not None
+    batch = prefix.hidden.shape[0]
+    streams_FBTd = prefix.hidden[None]
+    forks: dict[int, range] = {}
+    for layer, observed in zip(prefix.layers, prefix.kwargs):
+        count = streams_FBTd.shape[0]
+        kwargs = {name: _repeat(value, batch, count) for name, value in observed.items()}
+        token_mask = kwargs.pop(TOKEN_MASK, None)
+        h = streams_FBTd.flatten(0, 1)
+        holder: Routing | None = layer._modules.get(HOLDER)
+        plan = None if holder is None else holder.plan(prefix.training)
+        if holder is None or plan is None or (not on_policy and fork is None):
+            streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
+            continue
+        _check_forkable(plan)
+        call = routed_call(layer, plan, h, token_mask, kwargs, decides=on_policy)
+        if on_policy:
+            out, after_full, after_cheap = _follow(call, batch)
+        else:
+            out = after_full = call.full()
+            after_cheap = call.of(slice(batch), kwargs).cheap()
+        streams_FBTd = out.unflatten(0, (count, batch))
+        if fork is not None and (layers is None or holder.layer_index in layers):
+            new_KBTd = fork(after_full[:batch], after_cheap[:batch], streams_FBTd[0])
+            forks[holder.layer_index] = range(count, count + len(new_KBTd))
+            streams_FBTd = torch.cat([streams_FBTd, new_KBTd])
+            if holder.family.parallel:  # what is not routed reads the layer's input, for a new stream the trunk's
+                stream = torch.cat([call.stream, call.stream[:batch].repeat(len(new_KBTd), 1, 1)])
+                kwargs = {name: _repeat(value, batch, len(streams_FBTd)) for name, value in observed.items()}
+                kwargs.pop(TOKEN_MASK, None)
+                call = replace(call, stream=stream, kwargs=kwargs)
+        streams_FBTd = call.finish(streams_FBTd.flatten(0, 1)).unflatten(0, (-1, batch))
+    return streams_FBTd, forks
+
+
+def _follow(call: RoutedCall, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The streams as the gate has them, and the trunk's after the full and the cheap path.
+
+    The forks are made of either path of the trunk, the first `batch` sequences; they themselves need one.
+    """
+    # Without attention, sparse execution looks at no other token.
+    alone = call.plan.mix == "hard" and not call.plan.target.skips_attention
+    trunk = call.of(slice(batch), call.kwargs) if alone else call
+    after_full, after_cheap = call.site.both(trunk)
+    out = call.site.mixed(trunk, after_full, after_cheap)
+    if alone and batch < len(call.stream):
+        out = torch.cat([out, call.site.gathered(call.of(slice(batch, None), call.kwargs))])
+    return out, after_full, after_cheap
+
+
+def _check_forkable(plan: RoutePlan) -> None:
+    """Raise `ValueError` for adapters whose two paths are not a choice between two streams at one token."""
+    config, gate = plan.config, plan.gate
+    refused = {
+        "target": plan.target.per_pair,
+        "granularity": config.granularity == "sequence",
+        "gate": gate.scales_sublayers or gate.exits or gate.static,
+    }
+    for name in (name for name, bad in refused.items() if bad):
+        fault = f"{name}={getattr(config, name)!r}"
+        raise ValueError(f"util, rank and cgs need a choice per token and layer; they do not support {fault}")
+
+
+def fork_losses(
+    prefix: Prefix, streams_FBTd: torch.Tensor, labels_BT: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy of every position's prediction, float32 `[F, B, T]`, 0 where nothing is predicted, and where."""
+    labels_BT = labels_BT.to(streams_FBTd.device)
+    counted_BT = _counted(prefix, labels_BT)
+    targets_N = labels_BT.roll(-1, dims=1)[counted_BT].repeat(len(streams_FBTd))
+    losses_N = prefix.read_out.token_losses(streams_FBTd[:, counted_BT].flatten(0, 1), targets_N)
+    losses_FBT = torch.zeros(streams_FBTd.shape[:3], device=streams_FBTd.device)
+    losses_FBT[:, counted_BT] = losses_N.view(len(streams_FBTd), -1)
+    return losses_FBT, counted_BT
+
+
+def divergence_from_dense(prefix: Prefix, logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+    """Mean over predicted tokens of `KL(dense || routed)`, in nats; the gradient reaches `logits_BTV` only.
+
+    The dense model is this one with every routed layer full, so the teacher costs no weights of its own.
+    """
+    with prefix.replaying():
+        trunk_1BTd, _ = run_forks(prefix, on_policy=False, fork=None)
+    counted_BT = _counted(prefix, labels_BT).to(trunk_1BTd.device)
+    rows_Nd, student_NV = trunk_1BTd[0][counted_BT], logits_BTV[counted_BT]
+    total = logits_BTV.new_zeros((), dtype=torch.float32)
+    for rows, logits in prefix.read_out.chunks(rows_Nd, student_NV):
+        with prefix.replaying():
+            target = prefix.read_out(rows).float().log_softmax(-1)
+        total = total + F.kl_div(logits.float().log_softmax(-1), target, reduction="sum", log_target=True)
+    return total / counted_BT.sum().clamp(min=1)
+
+
+def _counted(prefix: Prefix, labels_BT: torch.Tensor) -> torch.Tensor:
+    """Bool `[B, T]`: the positions that predict a token."""
+    return F.pad(predicting(labels_BT, prefix.token_mask), (0, 1))
+
+
+def _repeat(value: Any, batch: int, count: int) -> Any:
+    """A layer's argument for `count` times the batch; what broadcasts over the batch stays as it is."""
+    if isinstance(value, tuple):
+        return tuple(_repeat(part, batch, count) for part in value)
+    if hasattr(value, "kv_num_blocks"):
+        raise ValueError("the oracle does not support flex attention; use sdpa or eager")
+    if count == 1 or not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[0] != batch or batch == 1:
+        return value
+    return value.repeat(count, *[1] * (value.ndim - 1))

@@ -1,0 +1,249 @@
+"""The language-model loss from hidden states: logits exist for a few rows at a time, never as `[B, T, V]`.
+
+Loss and gradient of a chunk are computed together while its logits are there, so the forward pass leaves one gradient
+`[N, d]` behind instead of logits, log-probabilities and their gradient, each `[N, V]`. Where the LM head is frozen, as
+it is when only routers train, no gradient of its weight is computed. On CUDA, where the package `liger-kernel` is
+installed, its kernel is used.
+
+Shapes: B batch, T positions, N predicted tokens, d model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from ..base.families import FAMILIES
+from ..base.readout import logit_change
+
+# Float32 logits that exist at one time, in elements. The head's weight is read twice a chunk; with fewer, that shows.
+_LOGITS = {"cpu": 2**24, "cuda": 2**27}
+
+
+class FusedLoss:
+    """Inside the block, `model(..., labels=labels).loss` is computed without logits; its value is the same.
+
+        with FusedLoss(model):
+            loss = model(**batch).loss
+
+    The LM head hands the hidden states on, and the model's loss function applies it chunk by chunk. What the output
+    calls `logits` then are the hidden states. A call without labels has no place in the block. One object serves many
+    blocks: a compiled model is compiled for its functions.
+
+    Raises:
+        ValueError: `model` is none that this works for; `fused_loss_obstacle` says why.
+        RuntimeError: In the forward pass: the model changes its logits between the head and the loss.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        obstacle = fused_loss_obstacle(model)
+        if obstacle is not None:
+            raise ValueError(f"no fused loss: {obstacle}")
+        self._base = _base_of(model)
+        self._head = cast(nn.Linear, self._base.get_output_embeddings())
+        self._passed: torch.Tensor | None = None
+        self._forward, self._loss = self._pass_through, self._causal_lm_loss  # bound once
+
+    def __enter__(self) -> None:
+        self._head.__dict__["forward"] = self._forward
+        self._base.__dict__["_loss_function"] = self._loss
+
+    def __exit__(self, *exception: Any) -> None:
+        self._head.__dict__.pop("forward", None)
+        self._base.__dict__.pop("_loss_function", None)
+        self._passed = None
+
+    def _pass_through(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        self._passed = hidden_states
+        return hidden_states
+
+    def _causal_lm_loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """transformers' `ForCausalLMLoss`, with the hidden states `[B, T, d]` in place of the logits."""
+        if logits is not self._passed:
+            raise RuntimeError(
+                f"{type(self._base).__name__} changes its logits between the LM head and the loss, which a fused loss "
+                "cannot follow; set fused_loss=False"
+            )
+        self._passed = None
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        head = self._head
+        total, count = fused_cross_entropy(logits, shift_labels.to(logits.device), head.weight, head.bias, ignore_index)
+        if num_items_in_batch is None:  # the mean over no target is NaN, as it is there, and its gradient zero
+            return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
+
+
+def fused_loss_obstacle(model: nn.Module) -> str | None:
+    """Why `FusedLoss` does not work for `model`; None where it does.
+
+    The model's forward has to be `loss_function(lm_head(hidden_states), labels)` of a known family, with the standard
+    loss, a plain linear head whose weight is whole and on one device, and nobody looking at the logits.
+    """
+    base = _base_of(model)
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    config = getattr(base, "config", None)
+    if getattr(config, "model_type", None) not in FAMILIES:
+        return f"the forward pass of {type(base).__name__} is not known"
+    change = logit_change(base)
+    if change is not None:
+        return f"the model changes its logits after the LM head ({change[0]} {change[1]:g})"
+    if "_loss_function" in base.__dict__ or getattr(base, "loss_function", None) is not ForCausalLMLoss:
+        return "the model has a loss function of its own"
+    if type(head) is not nn.Linear or "forward" in head.__dict__:
+        return "the LM head is not a plain linear layer"
+    if head.out_features != getattr(config, "vocab_size", None):
+        return "the LM head and the vocabulary differ in size"
+    if type(head.weight) is not nn.Parameter:
+        return "the weight of the LM head is quantised or split"
+    if head.weight.is_meta or hasattr(head.weight, "ds_id") or hasattr(head.weight, "placements"):
+        return "the weight of the LM head is not whole"
+    if any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in (model, base, head)):
+        return "the model or its LM head has forward hooks"
+    return None
+
+
+def fused_cross_entropy(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the cross-entropies of `softmax(hidden @ weight.T + bias)`, and the number of targets.
+
+    As a linear layer, in the dtype of `hidden` or of autocast, and `F.cross_entropy` of its result in float32.
+
+    Args:
+        hidden: `[..., d]`; its gradient is computed in the forward pass.
+        targets: Int64 `[...]`.
+        weight: `[V, d]`; gets a gradient if it wants one.
+        bias: `[V]`.
+        ignore_index: Positions with this target do not count.
+
+    Returns:
+        The sum, float32 `[]`, and the count, int64 `[]`. The sum cannot be differentiated twice.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    targets_N = targets.reshape(-1)
+    with torch.autocast(device, enabled=False):
+        operands = [None if x is None else x.to(dtype) for x in (hidden.reshape(-1, hidden.shape[-1]), weight, bias)]
+        kernel = _liger_sum() if device == "cuda" and not torch.compiler.is_compiling() else None
+        if kernel is not None:
+            total = kernel(*operands, targets_N, ignore_index)
+        else:
+            wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in operands]
+            total, *_ = _chunked_cross_entropy(*operands, targets_N, ignore_index, wanted)
+    return total, (targets_N != ignore_index).sum()
+
+
+# An operator of its own, so that a compiler takes it as one piece.
+@torch.library.custom_op(
+    "hf_depthroute::chunked_cross_entropy",
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, int ignore_index, bool[] wanted) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _chunked_cross_entropy(
+    hidden_Nd: torch.Tensor,
+    weight_Vd: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_N: torch.Tensor,
+    ignore_index: int,
+    wanted: list[bool],
+) -> tuple[torch.Tensor, ...]:
+    """The sum of the cross-entropies, and its gradients where `wanted`; elsewhere an empty tensor."""
+    total, grad_hidden_Nd, grad_weight_Vd, grad_bias_V = _results(hidden_Nd, weight_Vd, bias_V, wanted)
+    counted_N = targets_N != ignore_index
+    rows_N = torch.arange(len(targets_N), device=targets_N.device)
+    if hidden_Nd.device.type == "cpu":  # elsewhere, to know how many there are would be to wait for the device
+        rows_N = counted_N.nonzero().squeeze(-1)
+    for rows_n in rows_N.split(max(1, _LOGITS.get(hidden_Nd.device.type, 2**24) // len(weight_Vd))):
+        rows_nd, targets_n, counted_n = (x.index_select(0, rows_n) for x in (hidden_Nd, targets_N, counted_N))
+        # In place on one buffer: logits, exponentials, probabilities, the gradient of the sum by the logits.
+        buffer_nV = F.linear(rows_nd, weight_Vd, bias_V).float()
+        at = targets_n.clamp(min=0)[:, None]  # what is ignored may be negative
+        reached_n1 = buffer_nV.gather(1, at)
+        largest_n1 = buffer_nV.amax(-1, keepdim=True)
+        sums_n1 = buffer_nV.sub_(largest_n1).exp_().sum(-1, keepdim=True)
+        total += (largest_n1 + sums_n1.log() - reached_n1).squeeze(1).masked_fill(~counted_n, 0.0).sum()
+        if any(wanted):
+            buffer_nV.mul_(counted_n[:, None] / sums_n1)
+            buffer_nV.scatter_add_(1, at, -counted_n[:, None].float())
+        if wanted[0]:
+            grad_hidden_Nd.index_copy_(0, rows_n, buffer_nV.to(rows_nd.dtype) @ weight_Vd)
+        if wanted[1]:
+            grad_weight_Vd += buffer_nV.to(rows_nd.dtype).T @ rows_nd
+        if wanted[2]:
+            grad_bias_V += buffer_nV.sum(0)
+        del buffer_nV  # before the next chunk's exists
+    return total, grad_hidden_Nd, grad_weight_Vd, grad_bias_V
+
+
+@_chunked_cross_entropy.register_fake
+def _results(
+    hidden_Nd: torch.Tensor, weight_Vd: torch.Tensor, bias_V: torch.Tensor | None, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    """Zeros of the results' shapes. Sums over all chunks are in float32 whatever the operands' dtype is."""
+    rows, weight, bias = rest[-1]
+    return (
+        hidden_Nd.new_zeros((), dtype=torch.float32),
+        torch.zeros_like(hidden_Nd) if rows else hidden_Nd.new_zeros(0),
+        weight_Vd.new_zeros(weight_Vd.shape if weight else 0, dtype=torch.float32),
+        weight_Vd.new_zeros(len(weight_Vd) if bias else 0, dtype=torch.float32),
+    )
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:])
+    ctx.wanted = inputs[-1]
+    ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
+
+
+def _scale_gradients(ctx: Any, grad: torch.Tensor, *unused: Any) -> tuple[torch.Tensor | None, ...]:
+    # The scale of the loss comes last, so that float16 gradients do not underflow before a loss scaler is applied.
+    kept = zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted)
+    return *((gradient * grad).to(dtype) if wants else None for gradient, dtype, wants in kept), None, None, None
+
+
+_chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+
+
+@functools.cache
+def _liger_sum() -> Any:
+    """`liger-kernel`'s `(hidden, weight, bias, targets, ignore_index) -> sum of losses`; None where it is absent."""
+    try:
+        from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+    except ImportError:
+        return None
+
+    def total(hidden_Nd: Any, weight_Vd: Any, bias_V: Any, targets_N: Any, ignore_index: int) -> Any:
+        loss: Any = LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction="sum")
+        return loss(weight_Vd, hidden_Nd, targets_N, bias_V)
+
+    return total
+
+
+def _base_of(model: Any) -> Any:
+    """The transformers model inside PEFT's wrappers."""
+    while hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return model

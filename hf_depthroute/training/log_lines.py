@@ -1,0 +1,90 @@
+"""What training prints: one line per log entry that a person can read.
+
+The per-layer values (`full_ratio/layer_11` and so on) are left out of the line only. They stay in the log entries, so
+TensorBoard, trackio and `log_history` have them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback, TrainerState
+
+from ..files.shown import say
+
+_NOT_SHOWN = ("epoch", "total_flos")
+
+
+class Lines:
+    """Remembers when training began, for the time left. A mixin of callbacks."""
+
+    begun, first_step = 0.0, 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.begun, self.first_step = time.monotonic(), state.global_step
+        super().on_train_begin(args, state, control, **kwargs)  # type: ignore[misc]
+
+    def line(self, state: TrainerState, logs: Mapping[str, Any]) -> str:
+        done, rest = state.global_step - self.first_step, state.max_steps - state.global_step
+        left = (time.monotonic() - self.begun) / done * rest if self.begun and done > 0 else None
+        return log_line(logs, state.global_step, state.max_steps, left)
+
+
+class LinePrinter(Lines, PrinterCallback):
+    """transformers' `PrinterCallback` with a readable line instead of the whole log entry."""
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_local_process_zero and logs:
+            say(self.line(state, logs))
+
+
+class LineProgress(Lines, ProgressCallback):
+    """transformers' progress bar with a readable line above it instead of the whole log entry."""
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self.training_bar is not None and logs:
+            self.training_bar.write(self.line(state, logs))
+
+
+def print_lines(trainer: Any) -> None:
+    """Exchange the Trainer's own two ways of printing log entries; a callback of the caller's own stays."""
+    replaced = {PrinterCallback: LinePrinter, ProgressCallback: LineProgress}
+    callbacks = trainer.callback_handler.callbacks
+    for index, callback in enumerate(callbacks):
+        if type(callback) in replaced:
+            callbacks[index] = replaced[type(callback)]()
+
+
+def log_line(logs: Mapping[str, Any], step: int, steps: int, seconds_left: float | None = None) -> str:
+    """A log entry of the Trainer in one line: step, loss, its terms, mean share run full, mean gate probability."""
+    if "train_runtime" in logs:
+        speed = logs.get("train_steps_per_second")
+        mean = f", mean loss {_number(logs['train_loss'])}" if "train_loss" in logs else ""
+        return f"trained {step} steps in {duration(logs['train_runtime'])} ({_number(speed)} steps/s){mean}"
+    rest = {name: value for name, value in logs.items() if name not in _NOT_SHOWN and "/layer_" not in name}
+    parts = [f"step {step:>{len(str(steps))}}/{steps}"]
+    if "loss" in rest:
+        parts.append(f"loss {_number(rest.pop('loss'))}")
+    terms = [name for name in rest if name.startswith("loss_")]
+    if terms:
+        parts.append(", ".join(f"{name.removeprefix('loss_')} {_number(rest.pop(name))}" for name in terms))
+    for name, form in {"full_ratio": "full {:.1%}", "gate_prob": "gate p {:.3f}"}.items():
+        values = [float(value) for key, value in logs.items() if key.startswith(f"{name}/layer_")]
+        parts += [form.format(sum(values) / len(values))] if values else []
+    short = {"learning_rate": "lr", "grad_norm": "grad"}
+    parts += [f"{short.get(name, name)} {_number(value)}" for name, value in rest.items()]
+    parts += [] if seconds_left is None else [f"{duration(seconds_left)} left"]
+    return " | ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`75` -> `"1:15"`, `4000` -> `"1:06:40"`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

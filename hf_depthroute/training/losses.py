@@ -1,0 +1,340 @@
+"""Routing losses, computed from a `RouteTrace`. Adding a loss is one function and one row of `LOSSES`.
+
+* `budget`, `alive`, `jepa`, `util`, `rank`: "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical
+  Study" (arXiv:2604.17228);
+* `cgs`: "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory"
+  (FARS, Analemma; gitlab.com/fars-a/counterfactual-gate-supervision);
+* `capacity`: "Router-Tuning: A Simple and Effective Approach for Enabling Dynamic-Depth in Transformers"
+  (arXiv:2410.13184);
+* `depth`: "Adaptive Computation Depth via Learned Token Routing in Transformers" (arXiv:2605.05222);
+* `similarity`: "DLO: Dynamic Layer Operation for Efficient Vertical Scaling of LLMs" (arXiv:2407.11030);
+* `predictor`: "Mixture-of-Depths: Dynamically allocating compute in transformer-based language models"
+  (arXiv:2404.02258);
+* `balance`, `router_z`: in `base_routers`.
+
+Shapes: C routed layers, B batch, T positions, N predicted tokens, d model width, V vocabulary. Means run over real
+tokens, of all processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..base.contexts import hooked
+from ..base.families import find_layers
+from ..base.readout import ReadOut, predicting
+from ..inference.calibration import active_routings, track_thresholds
+from ..routing.selection import topk_mask
+from ..routing.trace import RouteTrace
+from .arguments import LOSSES, LossTerm, RoutingArguments
+from .base_routers import RouterTrace, load_balance, router_z
+from .forks import Prefix, divergence_from_dense
+from .oracle import UtilityLabels
+from .trace_statistics import cosine, diagnostics, gate_logits, mean_probability, real_tokens, stack, token_mean
+
+__all__ = ["LOSSES", "LossInputs", "LossTerm", "diagnostics", "mean_probability", "routing_losses", "token_mean"]
+
+_RANKED = 256  # positions of a sequence that the rank loss compares with each other
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss may look at. A term whose inputs are missing does not apply.
+
+    Attributes:
+        trace: The decisions of the forward pass, with graph.
+        lm: The language-model loss of the same pass.
+        alive_min: `p_min` of the `alive` term.
+        jepa_targets: `"paired"`, or `"deranged"`: every token gets the target of another one.
+        utility: Labels `u*` by layer index, for `util` and `rank`; None between refreshes.
+        counterfactual: Labels `dl` by layer index, for `cgs`; None between refreshes.
+        counterfactual_temperature: What `cgs` divides `dl` by.
+        prefix: The observed forward pass, for `distill`.
+        logits: Its logits `[B, T, V]`, with graph, for `distill`.
+        labels: Its labels `[B, T]`, for `distill` and `exit`.
+        budget_scope: `"layer"`, or `"global"`: `budget` and `alive` hold the mean over layers instead of each layer.
+        exits: The streams that entered the routed layers, for `exit`.
+        routers: What the base model's routers did, for `balance` and `router_z`.
+        balance_dispatch: `f` of `balance`: `"top1"` or `"topk"`.
+    """
+
+    trace: RouteTrace
+    lm: torch.Tensor | None = None
+    alive_min: float = 0.05
+    jepa_targets: str = "paired"
+    utility: Mapping[int, UtilityLabels] | None = None
+    counterfactual: Mapping[int, UtilityLabels] | None = None
+    counterfactual_temperature: torch.Tensor | float = 1.0
+    prefix: Prefix | None = None
+    logits: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    budget_scope: str = "layer"
+    exits: Exits | None = None
+    routers: RouterTrace | None = None
+    balance_dispatch: str = "top1"
+
+
+def jepa_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`(1 - cos(q_full, z_full)) + (1 - cos(q_cheap, z_cheap))`, mean over tokens and layers; JEPA gate only."""
+    records = list(inputs.trace.values())
+    if not all("z_full" in record.extras for record in records):
+        return None
+    z_full, z_cheap = ([getattr(record, name) for record in records] for name in ("z_full", "z_cheap"))
+    if inputs.jepa_targets == "deranged":
+        source = derangement(records[0].real)
+        z_full, z_cheap = ([shuffled(z, records[0].real, source) for z in targets] for targets in (z_full, z_cheap))
+    per_layer = [
+        2 - cosine(record.q_full, full) - cosine(record.q_cheap, cheap)
+        for record, full, cheap in zip(records, z_full, z_cheap)
+    ]
+    return token_mean(stack(per_layer), real_tokens(inputs.trace)).mean()
+
+
+def util_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`Huber(u, u*)` with delta 1, mean over labelled tokens and layers."""
+    if inputs.utility is None:
+        return None
+    scores_CBT, labels_CBT, valid_CBT = _labelled(inputs.trace, inputs.utility)
+    return token_mean(F.huber_loss(scores_CBT, labels_CBT, reduction="none"), valid_CBT).mean()
+
+
+def rank_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`E_(i,j) softplus(-sign(u*_i - u*_j) (u_i - u_j))` over the pairs of labelled tokens of a sequence.
+
+    All pairs `i != j`; of sequences longer than 256 tokens, the pairs among 256 positions drawn at random.
+    """
+    if inputs.utility is None:
+        return None
+    scores_CBT, labels_CBT, valid_CBT = _labelled(inputs.trace, inputs.utility)
+    length = scores_CBT.shape[-1]
+    if length > _RANKED:
+        drawn = torch.randperm(length, device=scores_CBT.device)[:_RANKED]
+        scores_CBT, labels_CBT, valid_CBT = (x[..., drawn] for x in (scores_CBT, labels_CBT, valid_CBT))
+    # The term is symmetric in i and j, so i < j is enough.
+    i, j = torch.triu_indices(scores_CBT.shape[-1], scores_CBT.shape[-1], offset=1, device=scores_CBT.device)
+    order_CBP = torch.sign(labels_CBT[..., i] - labels_CBT[..., j])
+    losses_CBP = F.softplus(-order_CBP * (scores_CBT[..., i] - scores_CBT[..., j]))
+    return token_mean(losses_CBP, valid_CBT[..., i] & valid_CBT[..., j]).mean()
+
+
+def cgs_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`BCE(p, y)` with `y = sigmoid(dl / temperature)`, mean over labelled tokens: counterfactual gate supervision."""
+    if inputs.counterfactual is None:
+        return None
+    trace = RouteTrace({index: inputs.trace[index] for index in inputs.counterfactual})
+    _, labels_CBT, valid_CBT = _labelled(trace, inputs.counterfactual)
+    targets_CBT = torch.sigmoid(labels_CBT / inputs.counterfactual_temperature)
+    return _cross_entropy(gate_logits(trace), targets_CBT, valid_CBT)
+
+
+def z_loss(inputs: LossInputs) -> torch.Tensor:
+    """`mean(logsumexp(logits)^2)` of the two-way choice with logits `(z/2, -z/2)`, `p = sigmoid(z)`.
+
+    Symmetric in the two paths, least where `p = 1/2`: it holds the scale of the scores, as the router z-loss does.
+    """
+    half_CBT = 0.5 * gate_logits(inputs.trace)
+    logsumexp_CBT = torch.logaddexp(half_CBT, -half_CBT)
+    return token_mean(logsumexp_CBT.square(), real_tokens(inputs.trace)).mean()
+
+
+def distill_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`KL(dense || routed)` per predicted token, the dense model being this one with the adapter disabled."""
+    if inputs.prefix is None or inputs.logits is None or inputs.labels is None:
+        return None
+    return divergence_from_dense(inputs.prefix, inputs.logits, inputs.labels)
+
+
+def budget_loss(inputs: LossInputs) -> torch.Tensor:
+    """`1/C sum_l (p_bar_l - rho)^2`, `p_bar_l` the mean gate probability of the layer; `(mean_l p_bar_l - rho)^2`
+    where the budget is global."""
+    budgets = torch.tensor([record.budget for record in inputs.trace.values()])
+    p_bar = mean_probability(inputs.trace)
+    return _held(inputs, p_bar - budgets.to(p_bar)).square().mean()
+
+
+def alive_loss(inputs: LossInputs) -> torch.Tensor:
+    """`1/C sum_l ReLU(p_min - p_bar_l)`; of the mean over layers where the budget is global."""
+    return F.relu(inputs.alive_min - _held(inputs, mean_probability(inputs.trace))).mean()
+
+
+class Exits(dict[int, torch.Tensor]):
+    """Layer index -> the stream that entered the routed layer, `[B, T, d]` with graph; filled by `observe_exits`."""
+
+    read_out: ReadOut
+
+
+@contextmanager
+def observe_exits(model: nn.Module) -> Iterator[Exits]:
+    """Keep the streams that enter the routed layers in the last forward pass inside the block; changes nothing.
+
+    Raises:
+        ValueError: No depth-routed adapter is active.
+    """
+    exits, layers = Exits(), find_layers(model)
+    exits.read_out = ReadOut(model)
+
+    def keeper(index: int) -> Any:
+        return lambda layer, args, kwargs: exits.update({index: args[0] if args else kwargs["hidden_states"]})
+
+    indices = [holder.layer_index for holder in active_routings(model)]
+    with hooked(layers[i].register_forward_pre_hook(keeper(i), with_kwargs=True) for i in indices):
+        try:
+            yield exits
+        finally:
+            exits.clear()
+
+
+def exit_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """Mean next-token cross-entropy of the tied LM head on the stream that enters each routed layer, in nats.
+
+    With L exits in all, the final one included, weights `lm` 1/L and `exit` (L - 1)/L give the mean over exits.
+    """
+    if inputs.exits is None or inputs.labels is None:
+        return None
+    record = next(iter(inputs.trace.values()))
+    real_BT = record.real if record.real.ndim == 2 else record.real[..., 0]
+    return exit_cross_entropy(inputs.exits, inputs.labels, real_BT.to(inputs.labels.device))
+
+
+def exit_cross_entropy(exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Tensor) -> torch.Tensor:
+    """`exit_loss` over the predicted tokens of all processes; the backward pass makes each layer's logits again."""
+    counted_BT = predicting(labels_BT, real_BT)
+    targets_N = labels_BT[:, 1:][counted_BT]
+    losses: list[Any] = []
+    for stream_BTd in exits.values():
+        rows_Nd = stream_BTd[:, :-1][counted_BT.to(stream_BTd.device)]
+        losses.append(checkpoint(exits.read_out.token_losses, rows_Nd, targets_N, use_reentrant=False))
+    losses_CN = stack(losses)
+    return token_mean(losses_CN, torch.ones_like(losses_CN, dtype=torch.bool)).mean()
+
+
+def capacity_loss(inputs: LossInputs) -> torch.Tensor:
+    """Router-Tuning: `ReLU(mean(M) - rho)`, `M` the hard mask of all routed layers together, with `dM/dp = 1`."""
+    records = inputs.trace.values()
+    masks = stack([record.mask.to(record.probs.dtype) - record.probs.detach() + record.probs for record in records])
+    budget = sum(record.budget for record in records) / len(records)
+    return F.relu(token_mean(masks, real_tokens(inputs.trace)).mean() - budget)
+
+
+def similarity_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """DLO: `BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence that the full path changes most.
+
+    These are the tokens with the lowest cosine between the stream before and after the full path. None where the trace
+    has no cosines: it was made in inference, or by routed experts.
+    """
+    records = list(inputs.trace.values())
+    if not all("similarity" in record.extras for record in records):
+        return None
+    labels_CBT = stack([topk_mask(-record.similarity.detach(), record.budget, record.real) for record in records])
+    logits_CBT = gate_logits(inputs.trace)
+    return _cross_entropy(logits_CBT, labels_CBT.to(logits_CBT.dtype), real_tokens(inputs.trace))
+
+
+def predictor_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """Mixture-of-Depths: `BCE(predicted, M)`, what teaches the causal predictor the top-k choice; None without one."""
+    records = list(inputs.trace.values())
+    if not all("predicted" in record.extras for record in records):
+        return None
+    predicted_CBT = stack([record.predicted.float() for record in records])
+    return _cross_entropy(predicted_CBT, stack([record.mask.float() for record in records]), real_tokens(inputs.trace))
+
+
+for _name, _compute in {
+    "lm": lambda i: i.lm,
+    "jepa": jepa_loss, "util": util_loss, "rank": rank_loss, "budget": budget_loss, "alive": alive_loss,
+    "cgs": cgs_loss, "z": z_loss, "distill": distill_loss, "capacity": capacity_loss,
+    "depth": lambda i: mean_probability(i.trace).mean(),
+    "similarity": similarity_loss, "predictor": predictor_loss, "exit": exit_loss,
+    "balance": lambda i: None if i.routers is None else load_balance(i.routers, i.balance_dispatch),
+    "router_z": lambda i: None if i.routers is None else router_z(i.routers),
+}.items():  # fmt: skip
+    LOSSES[_name] = LossTerm(getattr(RoutingArguments, f"{_name}_weight"), _compute)
+
+
+def routing_losses(
+    trace: RouteTrace,
+    lm: torch.Tensor | None = None,
+    weights: Mapping[str, float] | None = None,
+    alive_min: float = 0.05,
+    **inputs: Any,
+) -> dict[str, torch.Tensor]:
+    """Every applicable term times its weight; their sum is the loss to minimise.
+
+        with record_routes(model) as trace:
+            output = model(**batch)
+        loss = sum(routing_losses(trace, lm=output.loss).values())
+
+    With gradient accumulation over G batches divide the routing terms by G, as you do with `output.loss`. Under
+    DistributedDataParallel nothing is left to do: the terms already use the statistics of all processes, and their
+    gradients survive the averaging.
+
+    In training the thresholds of inference are tracked too: the quantile tables of the layers that `trace` recorded
+    follow its scores, so that `set_budget` and a saved adapter know them.
+
+    Args:
+        trace: From `record_routes`, in training mode.
+        lm: The model's own loss; left out of the result when None.
+        weights: Overrides of the default weights in `LOSSES`; a term with weight 0 is not computed.
+        alive_min: `p_min`.
+        inputs: Further fields of `LossInputs`, such as `utility=oracle.prefix_utility(...)`.
+
+    Raises:
+        KeyError: `weights` names no known loss.
+        TypeError: `inputs` names no field of `LossInputs`.
+    """
+    for name in weights or {}:
+        if name not in LOSSES:
+            raise KeyError(f"unknown loss {name!r}; known: {', '.join(LOSSES)}")
+    if torch.is_grad_enabled():
+        track_thresholds(trace)
+    given = LossInputs(trace, lm, alive_min, **inputs)
+    terms = {}
+    for name, term in LOSSES.items():
+        weight = (weights or {}).get(name, term.weight)
+        value = term.compute(given) if weight != 0 else None
+        if value is not None:
+            terms[name] = weight * value
+    return terms
+
+
+def _held(inputs: LossInputs, per_layer_C: torch.Tensor) -> torch.Tensor:
+    """What the budget holds: every layer, or their mean."""
+    return per_layer_C.mean() if inputs.budget_scope == "global" else per_layer_C
+
+
+def derangement(real_BT: torch.Tensor) -> torch.Tensor:
+    """A permutation of the real tokens without fixed points, int64 `[N]`: one random cycle through all of them.
+
+    With a single token there is none; it is left where it is.
+    """
+    order = torch.randperm(int(real_BT.sum()), device=real_BT.device)
+    source = torch.empty_like(order)
+    source[order] = order.roll(1)
+    return source
+
+
+def shuffled(values: torch.Tensor, real_BT: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`values` `[B, T, ...]` with the real tokens' rows permuted: row `n` comes from row `source[n]`."""
+    values = values.clone()
+    values[real_BT] = values[real_BT][source]
+    return values
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    return token_mean(losses, real).mean()
+
+
+def _labelled(trace: RouteTrace, labels: Mapping[int, UtilityLabels]) -> tuple[torch.Tensor, ...]:
+    """Scores, labels and validity, each `[C, B, T]`."""
+    scores_CBT = stack([record.scores for record in trace.values()])
+    labels_CBT = stack([labels[index].utility for index in trace]).to(scores_CBT.device)
+    return scores_CBT, labels_CBT, stack([labels[index].valid for index in trace]).to(scores_CBT.device)

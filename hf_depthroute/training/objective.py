@@ -1,0 +1,283 @@
+"""The training objective: the sum of the losses, when labels are refreshed, thresholds and what is logged."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from ..base.distributed import sum_over_processes
+from ..base.families import find_decoder, find_family
+from ..inference.calibration import active_routings
+from ..routing.holder import Routing
+from ..routing.thresholds import Measured
+from ..routing.trace import RouteRecord, RouteTrace, overridden, record_routes, routings
+from .arguments import RoutingArguments
+from .base_routers import observe_routers
+from .forks import Prefix, observe_prefix
+from .losses import LossInputs, diagnostics, observe_exits, routing_losses
+from .oracle import UtilityLabels, prefix_utility
+from .trace_statistics import stack
+
+__all__ = ["RoutingArguments", "RoutingObjective"]
+
+_TEMPERATURE_DECAY = 0.99  # of the counterfactual temperature's moving average
+_WATCHED_BATCHES = 64  # of one optimizer step; what a loop without a callback leaves does not pile up
+
+
+class NonFiniteLossError(RuntimeError):
+    """A training step was stopped in front of its optimizer step. The message is one line: step, terms, layer."""
+
+
+class RoutingObjective:
+    """Adds the routing losses to a language-model loss, tracks thresholds, and collects what is logged.
+
+    Args:
+        arguments: Weights.
+        model: The model with routed layers.
+
+    Raises:
+        ValueError: The model has no active depth-routed adapter.
+    """
+
+    def __init__(self, arguments: RoutingArguments, model: nn.Module) -> None:
+        active_routings(model)
+        self.arguments = arguments
+        self.model = model
+        self._step = 0
+        self._temperature: torch.Tensor | None = None
+        self._sums: dict[str, tuple[torch.Tensor, int]] = {}
+        self._load: dict[int, torch.Tensor] = {}
+        self._full: dict[int, torch.Tensor] = {}  # by the thresholds: tokens full and seen, since the last log entry
+        self._budgets: dict[int, float] = {}
+        # Of the batches since the last optimizer step: the terms, and the scores by layer.
+        self._pending: deque[tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]] = deque(maxlen=_WATCHED_BATCHES)
+
+    @contextmanager
+    def watching(self) -> Iterator[LossInputs]:
+        """Around a forward pass, or many: what the losses see of the last one; all but the trace only where needed."""
+        a, config = self.arguments, active_routings(self.model)[0].active_config()
+        with ExitStack() as watchers:
+            watchers.enter_context(_without_input_gradients(self.model))
+            if a.similarity_weight > 0:
+                watchers.enter_context(overridden(self.model, "observe_similarity", True))
+            trace = watchers.enter_context(record_routes(self.model))
+            prefix = watchers.enter_context(observe_prefix(self.model)) if a.forks() else None
+            exits = watchers.enter_context(observe_exits(self.model)) if a.exit_weight > 0 else None
+            balanced = a.balance_weight > 0 or a.router_z_weight > 0
+            routers = watchers.enter_context(observe_routers(self.model)) if balanced else None
+            yield LossInputs(
+                trace, alive_min=a.alive_min, jepa_targets=a.jepa_targets, balance_dispatch=a.balance_dispatch,
+                budget_scope=config.budget_scope, prefix=prefix, exits=exits, routers=routers,
+            )  # fmt: skip
+
+    def __call__(
+        self,
+        lm: torch.Tensor,
+        watched: LossInputs,
+        share: float,
+        labels: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The loss to back-propagate for one batch; inside the `watching` block of its forward pass.
+
+        Args:
+            lm: The language-model loss; already divided by the number of accumulated batches if `share` is below 1.
+            watched: From `watching`.
+            share: This batch's part of the optimizer step, for terms that are means over the batch.
+            labels: The batch's labels `[B, T]`; needed by `util`, `rank`, `cgs`, `distill` and `exit`.
+            logits: The model's logits `[B, T, V]`; needed by `distill`.
+
+        Raises:
+            ValueError: A term with a weight lacks what it needs.
+        """
+        a, trace, prefix = self.arguments, watched.trace, watched.prefix
+        due: dict[str, Any] = {}
+        if watched.exits is not None and labels is None:
+            raise ValueError("the exit loss needs labels in the batch")
+        if watched.routers is not None and not watched.routers.with_graph:
+            raise ValueError(
+                "the balance and router_z losses get no gradient through reentrant gradient checkpointing; "
+                "set gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        if prefix is not None:
+            if labels is None:
+                raise ValueError("the util, rank, cgs and distill losses need labels in the batch")
+            if a.distill_weight > 0 and logits is None:
+                raise ValueError("the distill loss needs the model's logits; turn off what removes them")
+            due = self._refreshed(prefix, labels)
+        given = vars(watched) | {"lm": lm, "labels": labels, "logits": logits} | due
+        terms = routing_losses(**given, weights=a.weights())
+        for holder in active_routings(self.model):
+            self._count(holder, trace[holder.layer_index])
+            self._compare(holder, trace[holder.layer_index])
+        self._collect(terms, trace, share)
+        found = {name: term.detach() for name, term in terms.items()}
+        self._pending.append((found, {index: record.scores.detach() for index, record in trace.items()}))
+        zero = lm.new_zeros(())
+        return terms.pop("lm", zero) + share * sum(terms.values(), zero)
+
+    def _refreshed(self, prefix: Prefix, labels: torch.Tensor) -> dict[str, Any]:
+        """The labels that are due at this step."""
+        a, step = self.arguments, self._step
+        due: dict[str, Any] = {}
+        if a.uses_oracle() and step >= a.oracle_warmup and (step - a.oracle_warmup) % a.oracle_interval == 0:
+            due["utility"] = prefix_utility(prefix, labels, a.oracle, a.oracle_window, a.oracle_gamma)
+        if a.cgs_weight > 0 and step >= a.cgs_warmup and (step - a.cgs_warmup) % a.cgs_interval == 0:
+            layers = [holder.layer_index for holder in active_routings(self.model)]
+            layer = layers[(step - a.cgs_warmup) // a.cgs_interval % len(layers)]
+            difference = prefix_utility(prefix, labels, "on_policy", window=1, layers=[layer])
+            due |= {"counterfactual": difference, "counterfactual_temperature": self._adapt(difference[layer])}
+        return due
+
+    def _adapt(self, labels: UtilityLabels) -> torch.Tensor:
+        """The counterfactual temperature: a moving average of the mean `|dl|`."""
+        size = (labels.utility.abs() * labels.valid).sum() / labels.valid.sum().clamp(min=1)
+        before = size if self._temperature is None else self._temperature
+        self._temperature = torch.lerp(size, before, _TEMPERATURE_DECAY).clamp(min=1e-6)
+        return self._temperature
+
+    def schedule(self, step: int) -> None:
+        """Set the budget and the temperature of optimizer step `step`."""
+        self._step, a = step, self.arguments
+        for holder in active_routings(self.model):
+            budget, temperature = holder.active_config().budget, holder.active_config().gate_temperature
+            assert temperature is not None
+            holder.scheduled_budget = _ramp(step, a.budget_schedule_steps, a.budget_start, budget)
+            holder.scheduled_temperature = _ramp(step, a.temperature_schedule_steps, a.temperature_start, temperature)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """After an optimizer step: move the thresholds of `selection="controller"` by the load since the last one.
+
+        Every layer by its own load, or by the mean over layers where the budget is global; that of all processes.
+        """
+        holders = [h for h in active_routings(self.model) if h.layer_index in self._load]
+        if not holders:
+            return
+        counts_C2 = sum_over_processes(stack([self._load.pop(h.layer_index) for h in holders]))
+        load_C = counts_C2[:, 0] / counts_C2[:, 1]
+        if holders[0].active_config().budget_scope == "global":
+            load_C = load_C.mean().expand_as(load_C)
+        for holder, load in zip(holders, load_C):
+            controller, budget = holder.active_controller(), self._budgets[holder.layer_index]
+            assert controller is not None
+            # Without a single token the load is NaN, and the threshold stays.
+            controller.move(load.nan_to_num(nan=budget), budget, self.arguments.controller_step)
+
+    @torch.no_grad()
+    def check_finite(self, step: int, gradients: bool = True) -> None:
+        """In front of an optimizer step: refuse it if a loss term or a gradient is not finite.
+
+        Args:
+            step: Number of the step, for the message.
+            gradients: Whether gradients count; a float16 scaler means to meet infinities and skips the step itself.
+
+        Raises:
+            NonFiniteLossError: With the terms and the first layer whose scores are not finite. Weights, thresholds and
+                optimizer state are those of the step before.
+        """
+        pending = list(self._pending)
+        self._pending.clear()
+        watched = [term.float() for terms, _ in pending for term in terms.values()]
+        if gradients:
+            found = [p.grad for p in self.model.parameters() if p.requires_grad and type(p.grad) is torch.Tensor]
+            watched += [get_total_norm(found)] if found else []
+        if not watched or bool(stack([value.reshape(()) for value in watched]).isfinite().all()):
+            return
+        names = sorted({name for terms, _ in pending for name, term in terms.items() if not term.isfinite()})
+        layers = sorted({i for _, scores in pending for i, value in scores.items() if not value.isfinite().all()})
+        what = f"loss terms {', '.join(names)}" if names else "a gradient (every loss term is finite)"
+        where = f"the scores of layer {layers[0]} are the first that are not" if layers else "all scores are finite"
+        raise NonFiniteLossError(
+            f"step {step}: not finite: {what}; {where}. Stopped before the optimizer moved: the model is as after step "
+            f"{step - 1}. Look at the batch, or lower the learning rate"
+        )
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint has to keep beside the model: the counterfactual temperature."""
+        return {} if self._temperature is None else {"temperature": float(self._temperature)}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Undo `state`."""
+        value = state.get("temperature")
+        self._temperature = None if value is None else torch.tensor(value, device=next(self.model.parameters()).device)
+
+    def _count(self, holder: Routing, record: RouteRecord) -> None:
+        """Tokens run full and tokens seen since the last step, where a controller wants to know."""
+        if holder.active_controller() is not None:
+            counts_2 = torch.stack([(record.mask & record.real).sum(), record.real.sum()]).float()
+            self._load[holder.layer_index] = self._load.get(holder.layer_index, 0) + counts_2
+            self._budgets[holder.layer_index] = record.budget
+
+    @torch.no_grad()
+    def _compare(self, holder: Routing, record: RouteRecord) -> None:
+        """Count what the tracked threshold of inference would let run full of this batch."""
+        config = holder.active_config()
+        if config.takes_budget():
+            full = record.scores >= holder.active_quantiles()(config.budget)
+            counts_2 = torch.stack([(full & record.real).sum(), record.real.sum()])
+            self._full[holder.layer_index] = self._full.get(holder.layer_index, 0) + counts_2
+
+    def note_shares(self) -> None:
+        """Leave with the thresholds what they let run full since the last log entry, for the model card."""
+        for h in active_routings(self.model):
+            if h.layer_index in self._full:
+                full, seen = self._full[h.layer_index].tolist()
+                h.active_quantiles().measured = Measured(h.active_config().budget, full / max(1, seen), "training")
+
+    def end_schedule(self) -> None:
+        for holder in routings(self.model):
+            holder.scheduled_budget = holder.scheduled_temperature = None
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Means since the last call: `loss_lm`, `loss_budget`, ..., and the per-layer diagnostics.
+
+        Each over the batches that had it: `loss_util` over the refreshes.
+        """
+        metrics = {name: float(total) / count for name, (total, count) in self._sums.items()}
+        self._sums, self._full = {}, {}
+        return metrics
+
+    def _collect(self, terms: dict[str, torch.Tensor], trace: RouteTrace, share: float) -> None:
+        weights = self.arguments.weights()
+        values = {f"loss_{name}": term.detach() / weights[name] for name, term in terms.items()}
+        if "loss_lm" in values:
+            values["loss_lm"] /= share
+        for name, value in {**values, **diagnostics(trace)}.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (total + value, count + 1)
+
+
+def _ramp(step: int, steps: int, start: float, end: float) -> float | None:
+    return None if step >= steps else start + (end - start) * step / steps
+
+
+@contextmanager
+def _without_input_gradients(model: nn.Module) -> Iterator[None]:
+    """Forward passes inside the block start without a graph at a frozen embedding; no parameter's gradient changes.
+
+    With gradient checkpointing transformers lets the output of a frozen embedding require a gradient. Reentrant
+    checkpoints need that: they only connect what goes in with what comes out. Others do not, and there every frozen
+    layer below the first routed one would keep its input, run once more and be differentiated for nothing.
+    """
+    decoder = find_decoder(model, find_family(model))
+    layers = (module for module in decoder.modules() if getattr(module, "gradient_checkpointing", False))
+    functions = (getattr(layer, "_gradient_checkpointing_func", None) for layer in layers)
+    reentrant = (getattr(function, "keywords", {}).get("use_reentrant") is not False for function in functions)
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    if embeddings is None or not embeddings._forward_hooks or any(reentrant):
+        yield
+        return
+
+    def stop(embeddings: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        # A leaf that requires a gradient comes from no parameter: the flag was put on it.
+        return output.requires_grad_(False) if output.is_leaf else None
+
+    with embeddings.register_forward_hook(stop):  # after transformers' own
+        yield

@@ -1,0 +1,106 @@
+"""What a model remembers of the run that made its adapter, for the card that is written when it is saved.
+
+It lives with the adapter in memory and is never part of its weights. Training again, or another calibration, makes
+what was measured before worthless: the former forgets it, the latter shows in the weights' hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+from torch import nn
+
+from ..files.versions import versions
+from ..inference.calibration import active_routings
+from ..routing.thresholds import ScoreQuantiles
+from ..routing.trace import routings
+from .arguments import RoutingArguments
+
+_ARGUMENTS = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "max_steps",
+    "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "seed",
+)  # fmt: skip
+
+
+@dataclass
+class Run:
+    """The record of an adapter's training, in the form of `training.json`, and its results as for `make_card`."""
+
+    training: dict[str, Any] | None = None
+    results: list[Any] = field(default_factory=list)
+
+    def record(self, model: nn.Module, adapter_name: str, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The record of the training, or `before` where none is remembered, with what the thresholds let run full."""
+        record: dict[str, Any] = dict((self.training if self.training is not None else before) or {})
+        shares = {}
+        for holder in (h for h in routings(model) if adapter_name in h.depth_route_quantiles):
+            measured = cast(ScoreQuantiles, holder.depth_route_quantiles[adapter_name]).measured
+            if measured is not None and measured.budget == holder.config(adapter_name).budget:
+                shares[str(holder.layer_index)] = measured.full_ratio
+                record |= {"calibrated_full_ratio": shares, "calibrated_in": measured.where}
+        return record
+
+
+def add_results(model: nn.Module, *results: Any) -> None:
+    """Show these results in the cards that `save_pretrained` and `push_to_hub` of this model write.
+
+    Args:
+        model: A model with an active routed adapter.
+        *results: As for `make_card`: files of `eval --out` or `bench --out`, or what `evaluate_budgets`,
+            `evaluate_tasks` or `bench` returned for this adapter.
+
+    Raises:
+        ValueError: No routed adapter is active.
+    """
+    _active(model).results.extend(results)
+
+
+def remember_training(model: nn.Module, training: Mapping[str, Any]) -> None:
+    """Replace the record of the active adapter's training; what was measured before is forgotten."""
+    run = _active(model)
+    run.training = dict(training)
+    run.results.clear()
+
+
+def remembered(model: nn.Module, adapter_name: str) -> Run:
+    """What is known of `adapter_name`; nothing, of an adapter that was loaded."""
+    holder = next(holder for holder in routings(model) if adapter_name in holder.depth_route_gate)
+    return cast(Run, holder.runs.get(adapter_name, Run()))
+
+
+def training_record(args: Any, state: Any, model: nn.Module, dataset: Any, seconds: float) -> dict[str, Any]:
+    """The record of a training so far, by the arguments and the state of its `transformers.Trainer`.
+
+    The log's history is referred to, not copied. The Hub's id is read from `dataset` where `datasets` noted it;
+    `seconds` have passed since training began.
+    """
+    values = {name: getattr(args, name, None) for name in (*_ARGUMENTS, *(f.name for f in fields(RoutingArguments)))}
+    plain = {
+        n: v if isinstance(v, (int, float)) else str(getattr(v, "value", v)) for n, v in values.items() if v is not None
+    }
+    return {
+        "hyperparameters": plain | {"steps": state.global_step, "processes": args.world_size},
+        "dataset": _dataset_id(dataset),
+        "examples": len(dataset) if hasattr(dataset, "__len__") else None,
+        "seconds": round(seconds, 1),
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "log_history": state.log_history,
+        "versions": versions(),
+    }
+
+
+def _active(model: nn.Module) -> Run:
+    holder = active_routings(model)[0]
+    return cast(Run, holder.runs.setdefault(holder.active_name(), Run()))
+
+
+def _dataset_id(dataset: Any) -> str | None:
+    """`me/text` of a dataset that was read from `hf://datasets/me/text@...`."""
+    sources = getattr(getattr(dataset, "info", None), "download_checksums", None) or {}
+    for source in sources:
+        name, at, _ = str(source).removeprefix("hf://datasets/").partition("@")
+        if at and str(source).startswith("hf://datasets/"):
+            return name
+    return None

@@ -1,0 +1,77 @@
+"""Statistics of a `RouteTrace`, layer by layer: means over the real tokens of all processes, and what is logged.
+
+Shapes: C routed layers, B batch, T positions. Records of routed experts have a third dimension, the K experts of a
+token; everything here averages over it too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..base.distributed import sum_over_processes, world_size
+from ..routing.trace import RouteTrace
+
+
+def token_mean(values: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Mean over real tokens per layer, `[C, ...] -> [C]`, over all processes of a data-parallel group.
+
+    The value is the same on every rank. DDP averages gradients over W ranks, so the local part carries W times its
+    share: after averaging, the gradient is that of the one global mean.
+    """
+    total_C = (values * real).flatten(1).sum(dim=1)
+    count_C = real.flatten(1).sum(dim=1).to(total_C.dtype)
+    if world_size() == 1:
+        return total_C / count_C.clamp(min=1)
+    shared = sum_over_processes(torch.stack([total_C.detach(), count_C]))
+    count_C = shared[1].clamp(min=1)
+    local_C = total_C * world_size() / count_C
+    return shared[0] / count_C + (local_C - local_C.detach())
+
+
+def mean_probability(trace: RouteTrace) -> torch.Tensor:
+    """`p_bar`, `[C]`: the mean gate probability of each routed layer over real tokens."""
+    return token_mean(stack([record.probs for record in trace.values()]), real_tokens(trace))
+
+
+def gate_logits(trace: RouteTrace) -> torch.Tensor:
+    """`u / tau`, `[C, B, T]`: of a probability that has rounded to 0 or 1, no gradient would be left."""
+    return stack([record.scores / record.temperature for record in trace.values()])
+
+
+def real_tokens(trace: RouteTrace) -> torch.Tensor:
+    """Bool `[C, B, T]`."""
+    return stack([record.real for record in trace.values()])
+
+
+def stack(per_layer: list[torch.Tensor]) -> torch.Tensor:
+    """`[C, ...]` on one device; layers of a split model may be on several."""
+    return torch.stack([value.to(per_layer[0].device) for value in per_layer])
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Cosine over the last dimension, in float32; fewer passes over memory than `F.cosine_similarity`."""
+    a, b = a.float(), b.float()
+    return (a * b).sum(-1) * torch.rsqrt(((a * a).sum(-1) * (b * b).sum(-1)).clamp_min(1e-16))
+
+
+@torch.no_grad()
+def diagnostics(trace: RouteTrace) -> dict[str, torch.Tensor]:
+    """Scalars per layer for the log, such as `full_ratio/layer_11`.
+
+    `full_ratio` (tokens run full), `gate_prob` (mean `p`), `score_var` (variance of `u`), and for the JEPA gate
+    `q_distance` (mean `||q_full - q_cheap||_2`) and `q_cosine` (mean cosine of the two).
+    """
+    result: dict[str, torch.Tensor] = {}
+    for index, record in trace.items():
+
+        def mean(values: torch.Tensor, real: torch.Tensor = record.real) -> torch.Tensor:
+            return (values * real).sum() / real.sum().clamp(min=1)
+
+        values = {"full_ratio": mean(record.mask.float()), "gate_prob": mean(record.probs)}
+        values["score_var"] = mean((record.scores - mean(record.scores)).square())
+        if "q_full" in record.extras:
+            q_full, q_cheap = record.q_full.float(), record.q_cheap.float()
+            values["q_distance"] = mean((q_full - q_cheap).norm(dim=-1))
+            values["q_cosine"] = mean(cosine(q_full, q_cheap))
+        result |= {f"{name}/layer_{index}": value for name, value in values.items()}
+    return result

@@ -1,0 +1,227 @@
+"""Training: `DepthRouteTrainer` and its arguments."""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..files.out_of_resources import disk_full, out_of_memory
+from ..files.shown import reason, shown
+from ..files.staged import write_json
+from ..inference.calibration import active_routings
+from ..parts.traits import traits_of
+from . import checkpoints
+from .callbacks import DepthRouteCallback, RoutingCallback, is_standard, routed_loss
+from .fused_loss import FusedLoss, fused_loss_obstacle
+from .objective import RoutingArguments, RoutingObjective
+
+__all__ = [
+    "DepthRouteCallback", "DepthRouteTrainer", "DepthRouteTrainerMixin", "DepthRouteTrainingArguments",
+    "RoutingArguments",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:
+    _Trainer = object  # a mixin over any Trainer
+
+
+@dataclass
+class DepthRouteTrainingArguments(TrainingArguments, RoutingArguments):
+    """`transformers.TrainingArguments` plus `RoutingArguments`.
+
+    The optimizer's defaults are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical
+    Study" (arXiv:2604.17228): AdamW, lr 2e-4, weight decay 0.01, clip 1.0, cosine to 1 % of lr. Set `warmup_steps` to
+    fit the length of your run (there: 1,000 of 20,000).
+    """
+
+    learning_rate: float = field(default=2e-4, metadata={"help": "peak learning rate"})
+    weight_decay: float = field(default=0.01, metadata={"help": "AdamW weight decay"})
+    lr_scheduler_type: str = field(default="cosine_with_min_lr", metadata={"help": "learning-rate schedule"})
+    lr_scheduler_kwargs: dict[str, Any] | str | None = field(
+        default_factory=lambda: {"min_lr_rate": 0.01}, metadata={"help": "arguments of the schedule"}
+    )
+
+    def __post_init__(self) -> None:
+        self.check()
+        if self.lr_scheduler_type != "cosine_with_min_lr" and self.lr_scheduler_kwargs == {"min_lr_rate": 0.01}:
+            self.lr_scheduler_kwargs = {}
+        super().__post_init__()
+
+
+class DepthRouteTrainerMixin(_Trainer):
+    """Adds the routing losses in `compute_loss`, whatever the Trainer class takes its language-model loss from.
+
+    A step whose loss is not finite ends training in front of its optimizer step. Whole checkpoints are marked, and no
+    other is resumed from. What ran out of memory or disk ends with a line that names what was being done and what is
+    left.
+    """
+
+    model: Any
+    doing = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        arguments = self.args if isinstance(self.args, RoutingArguments) else RoutingArguments()
+        self.routing_objective = RoutingObjective(arguments, self.model)
+        self._fused: FusedLoss | None = None
+        callback = RoutingCallback()
+        callback.objective = self.routing_objective
+        self.callback_handler.callbacks.insert(0, callback)  # adds to the logs before the integrations read them
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The Trainer's loss plus the routing losses; in evaluation, the Trainer's loss alone."""
+        plain, fused = super().compute_loss, None
+        if model.training:
+            self.doing = f"in training step {self.state.global_step + 1}"
+            # A `compute_loss` other than the Trainer's may look at the logits.
+            fusible = is_standard(plain) and inputs.get("labels") is not None and not return_outputs
+            if fusible and self.fused_loss_obstacle() is None:
+                # The same object for every step, so that a compiled model is compiled once.
+                fused = self._fused = self._fused or FusedLoss(self.model)
+        given = model, inputs, return_outputs, num_items_in_batch
+        return routed_loss(self.routing_objective, self, plain, *given, fused)
+
+    def fused_loss_obstacle(self) -> str | None:
+        """Why training steps compute logits; None where the loss is fused with the LM head.
+
+        They do too in a subclass whose `compute_loss` asks for the outputs, or over a Trainer with one of its own.
+        """
+        arguments = self.routing_objective.arguments
+        gates = [traits_of(holder.active_config().gate) for holder in active_routings(self.model)]
+        split = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.n_gpu > 1
+        split = split or getattr(self.accelerator, "parallelism_config", None) is not None
+        obstacles = {
+            "fused_loss=False": not arguments.fused_loss,
+            "lm_weight=0: no gradient is wanted": arguments.lm_weight == 0,
+            "the distill loss needs them": arguments.distill_weight > 0,
+            "the gate reads them inside the layers": any(gate.reads_logits for gate in gates),
+            "label smoothing": self.label_smoother is not None,
+            "a loss function of the Trainer's own": self.compute_loss_func is not None,
+            "use_liger_kernel=True has a fused loss too": self.args.use_liger_kernel,
+            "the model is split over devices or copied by DataParallel": split,
+        }
+        return next((reason for reason, holds in obstacles.items() if holds), fused_loss_obstacle(self.model))
+
+    def create_model_card(  # type: ignore[override]  # takes more
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | Sequence[str] | None = None,
+        model_name: str | None = None,
+        dataset: str | Sequence[str] | None = None,
+        results: Sequence[Any] = (),
+        **ignored: Any,
+    ) -> None:
+        """Write `README.md` in `output_dir`. `push_to_hub` calls it, and passes on what it does not know itself:
+
+            trainer.push_to_hub(results=["eval.json"], license="apache-2.0")
+
+        Args:
+            language, license, tags, model_name: For the metadata and the title; a licence is not guessed.
+            dataset: Hub ids of the training data. Default: what the training dataset says.
+            results: As for `hf_depthroute.card.make_card`; what was added with `add_results` is shown too.
+            **ignored: Other arguments of `Trainer.create_model_card` and TRL's: the card has them from the run.
+
+        Raises:
+            ResultError: A result cannot be read, or was measured with other weights.
+        """
+        if not self.is_world_process_zero():
+            return
+        tags, dataset = ([names] if isinstance(names, str) else list(names or ()) for names in (tags, dataset))
+        card = {"language": language, "license": license, "tags": tags, "model_name": model_name, "datasets": dataset}
+        card |= {"repo_id": getattr(self, "hub_model_id", None)}
+        model = self.accelerator.unwrap_model(self.model)
+        model.create_or_update_model_card(str(self.args.output_dir), results=results, card=card)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`.
+
+        Raises:
+            CheckpointError: The checkpoint to resume from is not whole; for True, none is. Later ones that are not
+                whole are named in a warning and passed over.
+            NonFiniteLossError: A loss term or a gradient was not finite; the optimizer did not step.
+        """
+        if resume_from_checkpoint is True:
+            found, skipped = checkpoints.last_complete(Path(str(self.args.output_dir)))
+            for line in skipped:
+                warnings.warn(f"passed over {shown(line)}", stacklevel=2)
+            resume_from_checkpoint = True if found is None else str(found)
+        elif resume_from_checkpoint:
+            checkpoints.check_complete(Path(resume_from_checkpoint))
+        self.doing = ""
+        with self._named("training"):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.evaluate`."""
+        with self._named("evaluating"):
+            return super().evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # older ones go when this one is whole
+        try:
+            with self._named(f"saving {folder}"):
+                super()._save_checkpoint(model, trial, *args, **kwargs)
+                if self.args.should_save:
+                    write_json(folder / checkpoints.ROUTING_STATE, self.routing_objective.state(), indent=None)
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    checkpoints.mark_complete(folder)
+                    best = self.state.best_model_checkpoint
+                    checkpoints.rotate(folder, limit, None if best is None else Path(best))
+        finally:
+            self.args.save_total_limit = limit
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        saved = Path(checkpoint or "") / checkpoints.ROUTING_STATE
+        if checkpoint is not None and saved.is_file():
+            self.routing_objective.load_state(checkpoints.read_routing_state(saved))
+
+    @contextmanager
+    def _named(self, doing: str) -> Iterator[None]:
+        """Say what was being done when memory or disk ran out, and what is left; the outermost block says it."""
+        outer, self.doing = self.doing, doing
+        try:
+            yield
+            self.doing = outer
+        except (MemoryError, RuntimeError, OSError) as error:
+            memory = out_of_memory(error)
+            if outer or not (memory or disk_full(error)):
+                raise
+            whole = checkpoints.last_whole(Path(str(self.args.output_dir)))
+            left = f"the last whole checkpoint is {whole}" if whole else "there is no whole checkpoint"
+            text = f"{'out of memory' if memory else 'disk full'} while {self.doing}: {reason(error)}; {left}"
+            if memory:  # the same type where it is PyTorch's own: callers catch it
+                raise (type(error) if isinstance(error, torch.OutOfMemoryError) else MemoryError)(text) from error
+            raise OSError(errno.ENOSPC, text, str(getattr(error, "filename", None) or self.args.output_dir)) from error
+        finally:
+            self.doing = self.doing if outer else ""
+
+
+class DepthRouteTrainer(DepthRouteTrainerMixin, Trainer):
+    """`transformers.Trainer` that adds the routing losses and logs them.
+
+    Takes the Trainer's arguments; pass `DepthRouteTrainingArguments` as `args` to set weights and schedules.
+
+    Raises:
+        ValueError: The model has no active depth-routed adapter.
+    """

@@ -1,0 +1,97 @@
+"""An executor from outside the package, by the public table alone; and who runs a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import build_routed, decoder_layers, tokens
+from peft import PeftModel
+
+from hf_depthroute import record_routes, tune_execution
+from hf_depthroute.execution.call import RoutedCall
+from hf_depthroute.execution.executors import EXECUTORS
+from hf_depthroute.routing.trace import overridden, routings
+
+
+class Chosen:
+    """Both paths of every token, and one of them taken."""
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+
+    def supports(self, call: RoutedCall) -> bool:
+        return not call.needs_both_paths and not call.plan.target.per_pair and call.plan.mix == "hard"
+
+    def run(self, call: RoutedCall) -> torch.Tensor:
+        self.layers.append(call.layer)
+        return call.finish(torch.where(call.mask[..., None], call.full(), call.cheap()))
+
+
+@pytest.fixture
+def chosen() -> Iterator[Chosen]:
+    rows, executor = dict(EXECUTORS), Chosen()
+    EXECUTORS["chosen"] = executor
+    yield executor
+    EXECUTORS.clear()
+    EXECUTORS.update(rows)
+
+
+@torch.no_grad()
+def logits(model: PeftModel, executor: str, ids: torch.Tensor | None = None) -> torch.Tensor:
+    with overridden(model, "executor", executor):
+        return model(input_ids=tokens(3, 8) if ids is None else ids).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "olmoe", "gpt2", "phi"])
+@pytest.mark.parametrize("target", ["ffn", "attention", "block"])
+def test_row_of_another_package_is_chosen_by_its_name_and_equals_masked(
+    chosen: Chosen, family: str, target: str
+) -> None:
+    model = build_routed(family, "mlp", target=target, layers=[1, 2]).eval()
+    found = logits(model, "chosen")
+    assert chosen.layers == [layer for layer in decoder_layers(model) if "routing" in layer._modules]
+    assert torch.equal(found, logits(model, "masked"))
+    assert len(chosen.layers) == len(routings(model))
+
+
+def test_auto_takes_the_first_row_that_supports_the_call(chosen: Chosen) -> None:
+    model = build_routed("llama", "mlp").eval()
+    expected = logits(model, "masked")
+    logits(model, "auto")
+    assert not chosen.layers  # it stands behind the others
+    rows = {name: EXECUTORS.pop(name) for name in list(EXECUTORS) if name != "chosen"}
+    EXECUTORS.update(rows)
+    assert torch.equal(logits(model, "auto"), expected)
+    assert len(chosen.layers) == len(routings(model))
+
+
+def test_call_that_a_row_does_not_support_runs_as_auto_says(chosen: Chosen) -> None:
+    model = build_routed("olmoe", "mlp", target="experts").eval()
+    assert torch.equal(logits(model, "chosen"), logits(model, "auto"))
+    model = build_routed("llama", "mlp").train()
+    with overridden(model, "executor", "chosen"), record_routes(model):
+        model(input_ids=tokens(2, 4)).logits.sum().backward()
+    assert not chosen.layers
+
+
+def test_tuning_times_the_rows_that_support_the_prompts(chosen: Chosen) -> None:
+    model = build_routed("llama", "mlp").eval()
+    choices = tune_execution(model, tokens(2, 4), steps=1, repeats=1)
+    assert {name for choice in choices for name in choice.milliseconds} == {"full", "gathered", "masked", "chosen"}
+    chosen.layers.clear()
+    tuned = tune_execution(model, tokens(2, 4), steps=0, repeats=1, executors=["chosen"], keep_decisions=True)
+    assert {choice.executor for choice in tuned} == {"chosen"}
+    chosen.layers.clear()
+    logits(model, "auto", tokens(2, 4))
+    assert len(chosen.layers) == len(routings(model))
+
+
+def test_name_that_is_not_in_the_table_is_refused() -> None:
+    model = build_routed("llama", "mlp").eval()
+    with pytest.raises(ValueError, match=r"executor='chosen' must be one of: auto, .*gathered"):
+        logits(model, "chosen")
+    with pytest.raises(ValueError, match="executor='chosen' must be one of"):
+        tune_execution(model, tokens(2, 4), executors=["chosen"])
