@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,18 +204,21 @@ def test_family_without_known_queries_masks_its_attention_and_says_so(new_base: 
 
 
 def test_gpt2_projects_the_chosen_queries_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its projection is fused, so no module's rows can be counted: the parts of it are."""
-    model, ids, seen = routed(build_base("gpt2"), target="attention"), tokens(3, 12), {"0:1": 0, "1:3": 0}
-    original = projections._fused_part
+    """Its projection is fused, so no module's rows can be counted: the columns that are computed are."""
+    ids, seen = tokens(3, 12), {"q": 0, "kv": 0}
+    style = projections.STYLES["fused"]
 
-    def counted(module: Any, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        seen[f"{start}:{stop}"] += x.shape[:-1].numel()
-        return original(module, x, start, stop)
+    def counted(attention: Any, x: torch.Tensor, names: str) -> Any:
+        parts = style.project(attention, x, names)
+        seen[names] += sum(part.numel() for part in parts) // int(attention.embed_dim)
+        return parts
 
-    monkeypatch.setattr(projections, "_fused_part", counted)
+    monkeypatch.setitem(projections.STYLES, "fused", replace(style, project=counted))
+    model = routed(build_base("gpt2"), target="attention")
+    seen.update(q=0, kv=0)
     _, trace = run(model, input_ids=ids)
     chosen = sum(int(record.mask.sum()) for record in trace.values())
-    assert seen == {"0:1": chosen, "1:3": 3 * ids.numel()}
+    assert seen == {"q": chosen, "kv": 2 * 3 * ids.numel()}
     assert 0 < chosen < 3 * ids.numel()
 
 

@@ -156,9 +156,9 @@ class Source:
 
         dtype = self.options.dtype
         how: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
-        how |= {"trust_remote_code": trusts_remote_code()}
+        trust = trusts_remote_code()
         with explained(f"model {self.base}", self.base):
-            base: Any = transformers.AutoModelForCausalLM.from_pretrained(self.base, **how)
+            base: Any = transformers.AutoModelForCausalLM.from_pretrained(self.base, trust_remote_code=trust, **how)
         return base.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
     def routed(self, base: Any, is_trainable: bool = False) -> PeftModel:
