@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.import_utils import is_serve_available
 
 from hf_depthroute.cli.serve import link_model
-from hf_depthroute.cli.serve_limits import Guard, Limits
+from hf_depthroute.cli.serve_limits import Guard, Limits, limited_managers
 
 POSITIONS = 1 << 17
 OPTIONS = ["--max-prompt-tokens", "64", "--max-output-tokens", "100000", "--max-requests", "20"]
@@ -197,6 +197,28 @@ def test_a_request_ends_when_its_client_leaves() -> None:
     guard = Guard(app, "m", Limits(8, 8, 1))
     assert ask(guard, b"{}", stay=False) == []
     assert ended == ["cancelled"] and guard.requests == 0
+
+
+@needs_serve
+def test_a_stream_whose_client_left_before_its_first_word_is_not_computed() -> None:
+    from types import SimpleNamespace
+
+    class Endless:
+        def generate(self, streamer: Any, **rest: Any) -> None:
+            while True:
+                streamer.put(torch.tensor([1]))
+                time.sleep(0.001)
+
+    limits = Limits(8, 8, 1)
+    manager = limited_managers(limits)[0]()
+    settings = SimpleNamespace(max_new_tokens=8, max_length=None)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        manager.generate_streaming(Endless(), word_tokenizer(), {"input_ids": [1]}, settings, request_id="1")
+        await asyncio.sleep(60)
+
+    assert ask(Guard(app, "m", limits), b"{}", stay=False) == []
+    assert manager.submit(lambda: "free").result(timeout=10) == "free"
 
 
 def test_more_requests_than_the_limit_get_429_and_no_client_names_its_request() -> None:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,10 @@ GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _LOAD = "/load_model"
 _COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _BODY_SECONDS = 30.0
+
+# The streamers of the request that is running. An answer whose client left before its first word was sent is never
+# begun, and only an answer that was begun ends its generation.
+_streamers: ContextVar[list[Any]] = ContextVar("streamers")
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,8 @@ class Guard:
                 pass
             left.set()
 
+        streamers: list[Any] = []
+        _streamers.set(streamers)
         running = asyncio.ensure_future(self.app({**scope, "headers": headers}, replay, send))
         listening = asyncio.ensure_future(wait_for_the_end())
         try:
@@ -143,8 +150,13 @@ class Guard:
             listening.cancel()
             if not running.done():
                 running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+        finally:
+            if left.is_set():
+                for streamer in streamers:
+                    streamer.cancel()
 
 
 async def _read(receive: Receive, most: int) -> bytes | None:
@@ -232,7 +244,9 @@ def limited_managers(limits: Limits) -> tuple[type, type]:
         def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any) -> Any:
             check_generation(inputs, gen_config, limits)
             manager: Any = super()
-            return manager.generate_streaming(model, processor, inputs, gen_config, **rest)
+            queue, streamer = manager.generate_streaming(model, processor, inputs, gen_config, **rest)
+            _streamers.get().append(streamer)
+            return queue, streamer
 
     class OneAtATime(Checked, GenerateManager):  # type: ignore[misc]
         async def generate_non_streaming(
