@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .evaluation.cost import route_cost as route_cost
     from .inference.autotune import tune_execution as tune_execution
     from .inference.calibration import calibrate as calibrate
+    from .inference.calibration import calibrate_budgets as calibrate_budgets
     from .inference.calibration import set_budget as set_budget
     from .inference.draft_search import search_draft as search_draft
     from .inference.drafting import draft_view as draft_view
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .routing.trace import record_routes as record_routes
     from .routing.trace import replay_routes as replay_routes
     from .training.arguments import RoutingArguments as RoutingArguments
+    from .training.fit_router import fit_router as fit_router
     from .training.presets import PRESETS as PRESETS
     from .training.presets import preset as preset
     from .training.trainer import DepthRouteCallback as DepthRouteCallback
@@ -35,11 +37,12 @@ _NAMES = {
     "config.adapter": ["DepthRouteConfig"],
     "evaluation.cost": ["route_cost"],
     "inference.autotune": ["tune_execution"],
-    "inference.calibration": ["calibrate", "set_budget"],
+    "inference.calibration": ["calibrate", "calibrate_budgets", "set_budget"],
     "inference.draft_search": ["search_draft"],
     "inference.drafting": ["draft_view", "lossless_generate"],
     "routing.trace": ["record_routes", "replay_routes"],
     "training.arguments": ["RoutingArguments"],
+    "training.fit_router": ["fit_router"],
     "training.presets": ["PRESETS", "preset"],
     "training.trainer": ["DepthRouteCallback", "DepthRouteTrainer", "DepthRouteTrainingArguments"],
 }

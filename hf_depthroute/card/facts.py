@@ -199,12 +199,20 @@ def _is_evaluation(value: Any) -> bool:
         return False
 
 
+def _is_fit(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not isinstance(value.get("loss_of_rounds"), list):
+        return False
+    figures = [*value["loss_of_rounds"], *(value.get(name) for name in ("keep", "tokens", "loss_dense"))]
+    return len(figures) > 3 and all(map(is_number, figures))
+
+
 _KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("arguments", "hyperparameters", "versions"), lambda value: isinstance(value, Mapping)),
     **dict.fromkeys(("calibrated_full_ratio", "thresholds"), _by_layer),
     **dict.fromkeys(("examples", "trainable_parameters"), lambda value: isinstance(value, int) and is_number(value)),
     "command": lambda value: isinstance(value, list),
     "dataset": lambda value: isinstance(value, str),
+    "fit": _is_fit,
     "evaluation": _is_evaluation,
     "log_history": lambda value: isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value),
     "seconds": is_number,

@@ -140,10 +140,22 @@ def training(record: Mapping[str, Any], datasets: Sequence[str]) -> dict[str, An
             if value is not None and name not in _NOT_SHOWN
         ],
         "seconds": record.get("seconds"),
+        "fit": _fitted(record.get("fit")),
         "last": _last(log, "loss"),
         "last_eval": _last(log, "eval_loss"),
         "versions": [Safe(f"{code(name)} {code(value)}") for name, value in (record.get("versions") or {}).items()],
     }
+
+
+def _fitted(fit: Mapping[str, Any] | None) -> Safe | None:
+    """What `fit_router` found, on the text that it held out."""
+    if fit is None:
+        return None
+    best = min(fit["loss_of_rounds"])
+    return Safe(
+        f"fitted without training on {int(fit['tokens']):,} tokens; on text held out of it, the loss is "
+        f"{_figure(fit['loss_dense'])} dense and {_figure(best)} with {_share(fit['keep'])} of all calls run in full"
+    )
 
 
 def _last(log: Sequence[Mapping[str, Any]], name: str) -> Safe | None:

@@ -23,6 +23,7 @@ from .doctor import doctor
 from .errors import INTERRUPTED, CliError, describe
 from .evaluate import evaluate
 from .families import families
+from .fit import fit
 from .generate import generate
 from .report import report
 from .serve import serve
@@ -34,7 +35,8 @@ app = typer.Typer(
     help="""Depth routing for pretrained language models: easy tokens skip work, as a PEFT adapter.
 
     In every command ADAPTER is the folder of an adapter or its Hub id, and --out is where the command writes what it
-    makes: a folder (train, study, report) or a file (eval, bench, families: the result as JSON; card), - for stdout.
+    makes: a folder (train, fit, study, report) or a file (eval, bench, families: the result as JSON; card), - for
+    stdout.
     --adapter ADAPTER and --json FILE are older spellings of the two.
     """,
     add_completion=False,
@@ -59,6 +61,7 @@ def _options(
 
 
 app.command("train")(train)
+app.command("fit")(fit)
 app.command("eval")(evaluate)
 app.command("bench")(bench)
 app.command("generate")(generate)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import shutil
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,27 +15,24 @@ import torch
 import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..adapter.saving import SaveWarning, staged_save
 from ..adapter.tuner import get_depth_routed_model
 from ..config.adapter import DepthRouteConfig
 from ..config.fields import RoutingFields
 from ..data.text import pack
 from ..evaluation import BudgetRow, evaluate_budgets
 from ..evaluation.cost import route_cost
-from ..files import staged
-from ..files.out_of_resources import disk_full
 from ..files.shown import reason, say
 from ..files.versions import versions
 from ..inference import calibration
 from ..training.arguments import RoutingArguments
-from ..training.checkpoints import CheckpointError, checkpoints_in, last_complete
+from ..training.checkpoints import CheckpointError, last_complete
 from ..training.presets import find_preset
-from ..training.record import remember_training
 from ..training.trainer import DepthRouteTrainer, DepthRouteTrainingArguments
 from . import loading
 from . import options as o
-from .errors import OTHER, RESOURCES, CliError
+from .errors import OTHER, CliError
 from .output import check_space, made
+from .saving import bytes_needed, save_adapter
 
 if TYPE_CHECKING:
     from .train import TrainOptions
@@ -80,11 +74,11 @@ def train_adapter(options: TrainOptions) -> None:
     if remark is not None:  # routers and branches cost more than what is skipped
         say(f"note: {remark}")
     with made(out):
-        check_space(out, _bytes_needed(model, run.tokenizer, checkpoints=run.arguments.save_strategy != "no"))
+        check_space(out, bytes_needed(model, run.tokenizer, checkpoints=run.arguments.save_strategy != "no"))
         log_history = _trained(run, model, checkpoint)
         full_ratio, rows = _measured(run, model)
         record = _record_of(run, model, log_history, full_ratio, rows)
-        _save(run, model, record)
+        save_adapter(out, model, run.tokenizer, record)
     if rows:
         dense, routed = rows[0], rows[-1]
         gap = "" if routed.gap is None else f", threshold - top-k {routed.gap:+.4f}"
@@ -298,50 +292,3 @@ def _record_of(
         "log_history": log_history,
         "versions": versions(),
     }
-
-
-def _save(run: Run, model: Any, record: dict[str, Any]) -> None:
-    """The adapter with its card, the tokenizer and training.json, into `--out`; the run's checkpoints are removed.
-
-    What goes with an adapter and was not saved is said; other warnings are kept off the terminal.
-    """
-    out = run.options.out
-    remember_training(model, record)
-    try:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("always", SaveWarning)
-            with staged_save(out) as stage:
-                model.save_pretrained(str(stage))
-                with _at_best(stage, "the tokenizer"):
-                    run.tokenizer.save_pretrained(stage)
-                with _at_best(stage, "training.json"):
-                    record["weights_hash"] = loading.load_adapter_config(str(stage)).weights_hash
-                    staged.write_json(stage / "training.json", record)
-    except Exception as error:
-        if not disk_full(error):
-            raise
-        size = _bytes_needed(model, run.tokenizer, checkpoints=False)
-        raise CliError(f"{out}: disk full; the adapter needs about {size:,} bytes", RESOURCES) from error
-    for warning in found:
-        say(f"note: {warning.message}", file=sys.stderr)
-    for checkpoint in checkpoints_in(out):
-        shutil.rmtree(checkpoint, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _at_best(folder: Path, what: str) -> Iterator[None]:
-    """Say that `what` was not written into `folder`, where it could not be; an adapter is not lost for it."""
-    before = set(folder.iterdir())
-    try:
-        yield
-    except Exception as error:
-        for path in set(folder.iterdir()) - before:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()  # half of what was to be written
-        say(f"note: {what} was not written: {reason(error)}", file=sys.stderr)
-
-
-def _bytes_needed(model: Any, tokenizer: Any, checkpoints: bool) -> int:
-    """About what a run writes: the adapter and the tokenizer, and up to three checkpoints with two Adam moments."""
-    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return trained * (10 if checkpoints else 1) + 64 * len(tokenizer) + 2**20

@@ -40,12 +40,13 @@ class RoutingFields:
             those of a mixture-of-experts layer, one (token, expert) pair at a time.
         granularity: What one decision covers: a `"token"`, or a `"sequence"`. A sequence is decided on its prompt, and
             the decision is kept with the KV cache; where it skips the attention, no keys and values are written.
-        gate: What scores a token: `"mlp"`, `"jepa"`, `"linear"`, `"halting"`, `"random"`, `"exit"` or `"none"`. G1,
-            `"mlp"`: `u = W2 SiLU(W1 a + b1) + b2`; G3, `"jepa"`: predicts both outcomes, then compares them;
-            `"linear"` (Router-Tuning): one row, starts dense; `"halting"` (TSA): reads the stream between two blocks,
-            scales both updates of the block; and to compare with: `"random"`: a frozen random projection; `"exit"`:
-            the LM head's confidence, and a token that has left stays out; `"none"`: static, the routed layers are
-            skipped by every token. Any other row of `gates.GATES` is a value too.
+        gate: What scores a token: `"mlp"`, `"jepa"`, `"linear"`, `"affine"`, `"halting"`, `"random"`, `"exit"` or
+            `"none"`. G1, `"mlp"`: `u = W2 SiLU(W1 a + b1) + b2`; G3, `"jepa"`: predicts both outcomes, then compares
+            them; `"linear"` (Router-Tuning): one row, starts dense; `"affine"`: one row and a bias; `"halting"` (TSA):
+            reads the stream between two blocks, scales both updates of the block; and to compare with: `"random"`: a
+            frozen random projection; `"exit"`: the LM head's confidence, and a token that has left stays out;
+            `"none"`: static, the routed layers are skipped by every token. Any other row of `gates.GATES` is a value
+            too.
         gate_hidden: Width of the MLP gate's hidden layer; by default a quarter of the model's width.
         gate_input: What the gate reads: `"normed"` (what the sublayer sees) or `"residual"` (the stream in front of
             its norm, as in arXiv:2604.17228). On the pretrained base of `recipes/stories260k` `"normed"` ended at a

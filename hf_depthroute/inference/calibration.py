@@ -5,10 +5,11 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -92,12 +93,68 @@ def calibrate(
     return ratios
 
 
+@torch.no_grad()
+def calibrate_budgets(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]] | Mapping[str, Any],
+    budgets: Sequence[float] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+) -> None:
+    """Make `set_budget` hold every budget: the thresholds of each are found on the stream that it produces itself.
+
+    What earlier layers skip moves the scores of later ones, so the quantiles that `calibrate` measures at one budget
+    are off at another. Here every layer's table goes through the thresholds found at each of `budgets`, two passes
+    for each, and is linear in between. The adapter's own budget, and the threshold that it has, stay.
+
+    Args:
+        model: A calibrated model, see `calibrate`.
+        batches: As there; a few thousand tokens suffice.
+        budgets: In (0, 1).
+
+    Raises:
+        ValueError: As `calibrate`, and where the model is not calibrated.
+        ConfigError: A budget is out of range.
+    """
+    holders = active_routings(model)
+    configs = _budgeted_configs(holders)
+    own, kept = configs[0].budget, list(model_inputs(model, batches))
+    if not is_calibrated(model):
+        raise ValueError(f"calibrate_budgets: {NOT_FITTED}")
+    if not any(token_mask(batch).any() for batch in kept):
+        raise ValueError("calibrate_budgets: batches holds no real token")
+    knots: list[dict[float, float]] = [{1 - own: float(holder.active_quantiles()(own))} for holder in holders]
+    measured = [holder.active_quantiles().measured for holder in holders]
+    with evaluating(model), use_selection(model, "threshold"):
+        for budget in sorted({check_budget(budget) for budget in budgets} - {own, 1.0}, key=lambda b: abs(b - own)):
+            for _ in range(2):
+                for config in configs:
+                    config.budget = budget
+                scores = _collect(model, kept, configs[0].granularity == "sequence")
+                if configs[0].budget_scope == "global":
+                    scores = dict.fromkeys(scores, torch.cat(list(scores.values())))
+                for holder, known in zip(holders, knots):
+                    table = quantile_table(scores[holder.layer_index]).cpu()
+                    position = round((1 - budget) * (len(table) - 1))
+                    known |= {0.0: float(table[0]), 1.0: float(table[-1]), 1 - budget: float(table[position])}
+                    holder.active_quantiles().set(_through(known, 1 - own, len(table)))
+    for holder, config, before in zip(holders, configs, measured):
+        config.budget = own
+        holder.active_quantiles().measured = before
+
+
+def _through(knots: Mapping[float, float], fixed: float, size: int) -> torch.Tensor:
+    """A table `[size]` through the knots `{level: score}`, linear in between, never falling, exact at level `fixed`."""
+    levels = np.array(sorted(knots))
+    scores, middle = np.array([knots[level] for level in levels]), int(np.searchsorted(levels, fixed))
+    scores[middle:] = np.maximum.accumulate(scores[middle:])
+    scores[middle::-1] = np.minimum.accumulate(scores[middle::-1])
+    return torch.from_numpy(np.interp(np.linspace(0, 1, size), levels, scores)).float()
+
+
 def set_budget(model: nn.Module, budget: float) -> None:
     """Change the budget of the active adapter at run time, without retraining; saved with the adapter.
 
-    The thresholds come from quantiles measured at the calibrated budget. At another one, later layers see another
-    stream, so the share that runs full can miss the budget by some points; `calibrate(model, batches, budget)` makes
-    it exact.
+    Without `calibrate_budgets`, the thresholds come from quantiles measured at the calibrated budget. At another one,
+    later layers see another stream, so the share that runs full can miss the budget by some points.
 
     Raises:
         ConfigError: `budget` is not in (0, 1].

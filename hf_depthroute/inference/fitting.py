@@ -17,21 +17,59 @@ from ..base.contexts import evaluating
 from ..base.families import find_layers
 from ..data.batches import model_inputs, token_mask
 from ..execution.layer import DECODE_STEPS, TOKEN_MASK, routed_call
+from ..parts.regression import leading_directions, moments, ridge_weights
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..routing.holder import Routing
 from ..routing.trace import record_routes
 from .calibration import active_routings
 
+_SPREAD = 0.5  # of the branch's inputs to SiLU: nearly linear there, and still exact in bfloat16
+
+
+@torch.no_grad()
+def fit_branch(branch: Any, x_Nd: torch.Tensor, y_Nd: torch.Tensor, ridge: float) -> float:
+    """Set a low-rank branch's `up` and `down` so that `down(silu(up(x)))` comes close to `y`.
+
+    `up` gets the directions of `x` from which `y` is predicted best by a linear map of the branch's rank (it stays as
+    it is where there are fewer than two tokens for each of its inputs), `down` is then the ridge solution.
+
+    Args:
+        branch: A `LowRankBranch`.
+        x_Nd: What its `up` reads, behind its norm, float32.
+        y_Nd: The update that it stands in for, float32.
+        ridge: Penalty on the weights, as a fraction of the mean squared feature.
+
+    Returns:
+        `sum |y - branch(x)|^2 / sum |y|^2`; 0 where there is nothing to imitate.
+    """
+    rank = branch.up.out_features
+    if len(x_Nd) >= 2 * max(rank, x_Nd.shape[1]):
+        gram, cross = moments(x_Nd, y_Nd)
+        directions = leading_directions(gram, cross, min(rank, len(cross.T)), ridge)
+        sizes = ((directions @ gram) * directions).sum(1).div(len(x_Nd)).sqrt().clamp(min=1e-30)
+        branch.up.weight[: len(directions)].copy_(directions / sizes[:, None] * _SPREAD)
+        if branch.up.bias is not None:
+            branch.up.bias.zero_()
+    features = F.silu(branch.up(x_Nd.to(branch.up.weight.dtype))).float()
+    if branch.down.bias is not None:
+        features = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
+    weights = ridge_weights(*moments(features, y_Nd), ridge).to(branch.down.weight)
+    branch.down.weight.copy_(weights[:rank].T)
+    if branch.down.bias is not None:
+        branch.down.bias.copy_(weights[rank])
+    square = y_Nd.double().square().sum()
+    return float((y_Nd - features @ weights).double().square().sum() / square) if square > 0 else 0.0
+
 
 @torch.no_grad()
 def fit_branches(
     model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]], ridge: float = 1e-3
 ) -> dict[int, float]:
-    """Set every low-rank branch's `down` so that `down(silu(up(norm(a))))` comes close to the full path's update.
+    """Set every low-rank branch so that `down(silu(up(norm(a))))` comes close to the full path's update.
 
-    Ridge regression in float64 on calibration tokens; `norm` and `up` stay as they are. Layers are fitted in order, on
-    the stream that the layers before, already fitted, really produce: one pass over the batches per layer. A layer
+    Least squares in float64 on calibration tokens, see `fit_branch`; `norm` stays as it is. Layers are fitted in order,
+    on the stream that the layers before, already fitted, really produce: one pass over the batches per layer. A layer
     that has been calibrated or trained, or has no gate, is fitted on the tokens that take its cheap path; any other,
     and one where fewer tokens than the branch has parameters per output do, on all of them. Nothing is random.
 
@@ -68,10 +106,9 @@ def fit_branches(
 def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.Tensor]], ridge: float) -> float:
     name = holder.active_name()
     branch: Any = holder.depth_route_branch[name]
-    features_BTr, updates_BTd = torch.empty(0), torch.empty(0)
+    seen: list[torch.Tensor] = []
 
     def look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal features_BTr, updates_BTd
         kwargs = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
         kwargs.pop(TOKEN_MASK, None)
         kwargs.pop(DECODE_STEPS, None)
@@ -79,31 +116,19 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
         plan = holder.plan(layer.training)
         assert plan is not None
         call = routed_call(layer, plan, h, None, kwargs, decides=False)
-        stream = call.stream
-        features_BTr = F.silu(branch.up(branch.norm(stream).to(stream.dtype)))
-        if branch.down.bias is not None:
-            features_BTr = torch.cat([features_BTr, torch.ones_like(features_BTr[..., :1])], dim=-1)
-        updates_BTd = call.full() - stream
+        seen[:] = branch.norm(call.stream), call.full() - call.stream
 
-    sums: dict[bool, list[Any]] = {}  # over the cheap tokens, over all tokens
+    rows = []
     with find_layers(model)[holder.layer_index].register_forward_pre_hook(look, with_kwargs=True):
         for batch in batches:
             with record_routes(model) as trace:
                 model(**batch, use_cache=False, logits_to_keep=1)
-            real = token_mask(batch).to(updates_BTd.device)
-            for cheap_only in (True, False):
-                chosen = real & ~trace[holder.layer_index].mask.to(real.device) if cheap_only else real
-                x_Nr, y_Nd = features_BTr[chosen].double(), updates_BTd[chosen].double()
-                found = [len(x_Nr), (x_Nr.T @ x_Nr).cpu(), (x_Nr.T @ y_Nd).cpu(), y_Nd.square().sum().cpu()]
-                sums[cheap_only] = [a + b for a, b in zip(sums[cheap_only], found)] if cheap_only in sums else found
+            real = token_mask(batch).to(seen[0].device)
+            cheap = ~trace[holder.layer_index].mask.to(real.device)
+            rows.append([part[real].float() for part in seen] + [cheap[real]])
+    x_Nd, y_Nd, cheap_N = (torch.cat(parts) for parts in zip(*rows))
     config = holder.config(name)
     decided = traits_of(config.gate).static or config.fixed_threshold is not None or holder.active_quantiles().fitted()
-    _, gram_rr, cross_rd, square = sums[bool(decided and sums[True][0] >= len(sums[True][1]))]
-    penalty = ridge * gram_rr.diagonal().mean() * torch.eye(len(gram_rr), dtype=gram_rr.dtype)
-    weights_rd = torch.linalg.lstsq(gram_rr + penalty, cross_rd).solution
-    rank = branch.down.in_features
-    branch.down.weight.copy_(weights_rd[:rank].T)
-    if branch.down.bias is not None:
-        branch.down.bias.copy_(weights_rd[rank])
-    left = square - 2 * (weights_rd * cross_rd).sum() + (weights_rd * (gram_rr @ weights_rd)).sum()
-    return float(left.clamp(min=0) / square) if square > 0 else 0.0  # 0 where there is nothing to imitate
+    if decided and int(cheap_N.sum()) >= branch.down.in_features + (branch.down.bias is not None):
+        x_Nd, y_Nd = x_Nd[cheap_N], y_Nd[cheap_N]
+    return fit_branch(branch, x_Nd, y_Nd, ridge)

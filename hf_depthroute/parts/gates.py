@@ -19,6 +19,7 @@ from torch import nn
 
 from .baseline_gates import ExitGate, RandomGate, StaticGate
 from .branches import MixedLinear, TensorMap, TransientCache, reset_linear, stamp
+from .regression import moments, regress, ridge_weights
 
 GateOutput = dict[str, torch.Tensor]
 
@@ -93,6 +94,11 @@ class MLPGate(_LinearMaps):
         """The gate with its weights as they are now, for decoding: `[B, 1, d] -> [B]`, in few operators."""
         (weight, bias), score = self.hidden.cast(dtype), self.score.frozen()
         return lambda a: score(F.silu(F.linear(a, weight, bias)))
+
+    def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int) -> None:
+        """Regress the scores on `y`, from fresh weights, in 400 steps."""
+        self.reset_parameters(torch.Generator().manual_seed(seed))
+        regress(self, a_Nd, y_N, steps=400, seed=seed)
 
 
 class JEPAGate(_LinearMaps):
@@ -189,7 +195,8 @@ class LinearGate(_LinearMaps):
     """Router-Tuning: `u = W x`, one row, no bias. Starts at `p = 1/2`, which is dense where the threshold is 0."""
 
     scores_experts = True
-    default_selection, default_threshold, default_temperature = "threshold", 0.0, 1.0
+    default_threshold: float | None = 0.0
+    default_selection, default_temperature = "threshold", 1.0
 
     def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
         super().__init__()
@@ -204,6 +211,31 @@ class LinearGate(_LinearMaps):
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
         return {"scores": self.score(a)}
+
+
+class AffineGate(LinearGate):
+    """`u = W x + b`, one row: the linear gate with a bias, so that scores of several layers can be compared.
+
+    It follows the budget like the MLP gate.
+    """
+
+    default_threshold = None
+    default_selection, default_temperature = "topk", 2.0
+
+    def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
+        super().__init__(width, config, scores)
+        self.score = ScoreHead(width, scores)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        reset_linear(self.score, generator)
+
+    @torch.no_grad()
+    def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int) -> None:
+        """Ridge regression of `y`, in closed form."""
+        x = torch.cat([a_Nd, torch.ones_like(a_Nd[:, :1])], dim=1)
+        weights = ridge_weights(*moments(x, y_N[:, None]), 1e-3).squeeze(1)
+        self.score.weight.copy_(weights[:-1])
+        self.score.bias.copy_(weights[-1])
 
 
 class HaltingGate(_LinearMaps):
@@ -235,6 +267,7 @@ GATES: dict[str, Any] = {
     "mlp": MLPGate,
     "jepa": JEPAGate,
     "linear": LinearGate,
+    "affine": AffineGate,
     "halting": HaltingGate,
     "random": RandomGate,
     "exit": ExitGate,

@@ -1,0 +1,89 @@
+"""`hf-depthroute fit`: a routed adapter without training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..files.shown import say
+from . import options as o
+from .output import check_out
+
+
+@dataclass(kw_only=True)
+class FitOptions:
+    """All options of `fit`."""
+
+    context: typer.Context
+    model: Annotated[str, "Hub id or folder of the base model."]
+    dataset: o.Dataset
+    out: Annotated[Path, typer.Option(help="Folder for the adapter.")]
+    config: o.ConfigFile = None
+    keep: Annotated[float, "Share of all calls of the target in the whole model that run in full, in (0, 1)."] = 0.5
+    target: Annotated[str, "What an easy token skips: ffn, attention or block."] = "ffn"
+    gate: Annotated[str, "mlp (regressed in a few hundred steps) or affine (in closed form)."] = "mlp"
+    layers: Annotated[str, "Which layers may be routed, such as all or last:12."] = "all"
+    branch_rank: Annotated[int | None, "Rank of the low-rank branch; by default an eighth of the model's width."] = None
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is fitted; the best round is kept.")] = 2
+    blocks: Annotated[int, typer.Option(min=2, help="Blocks of text to fit on.")] = 64
+    length: o.Length = 256
+    batch_size: o.BatchSize = 8
+    dataset_name: o.DatasetName = None
+    split: Annotated[str, "Split to fit on."] = "train"
+    column: o.Column = "text"
+    streaming: o.Streaming = False
+    dtype: o.Dtype = "auto"
+    seed: Annotated[int, "Seed of the adapter."] = 0
+    overwrite: Annotated[bool, "Replace the adapter in --out; other files there stay."] = False
+    trust_remote_code: o.TrustRemoteCode = False
+    debug: o.Debug = False
+
+
+@o.command
+def fit(options: FitOptions) -> None:
+    """Make an adapter without training: about a minute for a small model, a few forward passes for any.
+
+    Branches are fitted by least squares, gates by regression on the error that their branch leaves, and one threshold
+    over all layers runs the share --keep in full. Writes the adapter, the tokenizer and training.json to --out.
+
+    \b
+    Example:
+      hf-depthroute fit --model Qwen/Qwen2.5-0.5B --dataset python-stdlib --keep 0.5 --out fitted
+    """
+    options.out = check_out(options.out, options.overwrite, resume=False)
+    from . import loading
+
+    loading.quiet(options.debug)
+    from ..config.adapter import DepthRouteConfig
+    from ..data.text import pack
+    from ..training.fit_router import fit_router
+    from ..training.record import remembered
+    from .output import made
+    from .saving import save_adapter
+
+    config = DepthRouteConfig(
+        layers=o.parse_layers(options.layers), target=options.target, gate=options.gate,
+        branch_rank=options.branch_rank, seed=options.seed,
+    )  # fmt: skip
+    loading.check_dtype(options.dtype, loading.DTYPES)
+    source = loading.Source(options, config, *loading.find_base("", config, options.model))
+    loading.check_length(options.length, source.base_config)
+    tokenizer = source.tokenizer()
+    packed = pack(loading.read_text(options, options.split), tokenizer, options.length, verbose=options.debug)
+    batches = loading.to_batches(packed, options.batch_size, options.blocks)
+    model: Any = fit_router(source.base_model(), batches, options.keep, config, rounds=options.rounds, progress=True)
+    record = dict(remembered(model, "default").training or {})
+    record["command"] = o.command_words(options.context, leave_out=("out", "overwrite"))
+    found = record["fit"]
+    with made(options.out):
+        save_adapter(options.out, model, tokenizer, record)
+    for index, layer in found["layers"].items():
+        say(f"layer {index}: {layer['share']:.1%} of the tokens run full")
+    say(
+        f"loss on {found['held_out_tokens']} held-out tokens: dense {found['loss_dense']:.4f}, "
+        f"routed {min(found['loss_of_rounds']):.4f} with {options.keep:.0%} of the calls"
+    )
+    say(f"saved {options.out} in {record['seconds']} s")

@@ -1,0 +1,66 @@
+"""What `train` and `fit` leave in their folder."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..adapter.saving import SaveWarning, staged_save
+from ..files import staged
+from ..files.out_of_resources import disk_full
+from ..files.shown import reason, say
+from ..training.checkpoints import checkpoints_in
+from ..training.record import remember_training
+from . import loading
+from .errors import RESOURCES, CliError
+
+
+def save_adapter(out: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
+    """The adapter with its card, the tokenizer and training.json, into `out`; a run's checkpoints there are removed.
+
+    What goes with an adapter and was not saved is said; other warnings are kept off the terminal.
+    """
+    remember_training(model, record)
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", SaveWarning)
+            with staged_save(out) as stage:
+                model.save_pretrained(str(stage))
+                with _at_best(stage, "the tokenizer"):
+                    tokenizer.save_pretrained(stage)
+                with _at_best(stage, "training.json"):
+                    record["weights_hash"] = loading.load_adapter_config(str(stage)).weights_hash
+                    staged.write_json(stage / "training.json", record)
+    except Exception as error:
+        if not disk_full(error):
+            raise
+        size = bytes_needed(model, tokenizer, checkpoints=False)
+        raise CliError(f"{out}: disk full; the adapter needs about {size:,} bytes", RESOURCES) from error
+    for warning in found:
+        say(f"note: {warning.message}", file=sys.stderr)
+    for checkpoint in checkpoints_in(out):
+        shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _at_best(folder: Path, what: str) -> Iterator[None]:
+    """Say that `what` was not written into `folder`, where it could not be; an adapter is not lost for it."""
+    before = set(folder.iterdir())
+    try:
+        yield
+    except Exception as error:
+        for path in set(folder.iterdir()) - before:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()  # half of what was to be written
+        say(f"note: {what} was not written: {reason(error)}", file=sys.stderr)
+
+
+def bytes_needed(model: Any, tokenizer: Any, checkpoints: bool) -> int:
+    """About what a run writes: the adapter and the tokenizer, and up to three checkpoints with two Adam moments."""
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return trained * (10 if checkpoints else 1) + 64 * len(tokenizer) + 2**20

@@ -1,0 +1,359 @@
+"""A router without training: branches by least squares, gates by regression on the error that their branch leaves.
+
+What a fitted branch misses is largely a simple function of what the routed part reads. So a gate can be regressed on
+it, and needs no gradient of its own. One currency decides over all layers: a score is the divergence, in nats, that the
+cheap path of the token is predicted to cause (see `sensitivity`), and one threshold on it holds the whole budget.
+
+Shapes: B batch, T positions, N real tokens, d model width, r branch rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from torch import nn
+from tqdm.auto import tqdm
+
+from ..adapter.tuner import get_depth_routed_model
+from ..base.contexts import evaluating
+from ..base.families import find_layers
+from ..base.readout import ReadOut, predicting, token_losses
+from ..config.adapter import ConfigError, DepthRouteConfig
+from ..data.batches import model_inputs, token_mask
+from ..execution.call import RoutedCall
+from ..files.versions import versions
+from ..inference.calibration import active_routings, calibrate, calibrate_budgets
+from ..inference.fitting import fit_branch
+from ..parts.gates import GATES
+from ..parts.regression import moments, ridge_weights
+from ..parts.targets import TARGETS
+from ..routing.trace import full_depth
+from .layer_walk import LayerWalk, walk_layers
+from .record import remember_training
+from .sensitivity import Sensitivity, sensitivities
+
+DENSE = 0.995  # a layer that runs this share of the tokens in full is not routed
+_PENALTY = 1e-3
+_FEWEST = 256  # tokens that a branch or a rate is fitted on, at least
+
+
+@dataclass
+class LayerFit:
+    """What was found for one layer, on the calibration text.
+
+    Attributes:
+        share: The share of the tokens that runs in full.
+        branch_r2: `1 - |update - branch|^2 / |update|^2`, over the tokens that take the branch.
+        gate_r2: The same of the gate's prediction of the weighted error, over all tokens.
+        nats: Nats per unit of weighted squared error.
+    """
+
+    share: float
+    branch_r2: float
+    gate_r2: float
+    nats: float
+
+
+def fit_router(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]] | Mapping[str, Any],
+    keep: float = 0.5,
+    config: DepthRouteConfig | None = None,
+    *,
+    rounds: int = 2,
+    progress: bool = False,
+) -> PeftModel:
+    """Make an unrouted model a routed one, without training, so that the share `keep` of all calls runs in full.
+
+        model = fit_router(AutoModelForCausalLM.from_pretrained(name), batches, keep=0.5)
+
+    Layer by layer on kept hidden states: branches are fitted to the target's update, gates to the error that their
+    branch leaves, weighted by how much the loss feels it; one threshold over all layers then holds `keep`. Each further
+    round fits branches and gates again on the stream and on the tokens that they really get; the round with the lowest
+    loss on held-out text (an eighth of `batches`) is kept. Layers that run every token in full are left out of the
+    adapter. The thresholds of other budgets are calibrated too, so that `set_budget` holds them.
+
+    About 15 forward passes of the text and 9 of a quarter of it, whatever the number of layers. In memory are the
+    base, a few times the hidden states of the text at one layer, and `d x d` sums. Nothing is random but for the
+    configuration's seed. One process: start it without `accelerate launch`.
+
+    Args:
+        model: A transformers model of a supported family, not routed. It is changed in place, as by
+            `get_depth_routed_model`, and left in eval mode.
+        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`; see `calibrate`. 16,000 tokens
+            are enough for a model of the size of Qwen2.5-0.5B; they are kept in memory.
+        keep: In (0, 1): the share of all calls of the target in the whole model that run in full. Which layers they
+            are in is found on the text.
+        config: What to fit; by default MLP gates and low-rank branches for the FFNs of all layers. Its budget is
+            overridden by `keep`, and held by all layers together (`budget_scope="global"`).
+        rounds: How often everything is fitted, at least once.
+        progress: Show a progress bar.
+
+    Raises:
+        ConfigError: `keep` is out of range, too low for the layers in `config`, or `config` has a gate or a branch
+            that is not fitted; the model is untouched.
+        ValueError: `batches` holds fewer than 512 real tokens.
+    """
+    started = time.time()
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds} must be at least 1")
+    config = _checked(model, keep, config)
+    text, held_out = _split([batch for batch in model_inputs(model, batches)])
+    tokens = sum(int(token_mask(batch).sum()) for batch in text)
+    if tokens < 2 * _FEWEST:
+        raise ValueError(f"fit_router: batches holds {tokens} tokens to fit on; {2 * _FEWEST} is the least")
+    routed = get_depth_routed_model(model, config)
+    with (
+        torch.no_grad(),
+        evaluating(routed),
+        tqdm(total=(rounds + 1) * len(find_layers(routed)), disable=not progress) as bar,
+    ):
+        fit = _Fit(routed, text, keep, bar)
+        fit.start()
+        best: tuple[float, dict[int, dict[str, Any]], dict[int, LayerFit]] | None = None
+        losses = []
+        for number in range(rounds):
+            fit.round(first=number == 0)
+            fit.calibrate(text)
+            losses.append(_loss(routed, held_out))
+            if best is None or losses[-1] < best[0]:
+                best = losses[-1], _state(routed), copy.deepcopy(fit.layers)
+        assert best is not None
+        _restore(routed, best[1])
+        with full_depth(routed):
+            dense_loss = _loss(routed, held_out)
+    layers = best[2]
+    routed = _without_dense(routed, [index for index, layer in layers.items() if layer.share >= DENSE])
+    calibrate(routed, text)
+    calibrate_budgets(routed, text[:: min(4, len(text))])
+    record = {
+        "fit": {
+            "keep": keep,
+            "tokens": tokens,
+            "held_out_tokens": sum(int(token_mask(batch).sum()) for batch in held_out),
+            "loss_dense": dense_loss,
+            "loss_of_rounds": losses,
+            "layers": {str(index): asdict(layer) for index, layer in layers.items()},
+        },
+        "seconds": round(time.time() - started, 1),
+        "trainable_parameters": sum(p.numel() for p in routed.parameters() if p.requires_grad),
+        "versions": versions(),
+    }
+    remember_training(routed, record)
+    return routed.eval()
+
+
+def _checked(model: nn.Module, keep: float, config: DepthRouteConfig | None) -> DepthRouteConfig:
+    """A copy of `config` that `fit_router` can fit, with the budget of its routed layers."""
+    if not 0 < keep < 1:
+        raise ConfigError(f"keep={keep!r} must be between 0 and 1, the share of all calls that runs in full")
+    given = DepthRouteConfig(layers="all") if config is None else config
+    if TARGETS[given.target].per_pair or given.granularity != "token":
+        raise ConfigError(
+            f"target={given.target!r} per {given.granularity} is not fitted; use ffn, attention or block per token"
+        )
+    if not hasattr(GATES[given.gate], "fit"):
+        known = ", ".join(name for name, gate in GATES.items() if hasattr(gate, "fit"))
+        raise ConfigError(f"gate={given.gate!r} is not fitted; use one of: {known}")
+    if given.branch != "lowrank" or given.scale_by_gate or not given.takes_budget():
+        raise ConfigError("fit_router fits branch='lowrank' with thresholds that follow the budget, unscaled")
+    depth = len(find_layers(model))
+    routed = len(given.routed_layers(depth))
+    budget = (keep * depth - (depth - routed)) / routed
+    if not budget > 0:
+        raise ConfigError(f"keep={keep:g}: {depth - routed} of {depth} layers are not routed and run everything")
+    values = given.to_dict() | {"budget": budget, "budget_scope": "global", "selection": "threshold"}
+    kept = {name: value for name, value in values.items() if name not in ("base_architecture", "library_version")}
+    return DepthRouteConfig(**kept)
+
+
+def _split(
+    batches: list[dict[str, torch.Tensor]],
+) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    """`(to fit on, held out)`: an eighth of the rows; the same text twice where there is one row only."""
+    rows = [{name: value[i : i + 1] for name, value in b.items()} for b in batches for i in range(len(b["input_ids"]))]
+    if len(rows) < 2:
+        return batches, batches
+    if len(batches) >= 8:
+        held = batches[7::8]
+        return [batch for number, batch in enumerate(batches) if number % 8 != 7], held
+    cut = [max(1, len(batch["input_ids"]) // 8) if len(batch["input_ids"]) > 1 else 0 for batch in batches]
+    if not any(cut):
+        return batches[:-1], batches[-1:]
+    first = [{n: v[: len(v) - c] for n, v in batch.items()} for batch, c in zip(batches, cut)]
+    return first, [{n: v[len(v) - c :] for n, v in batch.items()} for batch, c in zip(batches, cut) if c]
+
+
+class _Fit:
+    """The state of a fit over its rounds."""
+
+    def __init__(self, model: PeftModel, text: list[dict[str, torch.Tensor]], keep: float, bar: Any) -> None:
+        self.model, self.bar = model, bar
+        self.walk = LayerWalk(model, text)
+        self.holders = {holder.layer_index: holder for holder in active_routings(model)}
+        self.config = next(iter(self.holders.values())).active_config()
+        self.layers = {index: LayerFit(1.0, 0.0, 0.0, 0.0) for index in self.holders}
+        self.sensitivity: dict[int, Sensitivity] = {}
+        self.threshold = 0.0
+        self._predicted: dict[int, torch.Tensor] = {}
+
+    def start(self) -> None:
+        """Branches for the cheaper half of the tokens, in the base; then how much the loss feels what they miss."""
+
+        def visit(index: int, calls: list[RoutedCall]) -> list[torch.Tensor]:
+            rows, branch = _Rows(calls, self.walk.real), self._branch(index)
+            _fit_branch(branch, rows, None)
+            _fit_branch(branch, rows, _cheaper_half(rows.gate, rows.errors(branch)))
+            return rows.outputs(None)
+
+        walk_layers(self.walk, visit, self.bar.update)
+        self.sensitivity = sensitivities(self.walk, ReadOut(self.model), self.config.seed)
+
+    def round(self, first: bool) -> None:
+        """Fit every layer, the first time on the stream of the base, then on that of the routed model."""
+
+        def visit(index: int, calls: list[RoutedCall]) -> list[torch.Tensor]:
+            rows = _Rows(calls, self.walk.real)
+            cheap_N = None if first else self._scores(index, rows) < self.threshold
+            self._fit_layer(index, rows, cheap_N)
+            return rows.outputs(None if first else self._scores(index, rows) >= self.threshold)
+
+        walk_layers(self.walk, visit, self.bar.update)
+        pooled = torch.cat([scores.cpu() for scores in self._predicted.values()])
+        middle = pooled.kthvalue(max(1, round((1 - self.config.budget) * len(pooled)))).values
+        spread = (pooled - middle).abs().mean().clamp(min=1e-30)
+        for index in self.holders:  # one map for all: 0 at the threshold, and as wide as the temperature
+            _rescale(self._gate(index), float(self.config.gate_temperature or 1.0) / float(spread), float(middle))
+
+    def calibrate(self, text: list[dict[str, torch.Tensor]]) -> None:
+        """The one threshold that holds the budget, and the share that each layer gets."""
+        for index, share in calibrate(self.model, text).items():
+            self.layers[index].share = share
+        holder = next(iter(self.holders.values()))
+        self.threshold = float(holder.active_quantiles()(self.config.budget))
+
+    def _fit_layer(self, index: int, rows: _Rows, cheap_N: torch.Tensor | None) -> None:
+        """Branch, then gate; without a decision yet, the cheaper half by a linear prediction stands in for it."""
+        found, branch, gate = self.layers[index], self._branch(index), self._gate(index)
+        sensitivity = self.sensitivity[index]
+        weights_N = sensitivity.weights
+        if cheap_N is None:
+            _fit_branch(branch, rows, None)
+            cheap_N = _cheaper_half(rows.gate, weights_N * rows.errors(branch))
+        found.branch_r2 = _fit_branch(branch, rows, cheap_N)
+        errors_N = weights_N * rows.errors(branch)
+        scale = errors_N.mean().clamp(min=1e-30)
+        gate.fit(rows.gate, errors_N / scale, self.config.seed + index)
+        predicted_N = gate(rows.gate)["scores"]
+        found.gate_r2 = float(1 - F.mse_loss(predicted_N, errors_N / scale) / (errors_N / scale).var().clamp(min=1e-30))
+        if int(cheap_N.sum()) < _FEWEST:
+            cheap_N = predicted_N <= predicted_N.kthvalue(min(_FEWEST, len(predicted_N))).values
+        found.nats = sensitivity.nats(cheap_N)
+        _rescale(gate, found.nats * float(scale), 0.0)
+        self._predicted[index] = gate(rows.gate)["scores"]
+
+    def _scores(self, index: int, rows: _Rows) -> torch.Tensor:
+        scores: torch.Tensor = self._gate(index)(rows.gate)["scores"]
+        return scores
+
+    def _gate(self, index: int) -> Any:
+        return self.holders[index].depth_route_gate[self.holders[index].active_name()]
+
+    def _branch(self, index: int) -> Any:
+        return self.holders[index].depth_route_branch[self.holders[index].active_name()]
+
+
+class _Rows:
+    """The real tokens of a layer: what its gate and its branch read, and the update, float32 `[N, d]` each."""
+
+    def __init__(self, calls: list[RoutedCall], real: list[torch.Tensor]) -> None:
+        self.calls = calls
+        self.real = [mask.to(call.stream.device) for call, mask in zip(calls, real)]
+        self.fulls = [call.full() for call in calls]
+        residual = calls[0].plan.config.gate_input == "residual"
+        branch: Any = calls[0].branch
+        streams = self._of([call.stream for call in calls])
+        self.update = self._of(self.fulls) - streams
+        self.gate = streams if residual else self._of([call.norm() for call in calls])
+        self.normed: torch.Tensor = branch.norm(streams).float()
+
+    def _of(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part[mask] for part, mask in zip(parts, self.real)]).float()
+
+    def errors(self, branch: Any) -> torch.Tensor:
+        """What the branch misses, `|update - branch|^2`, `[N]`."""
+        return (self.update - branch.down(F.silu(branch.up(self.normed)))).square().sum(-1)
+
+    def outputs(self, full_N: torch.Tensor | None) -> list[torch.Tensor]:
+        """The layer's outputs; with `full_N`, bool `[N]`, the other tokens take the cheap path."""
+        if full_N is None:
+            return [call.finish(full) for call, full in zip(self.calls, self.fulls)]
+        parts, out = full_N.split([int(mask.sum()) for mask in self.real]), []
+        for call, full, mask, part in zip(self.calls, self.fulls, self.real, parts):
+            chosen = torch.ones_like(mask)
+            chosen[mask] = part
+            out.append(call.finish(torch.where(chosen[..., None], full, call.cheap())))
+        return out
+
+
+def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor | None) -> float:
+    """Fit the branch on the tokens in `chosen_N`, on all of them where those are few; the share explained."""
+    if chosen_N is not None and int(chosen_N.sum()) < max(_FEWEST, 2 * branch.up.out_features):
+        chosen_N = None
+    chosen = slice(None) if chosen_N is None else chosen_N
+    return 1 - fit_branch(branch, rows.normed[chosen], rows.update[chosen], _PENALTY)
+
+
+def _cheaper_half(x_Nd: torch.Tensor, y_N: torch.Tensor) -> torch.Tensor:
+    """Bool `[N]`: where a linear prediction of `y` is low."""
+    x = torch.cat([x_Nd, torch.ones_like(x_Nd[:, :1])], dim=1)
+    predicted_N = x @ ridge_weights(*moments(x, y_N[:, None]), _PENALTY).to(x).squeeze(1)
+    return predicted_N <= predicted_N.kthvalue((len(predicted_N) + 1) // 2).values
+
+
+def _rescale(gate: Any, factor: float, shift: float) -> None:
+    """Make a gate's scores `factor * (u - shift)`."""
+    gate.score.weight.mul_(factor)
+    gate.score.bias.sub_(shift).mul_(factor)
+
+
+def _loss(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> float:
+    """Mean next-token loss in nats, over the predicted tokens."""
+    losses = []
+    for batch in batches:
+        counted = predicting(batch["input_ids"], batch.get("attention_mask"))
+        logits = model(**batch, use_cache=False).logits[:, :-1]
+        losses.append(token_losses(logits[counted], batch["input_ids"][:, 1:][counted]))
+    return float(torch.cat(losses).double().mean())
+
+
+def _state(model: nn.Module) -> dict[int, dict[str, Any]]:
+    return {holder.layer_index: copy.deepcopy(holder.state_dict()) for holder in active_routings(model)}
+
+
+def _restore(model: nn.Module, state: Mapping[int, dict[str, Any]]) -> None:
+    for holder in active_routings(model):
+        if holder.layer_index in state:
+            holder.load_state_dict(state[holder.layer_index])
+
+
+def _without_dense(model: PeftModel, dense: list[int]) -> PeftModel:
+    """The model with the layers in `dense` not routed; the others hold what they held, and the budget that is left."""
+    holders = active_routings(model)
+    config = copy.deepcopy(holders[0].active_config())
+    left = [holder.layer_index for holder in holders if holder.layer_index not in dense]
+    if not dense or not left:
+        return model
+    state = _state(model)
+    config.budget = max(0.01, (config.budget * len(holders) - len(dense)) / len(left))
+    config.layers = left
+    smaller = get_depth_routed_model(model.unload(), config)
+    _restore(smaller, state)
+    return smaller

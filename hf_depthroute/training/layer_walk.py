@@ -1,0 +1,107 @@
+"""The decoder layers of a model one by one, on the hidden states that the layers before them left.
+
+Whatever the number of layers, a walk costs one forward pass of the text, and holds the hidden states between two
+layers, not those of all.
+
+Shapes: B batch, T positions, d model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+
+from ..base.cache import without_cache
+from ..base.contexts import hooked
+from ..base.families import find_layers
+from ..base.sublayers import hidden_of
+from ..data.batches import token_mask
+from ..execution.call import RoutedCall
+from ..execution.layer import DECODE_STEPS, TOKEN_MASK, routed_call
+from ..routing.holder import HOLDER, Routing
+from ..routing.plan import RoutePlan
+from ..routing.trace import full_depth
+
+
+class LayerWalk:
+    """What every decoder layer is called with on a text; made by one forward pass of the base.
+
+    Args:
+        model: A depth-routed model.
+        batches: From `model_inputs`.
+
+    Attributes:
+        layers: The decoder layers.
+        real: Bool `[B, T]` of each batch: the real tokens.
+    """
+
+    def __init__(self, model: nn.Module, batches: Sequence[dict[str, torch.Tensor]]) -> None:
+        self.layers = list(find_layers(model))
+        self.real = [token_mask(batch) for batch in batches]
+        self._first: list[torch.Tensor] = []
+        self._given: list[list[dict[str, Any]]] = []
+        handles = [
+            layer.register_forward_pre_hook(partial(self._note, index), with_kwargs=True)
+            for index, layer in enumerate(self.layers)
+        ]
+        with hooked(handles), full_depth(model), torch.no_grad():
+            for batch in batches:
+                self._given.append([])
+                model(**batch, use_cache=False, logits_to_keep=1)
+
+    def _note(self, index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
+        for name in (TOKEN_MASK, DECODE_STEPS):
+            given.pop(name, None)
+        h = args[0] if args else given.pop("hidden_states")
+        if index == 0:
+            self._first.append(h)
+        self._given[-1].append(given)
+
+    def holder(self, index: int) -> Routing | None:
+        """The adapter state of layer `index`; None where it is not routed."""
+        return self.layers[index]._modules.get(HOLDER)  # type: ignore[return-value]
+
+    def first(self) -> list[torch.Tensor]:
+        """The input of the first layer, `[B, T, d]` of each batch."""
+        return list(self._first)
+
+    def run(self, index: int, batch: int, h: torch.Tensor) -> torch.Tensor:
+        """The output `[B, T, d]` of layer `index`, which is not routed."""
+        return hidden_of(self.layers[index](h, **self._given[batch][index]))
+
+    def call(self, index: int, batch: int, h: torch.Tensor, plan: RoutePlan) -> RoutedCall:
+        """The routed part of layer `index` on its input `h` `[B, T, d]`, not decided and not run."""
+        holder = self.holder(index)
+        assert holder is not None
+        device = next(holder.depth_route_gate.parameters()).device
+        h, given = send_to_device((h, self._given[batch][index]), device)
+        return routed_call(self.layers[index], plan, h, None, dict(given), decides=False)
+
+
+Visit = Callable[[int, list[RoutedCall]], list[torch.Tensor]]
+
+
+@torch.no_grad()
+def walk_layers(walk: LayerWalk, visit: Visit, step: Callable[[], object] = lambda: None) -> None:
+    """Call `visit(index, calls)` of every routed layer in order; it returns the layer's output for each batch.
+
+    Args:
+        walk: The text.
+        visit: Given the index of a layer and its routed part for each batch.
+        step: Called after every layer, for a progress bar.
+    """
+    states = walk.first()
+    for index in range(len(walk.layers)):
+        holder = walk.holder(index)
+        plan = None if holder is None else holder.plan(False)
+        if plan is None:
+            states = [walk.run(index, batch, h) for batch, h in enumerate(states)]
+        else:
+            states = visit(index, [walk.call(index, batch, h, plan) for batch, h in enumerate(states)])
+        step()

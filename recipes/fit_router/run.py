@@ -1,0 +1,256 @@
+"""Routers fitted without training, beside the best layers to leave out, at equal numbers of calls.
+
+    python recipes/fit_router/run.py --seeds 0 1 2 3 4
+    python recipes/fit_router/report.py
+
+Three bases: the embedded one, `../shared/data/stories260k`, and a GPT-2 that `--folder` gets from a few minutes on
+Tiny-Shakespeare, on which nothing of the method was tuned. Both sides have the same branches, fitted on the same text
+by the same least squares. Static dropping gets the best of all subsets of layers, by the loss on text of its own;
+routers get one threshold from that text; the loss is that of a third text. What `results.json` holds is not measured
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+EMBEDDED = HERE.parent / "embedded_base" / "model"
+BATCH = 8
+
+
+@dataclass
+class Text:
+    """Token ids `[rows, length]`: to fit on, to choose layers and thresholds on, to report."""
+
+    fit: torch.Tensor
+    choose: torch.Tensor
+    report: torch.Tensor
+
+    def drawn(self, rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
+        """Batches of `rows` rows to fit on, drawn with `seed`."""
+        order = torch.randperm(len(self.fit), generator=torch.Generator().manual_seed(seed))
+        return batches(self.fit[order[:rows]])
+
+
+@dataclass
+class Base:
+    """A base with its text; `dropped` are the numbers of layers that static dropping leaves out."""
+
+    model: Callable[[], Any]
+    text: Text
+    dropped: tuple[int, ...]
+    rows: int
+
+
+def batches(ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": part} for part in ids.split(BATCH)]
+
+
+def blocks(ids: Any, length: int) -> torch.Tensor:
+    flat = torch.as_tensor(ids)
+    return flat[: len(flat) // length * length].view(-1, length)
+
+
+def load(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def embedded() -> Base:
+    from transformers import AutoTokenizer
+
+    from hf_depthroute.data import load_text, pack
+
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    train, held = (
+        torch.tensor(pack(load_text("python-stdlib", split=split), tokenizer, 256)["input_ids"])
+        for split in ("train", "validation")
+    )
+    held = held[torch.randperm(len(held), generator=torch.Generator().manual_seed(0))]
+    return Base(lambda: load(EMBEDDED), Text(train, held[:64], held[64:192]), (1, 2, 3), rows=64)
+
+
+def stories(data: Path) -> Base:
+    from transformers import AutoTokenizer
+
+    folder = data / "stories260k"
+    ids = AutoTokenizer.from_pretrained(folder)((data / "stories.txt").read_text(), add_special_tokens=False).input_ids
+    rows = blocks(ids, 256)
+    first, second = int(0.7 * len(rows)), int(0.8 * len(rows))
+    return Base(lambda: load(folder), Text(rows[:first], rows[first:second], rows[second:]), (1, 2), rows=64)
+
+
+def shakespeare(data: Path, folder: Path) -> Base:
+    rows = blocks(list((data / "tinyshakespeare.txt").read_bytes()), 128)
+    first, second = int(0.8 * len(rows)), int(0.85 * len(rows))
+    text = Text(rows[:first], rows[first:second], rows[second : second + 256])
+    if not (folder / "config.json").exists():
+        pretrain(text.fit, folder)
+    return Base(lambda: load(folder), text, (1, 2, 3), rows=128)
+
+
+def pretrain(rows: torch.Tensor, folder: Path, steps: int = 2000) -> None:
+    """A GPT-2 on bytes, 1.2 million weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "n_positions": 128, "n_embd": 128, "n_layer": 6, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(bos_token_id=None, eos_token_id=None, **sizes)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.05)
+    for step in range(steps):
+        ids = rows[torch.randint(len(rows), (16,))]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 100 == 0:
+            print(f"pretraining, step {step}: loss {float(loss):.3f}", flush=True)
+    model.save_pretrained(folder)
+
+
+@torch.no_grad()
+def row_losses(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The mean loss of each row, nats."""
+    from hf_depthroute.base.readout import token_losses
+
+    found = []
+    for batch in batches(ids):
+        logits = model(**batch, use_cache=False).logits
+        losses = token_losses(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+        found.append(losses.view(len(logits), -1).mean(1))
+    return torch.cat(found).double()
+
+
+def left_out(base: Base, layers: tuple[int, ...], seed: int) -> Any:
+    """The base with the FFNs of `layers` replaced by fitted branches."""
+    from hf_depthroute import DepthRouteConfig, get_depth_routed_model
+    from hf_depthroute.inference.fitting import fit_branches
+
+    model = get_depth_routed_model(base.model(), DepthRouteConfig(layers=list(layers), gate="none", seed=seed)).eval()
+    fit_branches(model, base.text.drawn(base.rows, seed))
+    return model
+
+
+def best_subset(base: Base, count: int) -> dict[str, Any]:
+    """The layers whose absence costs least on the text to choose on: every subset is fitted and tried."""
+    depth = base.model().config.num_hidden_layers
+    losses = {
+        subset: float(row_losses(left_out(base, subset, 0), base.text.choose).mean())
+        for subset in itertools.combinations(range(depth), count)
+    }
+    return {"layers": list(min(losses, key=losses.__getitem__)), "tried": len(losses)}
+
+
+def fitted(base: Base, gate: str, keep: float, seed: int) -> tuple[Any, dict[str, Any]]:
+    """A fitted router, with its thresholds set on the text to choose on, and what was found."""
+    from hf_depthroute import DepthRouteConfig, calibrate, fit_router
+    from hf_depthroute.training.record import remembered
+
+    config = DepthRouteConfig(layers="all", gate=gate, seed=seed)
+    model = fit_router(base.model(), base.text.drawn(base.rows, seed), keep=keep, config=config)
+    calibrate(model, batches(base.text.choose))
+    record = remembered(model, "default").training
+    assert record is not None
+    return model, record
+
+
+def share_of_calls(model: Any, ids: torch.Tensor) -> float:
+    from hf_depthroute.base.families import find_layers
+    from hf_depthroute.routing.trace import count_routes
+
+    with count_routes(model) as counter, torch.no_grad():
+        for batch in batches(ids):
+            model(**batch, use_cache=False)
+    ratios, depth = counter.full_ratio(), len(find_layers(model))
+    return (sum(ratios.values()) + depth - len(ratios)) / depth
+
+
+class Results:
+    """What was measured, by base and key; each entry is written as soon as it is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+
+    def once(self, base: str, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        from hf_depthroute.files.staged import write_text
+
+        known = self.found.setdefault(base, {})
+        if key not in known:
+            known[key] = measure()
+            write_text(self.path, json.dumps(self.found, indent=1) + "\n")
+            print(base, key, known[key], flush=True)
+        return known[key]
+
+
+def study(name: str, base: Base, seeds: list[int], gates: list[str], results: Results) -> None:
+    dense = row_losses(base.model(), base.text.report)
+    depth = base.model().config.num_hidden_layers
+
+    def measured(model: Any) -> dict[str, Any]:
+        more = row_losses(model, base.text.report) - dense
+        return {"more": float(more.mean()), "error": float(more.std() / len(more) ** 0.5)}
+
+    def static(layers: list[int], seed: int) -> dict[str, Any]:
+        return {"share": 1 - len(layers) / depth} | measured(left_out(base, tuple(layers), seed))
+
+    def routed(gate: str, keep: float, seed: int) -> dict[str, Any]:
+        started = time.perf_counter()
+        model, record = fitted(base, gate, keep, seed)
+        seconds = time.perf_counter() - started
+        fit = record["fit"]
+        shares = {index: round(layer["share"], 3) for index, layer in fit["layers"].items()}
+        return {
+            "share": share_of_calls(model, base.text.report), "seconds": round(seconds), "shares": shares,
+            "rounds": [loss - fit["loss_dense"] for loss in fit["loss_of_rounds"]],
+        } | measured(model)  # fmt: skip
+
+    tokens = {"fit": base.rows * base.text.fit.shape[1]}
+    tokens |= {part: getattr(base.text, part).numel() for part in ("choose", "report")}
+    results.once(name, "dense", lambda: {"loss": float(dense.mean()), "tokens": tokens})
+    for count in base.dropped:
+        subset = results.once(name, f"subset {count}", lambda count=count: best_subset(base, count))
+        for seed in seeds:
+            results.once(name, f"static {count} {seed}", lambda s=seed, u=subset: static(u["layers"], s))
+            for gate in gates:
+                keep = 1 - count / depth
+                results.once(name, f"{gate} {count} {seed}", lambda g=gate, k=keep, s=seed: routed(g, k, s))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bases", nargs="+", default=["embedded", "stories260k", "shakespeare"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--gates", nargs="+", default=["mlp", "affine"])
+    parser.add_argument("--data", type=Path, default=HERE.parents[2] / "shared" / "data")
+    parser.add_argument("--folder", type=Path, default=Path("fit_router_base"), help="for the base that is pretrained")
+    parser.add_argument("--out", type=Path, default=HERE / "results.json")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    makers = {
+        "embedded": embedded, "stories260k": lambda: stories(args.data),
+        "shakespeare": lambda: shakespeare(args.data, args.folder),
+    }  # fmt: skip
+    results = Results(args.out)
+    for name in args.bases:
+        study(name, makers[name](), args.seeds, args.gates, results)
+
+
+if __name__ == "__main__":
+    main()

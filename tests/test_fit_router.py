@@ -1,0 +1,225 @@
+"""A router without training: branches and gates by regression, one threshold over all layers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import run
+from models import build_base, decoder_layers, tokens
+from peft import PeftModel
+from protocol import gap
+from text_models import save_base, write_text
+from transformers import AutoModelForCausalLM
+
+from hf_depthroute import (
+    DepthRouteConfig,
+    calibrate,
+    calibrate_budgets,
+    fit_router,
+    get_depth_routed_model,
+    record_routes,
+    set_budget,
+)
+from hf_depthroute.base.readout import ReadOut
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.inference.calibration import active_routings, is_calibrated
+from hf_depthroute.parts.regression import leading_directions, ridge_weights
+from hf_depthroute.routing.trace import count_routes
+from hf_depthroute.training.layer_walk import LayerWalk, walk_layers
+from hf_depthroute.training.record import remembered
+from hf_depthroute.training.sensitivity import sensitivities
+
+
+def text(rows: int = 16, length: int = 64, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    ids = tokens(rows, length, seed=seed)
+    return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(4)]
+
+
+def share(model: Any, batches: list[dict[str, torch.Tensor]], depth: int) -> float:
+    with count_routes(model) as counter, torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    ratios = counter.full_ratio()
+    return (sum(ratios.values()) + depth - len(ratios)) / depth
+
+
+@pytest.mark.parametrize("target", ["ffn", "attention", "block"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "olmoe", "mixtral"])
+def test_the_share_of_all_calls_is_what_was_asked_for(family: str, target: str) -> None:
+    base = build_base(family)
+    depth = len(decoder_layers(base))
+    config = DepthRouteConfig(layers="all", target=target, gate="affine")
+    model = fit_router(base, text(), keep=0.6, config=config, rounds=1)
+    fitted_on = [{n: v[:-1] if len(v) > 1 else v for n, v in batch.items()} for batch in text()]
+    assert share(model, fitted_on, depth) == pytest.approx(0.6, abs=0.04)
+    assert not model.training
+    ids = tokens(2, 12, seed=3)
+    with torch.no_grad(), record_routes(model) as trace:
+        model(input_ids=ids)
+    assert all(0 <= int(record.mask.sum()) <= ids.numel() for record in trace.values())
+
+
+def test_a_walk_gives_every_layer_what_the_model_gives_it() -> None:
+    """Also behind padding, where the layers get masks."""
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1, 2]))
+    batch = text(4)[0]
+    batch["attention_mask"] = batch["attention_mask"].clone()
+    batch["attention_mask"][0, :20] = 0
+    with model.disable_adapter(), torch.no_grad():
+        wanted = model(**batch, output_hidden_states=True).hidden_states
+    seen = {}
+
+    def visit(index: int, calls: list[Any]) -> list[torch.Tensor]:
+        seen[index] = [call.finish(call.full()) for call in calls]
+        return seen[index]
+
+    walk_layers(LayerWalk(model, [batch]), visit)
+    real = batch["attention_mask"].bool()
+    assert sorted(seen) == [1, 2]
+    for index, (out,) in seen.items():
+        if index + 1 < len(decoder_layers(model)):  # the last of `hidden_states` is normed
+            assert gap(out[real], wanted[index + 1][real]) < 1e-5
+
+
+@pytest.mark.parametrize("target", ["ffn", "attention", "block"])
+def test_sensitivities_are_the_gradients_of_autograd(target: str) -> None:
+    """Layer by layer with recomputation, as against one graph of the whole model."""
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1], target=target)).eval()
+    batch, holder = text(4)[0], active_routings(model)[0]
+    for parameter in holder.depth_route_branch.parameters():
+        parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    found = sensitivities(LayerWalk(model, [batch]), ReadOut(model), seed=5)[1]
+
+    walk, kept = LayerWalk(model, [batch]), {}
+    states = walk.first()[0]
+    for index in range(len(walk.layers)):
+        plan = None if walk.holder(index) is None else walk.holder(index).plan(False)  # type: ignore[union-attr]
+        if plan is None:
+            states = walk.run(index, 0, states)
+            continue
+        call = walk.call(index, 0, states, plan)
+        after = call.full().detach().requires_grad_(True)
+        kept = {"after": after, "error": (after - call.cheap()).detach()}
+        states = call.finish(after)
+    logits = ReadOut(model)(states).float().log_softmax(-1)
+    drawn = torch.multinomial(logits.detach().exp().flatten(0, 1), 1, generator=torch.Generator().manual_seed(5))
+    (gradient,) = torch.autograd.grad(logits.flatten(0, 1).gather(1, drawn).sum(), kept["after"])
+    effects = 0.5 * (gradient * kept["error"]).sum(-1).square().flatten()
+    torch.testing.assert_close(found.effects, effects, rtol=1e-3, atol=1e-9)
+    torch.testing.assert_close(found.errors, kept["error"].square().sum(-1).flatten(), rtol=1e-4, atol=1e-7)
+
+
+def test_reduced_rank_regression_is_the_best_map_of_its_rank() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(500, 12, generator=generator, dtype=torch.float64)
+    y = x @ torch.randn(12, 8, generator=generator, dtype=torch.float64)
+    y += 0.1 * torch.randn(500, 8, generator=generator, dtype=torch.float64)
+    gram, cross = x.T @ x, x.T @ y
+    full = x @ ridge_weights(gram, cross, 0.0)
+    u, s, v = torch.linalg.svd(full, full_matrices=False)
+    best = (u[:, :3] * s[:3]) @ v[:3]
+    features = x @ leading_directions(gram, cross, 3, 0.0).T
+    found = features @ torch.linalg.lstsq(features, y).solution
+    assert float((found - best).norm() / best.norm()) < 1e-3
+
+
+def test_the_gate_knows_something_of_the_error() -> None:
+    model = fit_router(build_base("llama"), text(32), keep=0.5, config=DepthRouteConfig(layers="all", gate="affine"))
+    record = remembered(model, "default").training
+    assert record is not None
+    for layer in record["fit"]["layers"].values():
+        assert layer["nats"] > 0
+        assert layer["gate_r2"] > 0.05
+        assert layer["branch_r2"] > 0.05
+
+
+@pytest.mark.parametrize("gate", ["mlp", "affine"])
+def test_a_fit_is_repeatable_and_loads(tmp_path: Path, gate: str) -> None:
+    base = build_base("llama")
+    config = DepthRouteConfig(layers="all", gate=gate)
+    first = fit_router(copy.deepcopy(base), text(), keep=0.5, config=config, rounds=2)
+    torch.rand(3)
+    second = fit_router(copy.deepcopy(base), text(), keep=0.5, config=config, rounds=2)
+    ids = tokens(2, 20, seed=9)
+    with torch.no_grad():
+        assert torch.equal(first(ids).logits, second(ids).logits)
+        first.save_pretrained(str(tmp_path / "fitted"))
+        loaded = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "fitted")).eval()
+        assert torch.equal(first(ids).logits, loaded(ids).logits)
+
+
+def test_the_better_round_is_kept() -> None:
+    model = fit_router(build_base("llama"), text(), keep=0.5, rounds=3)
+    record = remembered(model, "default").training
+    assert record is not None
+    assert len(record["fit"]["loss_of_rounds"]) == 3
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_every_budget_is_held(scope: str) -> None:
+    base = build_base("llama")
+    model = get_depth_routed_model(base, DepthRouteConfig(layers="all", budget_scope=scope))
+    for holder in active_routings(model):  # what a layer skips has to matter to the next one's scores
+        branch = holder.depth_route_branch["default"]
+        branch.down.weight.data.copy_(torch.randn(branch.down.weight.shape, generator=torch.Generator().manual_seed(2)))
+    batches = text(64)
+    calibrate(model, batches, 0.5)
+    before = {h.layer_index: float(h.active_quantiles()(0.5)) for h in active_routings(model)}
+    calibrate_budgets(model, batches)
+    assert before == {h.layer_index: float(h.active_quantiles()(0.5)) for h in active_routings(model)}
+    assert active_routings(model)[0].active_config().budget == 0.5
+    for budget in (0.1, 0.3, 0.5, 0.7, 0.9):
+        set_budget(model, budget)
+        assert share(model, batches, len(decoder_layers(base))) == pytest.approx(budget, abs=0.02)
+
+
+def test_budgets_need_a_calibration() -> None:
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig())
+    with pytest.raises(ValueError, match="never fitted"):
+        calibrate_budgets(model, text())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target": "experts", "gate": "mlp"}, "not fitted"),
+        ({"gate": "jepa"}, "use one of: mlp, affine"),
+        ({"branch": "none"}, "branch='lowrank'"),
+        ({"layers": [1]}, "run everything"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused_before_anything_changes(fields: dict[str, Any], message: str) -> None:
+    base = build_base("olmoe" if fields.get("target") == "experts" else "llama")
+    before = [type(layer) for layer in decoder_layers(base)]
+    with pytest.raises(ConfigError, match=message):
+        fit_router(base, text(), keep=0.3, config=DepthRouteConfig(**({"layers": "all"} | fields)))
+    assert [type(layer) for layer in decoder_layers(base)] == before
+
+
+@pytest.mark.parametrize("keep", [0.0, 1.0, -1.0, float("nan")])
+def test_a_share_out_of_range_is_refused(keep: float) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        fit_router(build_base("llama"), text(), keep=keep)
+
+
+def test_too_little_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="512 is the least"):
+        fit_router(build_base("llama"), text(2, 8))
+
+
+def test_the_command_saves_what_loads(tmp_path: Path) -> None:
+    base, out = save_base(tmp_path / "base"), tmp_path / "fitted"
+    ended = run(
+        "fit", "--model", base, "--dataset", write_text(tmp_path / "text.txt", 200), "--keep", 0.6, "--out", out,
+        "--length", 32, "--gate", "affine",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert "held-out tokens: dense" in ended.out
+    assert json.loads((out / "training.json").read_text())["fit"]["keep"] == 0.6
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(out))
+    assert is_calibrated(model)
