@@ -1,6 +1,8 @@
 """Write the figures of the README and of the documentation from the committed result files.
 
 python recipes/tables.py
+
+The README has one row a study, `docs/results.md` the tables, `docs/how-to/pick-a-gate.md` the comparison of two gates.
 """
 
 from __future__ import annotations
@@ -22,15 +24,27 @@ from hf_depthroute.report.study_results import read_results
 
 RECIPES = Path(__file__).parent
 README = RECIPES.parent / "README.md"
+RESULTS_PAGE = RECIPES.parent / "docs" / "results.md"
 GATE_PAGE = RECIPES.parent / "docs" / "how-to" / "pick-a-gate.md"
 RESULTS, GATES = "results", "gates"  # the names of the generated parts' markers
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What one study measured: a row of the README, and a section of the page of results."""
+
+    title: str
+    folder: str  # below recipes/
+    command: str  # the folder's own page has the exact ones
+    brief: str
+    section: list[str]
 
 
 def read(name: str) -> Any:
     return json.loads((RECIPES / name).read_text())
 
 
-def quality() -> list[str]:
+def quality() -> Study:
     """The stories260k recipe at budget 0.5: learned gates, a random one, and FFNs left out, with the same branches."""
     result = read("stories260k/results.json")
     at_budget = {
@@ -68,8 +82,20 @@ def quality() -> list[str]:
         loss = f"{row['loss']:.3f} ({row['loss_min']:.3f} - {row['loss_max']:.3f})"
         share, counted = f"{1 - len(layers) / 5:.2f}", f"{flops['none', 'normed', layers]:.2f}"
         rows.append([title, share, counted, "", loss, "", "", str(row["seeds"])])
-    return [
-        "**Quality** (`recipes/stories260k`): a real pretrained Llama of 260,000 parameters and width 64, FFNs of "
+    mlp, *residual = (
+        at_budget[gate, gate_input, routed, "threshold"]
+        for gate, gate_input in (("mlp", "normed"), ("mlp", "residual"), ("jepa", "residual"))
+    )
+    to_drop = mlp["loss"] - dropped((2 + 3 * mlp["full_ratio"]) / 5)
+    to_random = " and ".join(f"{row['loss'] - random['loss']:+.3f}" for row in residual)
+    brief = (
+        f"FFNs of 3 of 5 layers at budget 0.5: loss {dense:.3f} dense, {mlp['loss']:.3f} with the MLP gate "
+        f"({to_drop:+.3f} to FFNs left out at the same share), {random['loss']:.3f} with a random gate. Gates that "
+        f"read the residual stream end no lower than the random one ({to_random}); the JEPA gate computes "
+        f"{flops['jepa', 'normed', routed]:.2f} of the dense FLOPs at this width"
+    )
+    section = [
+        "A real pretrained Llama of 260,000 parameters and width 64, FFNs of "
         "layers 2-4 of 5 routed at budget 0.5. Learned gates stand beside a frozen random one and beside the least "
         "important FFNs left out for every token, all with branches of rank 8 trained for 800 steps of 16 x 256 "
         f"tokens. Validation loss in nats, mean over seeds (lowest - highest); dense: {dense:.3f}. The two differences "
@@ -83,9 +109,11 @@ def quality() -> list[str]:
             rows,
         ),
     ]
+    command = "python recipes/stories260k/run.py --seeds 0 1 2"
+    return Study("Quality: a pretrained Llama of width 64", "stories260k", command, brief, section)
 
 
-def speed() -> list[str]:
+def speed() -> Study:
     """The speed recipe: time and eta at the shape of Qwen2.5-0.5B, training steps and their memory."""
     results = [read(f"speed/{name}.json") for name in ("cpu", "cpu-decode", "cpu-float32")]
     timed = [m for result in results for m in result["measurements"] if m["case"] in ("prefill", "decode")]
@@ -111,8 +139,20 @@ def speed() -> list[str]:
     labels = [f"({m['loss']} loss, vocabulary {m['setting']['vocabulary']:,})" for m in train]
     steps = ", ".join(f"{m['ratio']:.2f} {label}" for m, label in zip(train, labels))
     peaks = ", ".join(f"{m['routed_peak_bytes'] / 1e6:,.0f}" for m in train)
-    return [
-        "**Speed** (`recipes/speed`): random weights at the shape of Qwen2.5-0.5B with a vocabulary of 32,000, "
+    half = {
+        m["case"]: m["budgets"]["0.5"]
+        for m in results[0]["measurements"]
+        if m["case"] in ("prefill", "decode") and len(m["setting"]["routed_layers"]) == 12
+    }
+    times, flops = (
+        [f"{half[case][key]:.3f}" for case in ("prefill", "decode")] for key in ("ratio", "flops_routed_over_dense")
+    )
+    brief = (
+        f"12 of 24 FFNs at budget 0.5, bfloat16, {machine['threads']} CPU threads: prefill takes {times[0]} of the "
+        f"dense time at {flops[0]} of the FLOPs, decode of 8 sequences {times[1]} at {flops[1]}"
+    )
+    section = [
+        "Random weights at the shape of Qwen2.5-0.5B with a vocabulary of 32,000, "
         f"{machine['threads']} CPU threads ({machine['device']}, without bfloat16 instructions). `eta` is the part of "
         "the skipped arithmetic that shows on the clock; `free` is what it would be for a router that costs nothing, "
         "which is below 1 where an FFN takes a smaller share of the time than of the arithmetic. `masked` is a "
@@ -125,9 +165,11 @@ def speed() -> list[str]:
         "A training step of routers in the last third of the layers takes, of a step of LoRA (rank 8, on the same "
         f"layers' FFNs): {steps}. Above the weights, it needs {peaks} MB.",
     ]
+    command = "hf-depthroute bench --suite recipes/speed/cpu.yaml --threads 2"
+    return Study("Speed at the shape of Qwen2.5-0.5B", "speed", command, brief, section)
 
 
-def demo() -> list[str]:
+def demo() -> Study:
     """The demo's own table."""
     result = read("demo/results.json")
     rows = result["eval"]["rows"]
@@ -139,8 +181,13 @@ def demo() -> list[str]:
             f"{row['budget']:g}", f"{row['full_ratio']:.3f}", f"{row['loss'] - dense:+.3f}", f"{row['gap']:+.3f}",
             *(f"{time:.3f}" for time in times),
         ])  # fmt: skip
-    return [
-        f"**Demo** (`make demo`): the embedded base, last 4 of 6 FFNs routed; dense loss {dense:.3f}. A model this "
+    loss, _, prefill, decode = next(row for row in cells if row[0] == "0.5")[2:]
+    brief = (
+        f"last 4 of 6 FFNs at budget 0.5: loss {loss} to dense; prefill takes {prefill} of the dense time, decode "
+        f"{decode}: there the overhead of routing outweighs what it saves"
+    )
+    section = [
+        f"The embedded base, last 4 of 6 FFNs routed; dense loss {dense:.3f}. A model this "
         "small shows the trade in loss, not the speed: its FFNs are a few matrix products of 256 x 768, and in decode "
         "the overhead of routing outweighs them. The last two columns are time over dense time.",
         "",
@@ -148,9 +195,10 @@ def demo() -> list[str]:
             ["budget", "share run full", "loss - dense", "threshold - top-k", "prefill time", "decode time"], cells
         ),
     ]
+    return Study("Demo: a small Llama", "demo", "make demo", brief, section)
 
 
-def aux_losses() -> list[str]:
+def aux_losses() -> Study:
     """The auxiliary-loss study: the main configs, and what a training step costs."""
     study = read_results(RECIPES / "aux_losses/results")
     steps = read("aux_losses/step_cost.json")
@@ -169,35 +217,46 @@ def aux_losses() -> list[str]:
     oracle, gate = (
         [f"{case['ratios'][key]['median']:.2f}" for case in (small, paper)] for key in ("G3 all_full / G3", "G3 / G1")
     )
-    return [
-        "**Auxiliary losses** (`recipes/aux_losses`): 30 configs x 3 seeds on the embedded base, last 3 of 6 FFNs "
+    brief = f"30 configs x 3 seeds; the papers' claims and open questions came out {counted}"
+    section = [
+        "30 configs x 3 seeds on the embedded base, last 3 of 6 FFNs "
         f"routed at budget 0.5, 400 steps; dense loss {study.info['base']['dense_loss']:.3f}. The papers' "
         f"claims (arXiv:2604.17228 and CGS) and open questions came out {counted}; each with its numbers in "
-        "[the report](recipes/aux_losses/results/report.md). Top-k loss in nats, mean ± standard deviation over "
+        "[the report](studies/aux_losses/results/report.md). Top-k loss in nats, mean ± standard deviation over "
         f"seeds. A training step with the oracle takes {oracle[0]} of the time without it, and one with the JEPA gate "
         f"{gate[0]} of one with the MLP gate ({oracle[1]} and {gate[1]} at that paper's shape).",
         "",
         *markdown_table(["config", "what", "loss, first half", "loss at the end", "gradient norm"], rows),
     ]
+    command = "hf-depthroute study recipes/aux_losses/study.yaml --out OUT --jobs 2"
+    return Study("Auxiliary losses", "aux_losses", command, brief, section)
 
 
-def pareto() -> list[str]:
+def pareto() -> Study:
     """The verdicts of the comparison with static dropping."""
     text = (RECIPES / "pareto/results.md").read_text()
     verdicts = text.split("## Verdicts\n")[1].split("\n## ")[0].strip()
     setting = read("pareto/results.json")["setting"]
     steps = f"{setting['steps']} steps of {setting['batch_size']} x {setting['length']} tokens"
-    return [
-        "**Routing against static dropping** (`recipes/pareto`): every method and baseline with the same cheap "
+    answers = [line for line in verdicts.splitlines() if line.startswith("* ")]
+    won = sum("**no**" not in line for line in answers)
+    brief = (
+        "at equal prefill time, a routed config beats every static baseline beyond the seed spread at "
+        f"**{won or 'none'} of {len(answers)} budgets**"
+    )
+    section = [
+        "Every method and baseline with the same cheap "
         f"branches, {steps}, up to {len(setting['seeds'])} seeds on the embedded base, loss against measured prefill "
-        "time ([tables and plot](recipes/pareto/results.md)). Does a routed config beat every static baseline at equal "
+        "time ([tables and plot](studies/pareto/results.md)). Does a routed config beat every static baseline at equal "
         "time, beyond the seed spread?",
         "",
         verdicts,
     ]
+    command = "python recipes/pareto/run.py --out OUT --jobs 2"
+    return Study("Routing against static dropping", "pareto", command, brief, section)
 
 
-def token_selective() -> list[str]:
+def token_selective() -> Study:
     """TSA beside the paper's figures."""
     result = read("token_selective/results.json")
     paper, runs = result["paper"]["shakespeare"], result["runs"]
@@ -210,16 +269,22 @@ def token_selective() -> list[str]:
         ["hard: tokens below 1/2 really skip", f"{tsa['hard_share']:.3f}", f"{100 * tsa['hard_saved']:.1f} %",
          f"{100 * (tsa['hard_loss'] / dense - 1):+.1f} %"],
     ]  # fmt: skip
-    return [
-        "**Token-selective routing** (`recipes/token_selective`): the model of the TSA paper "
+    brief = (
+        f"operations saved, and loss over dense: {rows[1][2]} at {rows[1][3]} counted on soft scaling, where nothing "
+        f"is skipped; {rows[2][2]} at {rows[2][3]} where tokens really skip"
+    )
+    section = [
+        "The model of the TSA paper "
         "(arXiv:2605.05222) on Tiny-Shakespeare from scratch, "
         f"but {settings['steps']:,} steps of {settings['batch']} sequences and one seed, not 5,000 of 64.",
         "",
         *markdown_table(["", "alpha", "operations saved", "validation loss over dense"], rows),
     ]
+    command = "python recipes/token_selective/run.py recipes/token_selective/small.yaml --out OUT"
+    return Study("Token-selective routing", "token_selective", command, brief, section)
 
 
-def moe() -> list[str]:
+def moe() -> Study:
     """Routed experts against dropped ones: at half of the pairs in all, and at half in every layer."""
     result = read("moe/results.json")
     ratio = result["timing"]["ratio"]
@@ -246,17 +311,22 @@ def moe() -> list[str]:
         ["4 of 8 experts of each layer dropped, by routing weight", f"{weighted['share']:.2f}", "",
          f"{weighted['loss']:.3f}", f"{ratio['static-drop4-s0']:.2f}"],
     ]  # fmt: skip
-    return [
-        "**Experts** (`recipes/moe`): a tiny mixture of experts that the recipe pretrains for "
+    gain = static_at_share("router per expert, 0.5") - mean("per_expert", lambda run: run["loss"])
+    brief = (
+        f"half of the pairs: a router per expert ends {gain:.3f} below static dropping at the same share, a router per "
+        f"layer ties with it; prefill takes {rows[0][4]} and {rows[1][4]} of the dense time"
+    )
+    section = [
+        "A tiny mixture of experts that the recipe pretrains for "
         f"{result['setting']['pretraining']['steps']} steps (dense loss {result['timing']['dense_loss']:.3f}: it has "
         "learned little, so much can be left out), no cheap branches, budget 0.5. Which experts go matters most: "
         "static dropping that may take them from any layer ties with a router per layer, and a router per expert is "
-        f"{static_at_share('router per expert, 0.5') - mean('per_expert', lambda run: run['loss']):.3f} better than "
-        "it at the same share of pairs. Random routing and dropping by weight leave out half in every layer; beside "
-        "them stands what the routers lose with the budget held in every layer.",
+        f"{gain:.3f} better than it at the same share of pairs. Random routing and dropping by weight leave out half "
+        "in every layer; beside them stands what the routers lose with the budget held in every layer.",
         "",
         *markdown_table(["", "share of pairs run", "loss", "loss, half of every layer", "prefill time / dense"], rows),
     ]
+    return Study("Experts of a tiny mixture", "moe", "python recipes/moe/route.py --work /tmp/moe", brief, section)
 
 
 def static_at_share(row: str) -> float:
@@ -265,7 +335,7 @@ def static_at_share(row: str) -> float:
     return float(next(line for line in lines if line.startswith(f"| {row} |")).split(" | ")[3])
 
 
-def kv_cache() -> list[str]:
+def kv_cache() -> Study:
     """Bytes that skipped sequences leave out."""
     result = read("router_tuning/kv_cache.json")
     saved = 1 - result["routed_bytes"] / result["dense_bytes"]
@@ -273,12 +343,17 @@ def kv_cache() -> list[str]:
     equal = "equals" if result["generation_equals_reference"] else "differs from"
     held = f"{result['routed_bytes']:,} of {result['dense_bytes']:,} bytes, {result['prompts']} prompts"
     gib = [big[name] / 2**30 for name in ("dense_bytes", "routed_bytes")]
-    return [
-        f"**KV cache** (`recipes/router_tuning/kv_cache.py`): attention of {len(result['routed_layers'])} of 6 layers "
+    brief = (
+        f"attention of {len(result['routed_layers'])} of 6 layers skipped per sequence at budget 0.5 leaves "
+        f"{100 * saved:.0f} % of the cache out"
+    )
+    section = [
+        f"Attention of {len(result['routed_layers'])} of 6 layers "
         f"skipped per sequence at budget 0.5 leaves {100 * saved:.0f} % of the cache out ({held}), and generation "
         f"{equal} a masked reference. At the shape of Llama-3-8B with 16 of 32 layers, 64 x 2,048 tokens, it counts "
         f"{gib[0] - gib[1]:.0f} of {gib[0]:.0f} GiB; the Router-Tuning paper (arXiv:2410.13184) reports 8 GB.",
     ]
+    return Study("KV cache", "router_tuning", "python recipes/router_tuning/kv_cache.py", brief, section)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,10 +443,22 @@ def part(lines: list[str], name: str) -> str:
     return "\n".join([f"<!-- {name} -->", "", *lines, "", f"<!-- /{name} -->"])
 
 
-def block() -> str:
-    """The README's results."""
-    parts = (quality, speed, demo, pareto, token_selective, moe, kv_cache, aux_losses)
-    return part([line for lines in parts for line in ("", *lines())][1:], RESULTS)
+def studies() -> list[Study]:
+    return [quality(), speed(), demo(), pareto(), token_selective(), moe(), kv_cache(), aux_losses()]
+
+
+def results() -> dict[Path, str]:
+    """The results in brief for the README, and in full for the documentation."""
+    found = studies()
+    rows = [[f"[{s.title}](recipes/{s.folder})", f"`{s.command}`", s.brief] for s in found]
+    sections = []
+    for s in found:
+        made = f"From [`recipes/{s.folder}`](studies/{s.folder}/README.md), which has the exact commands."
+        sections += ["", f"## {s.title}", "", made, "", *s.section]
+    return {
+        README: part(markdown_table(["study", "command", "what came out"], rows), RESULTS),
+        RESULTS_PAGE: part(sections[1:], RESULTS),
+    }
 
 
 def gate_block() -> str:
@@ -380,7 +467,8 @@ def gate_block() -> str:
 
 
 def main() -> None:
-    for page, name, written in ((README, RESULTS, block()), (GATE_PAGE, GATES, gate_block())):
+    parts = [(page, RESULTS, written) for page, written in results().items()]
+    for page, name, written in (*parts, (GATE_PAGE, GATES, gate_block())):
         head, rest = page.read_text().split(f"<!-- {name} -->")
         page.write_text(head + written + rest.split(f"<!-- /{name} -->")[-1])
 

@@ -183,7 +183,7 @@ RUNS: tuple[Callable[[int, int], Result], ...] = (trainer, callback)
 
 
 def accelerate_loop() -> Result:
-    """The plain loop of the README, on a tiny model."""
+    """The plain loop of docs/how-to/distributed-training.md, on a tiny model."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)

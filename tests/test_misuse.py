@@ -45,7 +45,7 @@ def fresh(**fields: Any) -> PeftModel:
 
 
 def loop(model: PeftModel, steps: int = 12, with_losses: bool = True) -> None:
-    """The plain loop of the README, on the batches that `run_ratio` counts on."""
+    """The plain loop of docs/how-to/distributed-training.md, on the batches that `run_ratio` counts on."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     batches = text_batches()
     for step in range(steps):

@@ -52,8 +52,11 @@ def test_embedded_base_card_is_made_from_its_files():
     assert (ROOT / "model_cards" / "embedded_base.md").read_text() == card
 
 
-def test_readme_figures_are_made_from_the_committed_results():
-    assert load_script(RECIPES / "tables.py").block() in (ROOT / "README.md").read_text()
+def test_figures_of_the_readme_and_of_the_results_are_made_from_the_committed_results():
+    pages = load_script(RECIPES / "tables.py").results()
+    assert set(pages) == {ROOT / "README.md", ROOT / "docs" / "results.md"}
+    for page, written in pages.items():
+        assert written in page.read_text(), page
 
 
 def test_stories_are_compared_with_what_learns_nothing_on_the_same_branches():
@@ -73,11 +76,11 @@ def test_stories_are_compared_with_what_learns_nothing_on_the_same_branches():
 
 
 def test_experts_are_compared_with_the_strongest_static_drop():
-    """The README shows the static choice with the lowest loss near the share of pairs that the routers run."""
+    """The page of results has the static choice with the lowest loss near the share of pairs that the routers run."""
     runs = json.loads((RECIPES / "moe" / "results.json").read_text())["runs"]
     static = [run for run in runs if "dropped" in run and abs(run["share"] - 0.5) < 0.08]
     best = min(static, key=lambda run: run["loss"])
-    assert f"{best['loss']:.3f}" in "\n".join(load_script(RECIPES / "tables.py").moe())
+    assert f"{best['loss']:.3f}" in "\n".join(load_script(RECIPES / "tables.py").moe().section)
 
 
 def test_comparison_of_gates_is_made_from_the_committed_results():

@@ -16,7 +16,6 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "docs" / "notebooks"
 WHOLE = {"CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md", "CONTRIBUTING.md": "contributing.md"}
-RESULTS = re.compile(r"<!-- results -->\n(.*?)<!-- /results -->", re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -42,15 +41,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def study(path: Path) -> str:
-    """A study's page. The list of studies also gets the README's figures, which are made from their results."""
+    """A study's page. The list of studies also gets links to them."""
     text = path.read_text()
     if path.parent != ROOT / "recipes":
         return text
-    (figures,) = RESULTS.findall((ROOT / "README.md").read_text())
     folders = {folder.name for folder in path.parent.iterdir() if (folder / "README.md").is_file()}
     text = text.replace("# Recipes", "# Studies", 1)
     table = re.sub(r"^\| `(\w+)`", lambda row: linked(row, folders), text, flags=re.MULTILINE)
-    return f"{table}\n## Figures\n\n{figures.replace('](recipes/', '](')}"
+    return table.replace("](../docs/", "](../")
 
 
 def linked(row: re.Match[str], folders: set[str]) -> str:

@@ -201,7 +201,9 @@ class _Fit:
         self.config = next(iter(self.holders.values())).active_config()
         self.layers = {index: LayerFit(1.0, 0.0, 0.0, 0.0) for index in self.holders}
         self.sensitivity: dict[int, Sensitivity] = {}
-        self.threshold = 0.0
+        self.threshold = 0.0  # of the gates as they are
+        self.threshold_nats = 0.0  # of the gates that a round has fitted so far
+        self._factor, self._middle = 1.0, 0.0  # from nats to scores
         self._predicted: dict[int, torch.Tensor] = {}
 
     def start(self) -> None:
@@ -223,14 +225,15 @@ class _Fit:
             rows = _Rows(calls, self.walk.real)
             cheap_N = None if first else self._scores(index, rows) < self.threshold
             self._fit_layer(index, rows, cheap_N)
-            return rows.outputs(None if first else self._scores(index, rows) >= self.threshold)
+            return rows.outputs(None if first else self._scores(index, rows) >= self.threshold_nats)
 
         walk_layers(self.walk, visit, self.bar.update)
         pooled = torch.cat([scores.cpu() for scores in self._predicted.values()])
         middle = pooled.kthvalue(max(1, round((1 - self.config.budget) * len(pooled)))).values
         spread = (pooled - middle).abs().mean().clamp(min=1e-30)
+        self._factor, self._middle = float(self.config.gate_temperature or 1.0) / float(spread), float(middle)
         for index in self.holders:  # one map for all: 0 at the threshold, and as wide as the temperature
-            _rescale(self._gate(index), float(self.config.gate_temperature or 1.0) / float(spread), float(middle))
+            _rescale(self._gate(index), self._factor, self._middle)
 
     def calibrate(self, text: list[dict[str, torch.Tensor]]) -> None:
         """The one threshold that holds the budget, and the share that each layer gets."""
@@ -238,6 +241,7 @@ class _Fit:
             self.layers[index].share = share
         holder = next(iter(self.holders.values()))
         self.threshold = float(holder.active_quantiles()(self.config.budget))
+        self.threshold_nats = self._middle + self.threshold / self._factor
 
     def _fit_layer(self, index: int, rows: _Rows, cheap_N: torch.Tensor | None) -> None:
         """Branch, then gate; without a decision yet, the cheaper half by a linear prediction stands in for it."""
