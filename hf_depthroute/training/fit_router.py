@@ -34,10 +34,13 @@ from ..inference.fitting import fit_branch
 from ..parts.gates import GATES
 from ..parts.regression import moments, ridge_weights
 from ..parts.targets import TARGETS
-from ..routing.trace import full_depth
+from ..routing.thresholds import quantile_table
+from ..routing.trace import full_depth, record_routes
 from .layer_walk import LayerWalk, walk_layers
 from .record import remember_training
 from .sensitivity import Sensitivity, sensitivities
+
+Batches = list[dict[str, torch.Tensor]]
 
 DENSE = 0.995  # a layer that runs this share of the tokens in full is not routed
 _PENALTY = 1e-3
@@ -115,7 +118,7 @@ def fit_router(
         evaluating(routed),
         tqdm(total=(rounds + 1) * len(find_layers(routed)), disable=not progress) as bar,
     ):
-        fit = _Fit(routed, text, keep, bar)
+        fit = _Fit(routed, text, held_out, bar)
         fit.start()
         best: tuple[float, dict[int, dict[str, Any]], dict[int, LayerFit]] | None = None
         losses = []
@@ -174,17 +177,14 @@ def _checked(model: nn.Module, keep: float, config: DepthRouteConfig | None) -> 
     return DepthRouteConfig(**kept)
 
 
-def _split(
-    batches: list[dict[str, torch.Tensor]],
-) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
-    """`(to fit on, held out)`: an eighth of the rows; the same text twice where there is one row only."""
+def _split(batches: Batches) -> tuple[Batches, Batches]:
+    """`(to fit on, held out)`: a fifth of the rows; the same text twice where there is one row only."""
     rows = [{name: value[i : i + 1] for name, value in b.items()} for b in batches for i in range(len(b["input_ids"]))]
     if len(rows) < 2:
         return batches, batches
-    if len(batches) >= 8:
-        held = batches[7::8]
-        return [batch for number, batch in enumerate(batches) if number % 8 != 7], held
-    cut = [max(1, len(batch["input_ids"]) // 8) if len(batch["input_ids"]) > 1 else 0 for batch in batches]
+    if len(batches) >= 5:
+        return [batch for number, batch in enumerate(batches) if number % 5 != 4], batches[4::5]
+    cut = [max(1, len(batch["input_ids"]) // 5) if len(batch["input_ids"]) > 1 else 0 for batch in batches]
     if not any(cut):
         return batches[:-1], batches[-1:]
     first = [{n: v[: len(v) - c] for n, v in batch.items()} for batch, c in zip(batches, cut)]
@@ -194,12 +194,13 @@ def _split(
 class _Fit:
     """The state of a fit over its rounds."""
 
-    def __init__(self, model: PeftModel, text: list[dict[str, torch.Tensor]], keep: float, bar: Any) -> None:
-        self.model, self.bar = model, bar
+    def __init__(self, model: PeftModel, text: Batches, held_out: Batches, bar: Any) -> None:
+        self.model, self.held_out, self.bar = model, held_out, bar
         self.walk = LayerWalk(model, text)
         self.holders = {holder.layer_index: holder for holder in active_routings(model)}
         self.config = next(iter(self.holders.values())).active_config()
         self.layers = {index: LayerFit(1.0, 0.0, 0.0, 0.0) for index in self.holders}
+        self.rates = dict.fromkeys(self.holders, 1.0)  # loss measured, per nat that the scores predict
         self.sensitivity: dict[int, Sensitivity] = {}
         self.threshold = 0.0  # of the gates as they are
         self.threshold_nats = 0.0  # of the gates that a round has fitted so far
@@ -228,14 +229,48 @@ class _Fit:
             return rows.outputs(None if first else self._scores(index, rows) >= self.threshold_nats)
 
         walk_layers(self.walk, visit, self.bar.update)
-        pooled = torch.cat([scores.cpu() for scores in self._predicted.values()])
+        for _ in range(2):
+            self._measure_rates()
+        pooled = self._pooled()
         middle = pooled.kthvalue(max(1, round((1 - self.config.budget) * len(pooled)))).values
         spread = (pooled - middle).abs().mean().clamp(min=1e-30)
         self._factor, self._middle = float(self.config.gate_temperature or 1.0) / float(spread), float(middle)
         for index in self.holders:  # one map for all: 0 at the threshold, and as wide as the temperature
             _rescale(self._gate(index), self._factor, self._middle)
 
-    def calibrate(self, text: list[dict[str, torch.Tensor]]) -> None:
+    def _pooled(self) -> torch.Tensor:
+        return torch.cat([scores.cpu() for scores in self._predicted.values()])
+
+    def _measure_rates(self) -> None:
+        """Scale every layer's scores to the loss that its cheap tokens alone cost on the held-out text.
+
+        The estimate behind the scores is local: it misses what large errors do. The standard error of the measurement
+        keeps a rate that it cannot tell near 1.
+        """
+        table, rates = quantile_table(self._pooled()), {}
+        for holder in self.holders.values():
+            holder.active_quantiles().set(table)
+        with full_depth(self.model):
+            dense_R = _row_losses(self.model, self.held_out)
+            for index, holder in self.holders.items():
+                holder._disable_adapters = False
+                predicted, cheap_R, tokens = 0.0, [], 0
+                for batch in self.held_out:
+                    with record_routes(self.model) as trace:
+                        cheap_R.append(_row_losses(self.model, [batch]))
+                    left = ~trace[index].mask & token_mask(batch).to(trace[index].mask.device)
+                    predicted += float(trace[index].scores[left].clamp(min=0).sum())
+                    tokens += int(token_mask(batch).sum())
+                holder._disable_adapters = True
+                more_R, expected = torch.cat(cheap_R) - dense_R, predicted / tokens
+                error = float(more_R.std()) / len(more_R) ** 0.5 if len(more_R) > 1 else expected
+                rates[index] = (max(float(more_R.mean()), 0.0) + error) / max(expected + error, 1e-30)
+        for index, rate in rates.items():
+            self.rates[index] *= rate
+            _rescale(self._gate(index), rate, 0.0)
+            self._predicted[index] *= rate
+
+    def calibrate(self, text: Batches) -> None:
         """The one threshold that holds the budget, and the share that each layer gets."""
         for index, share in calibrate(self.model, text).items():
             self.layers[index].share = share
@@ -259,7 +294,7 @@ class _Fit:
         found.gate_r2 = float(1 - F.mse_loss(predicted_N, errors_N / scale) / (errors_N / scale).var().clamp(min=1e-30))
         if int(cheap_N.sum()) < _FEWEST:
             cheap_N = predicted_N <= predicted_N.kthvalue(min(_FEWEST, len(predicted_N))).values
-        found.nats = sensitivity.nats(cheap_N)
+        found.nats = sensitivity.nats(cheap_N) * self.rates[index]
         _rescale(gate, found.nats * float(scale), 0.0)
         self._predicted[index] = gate(rows.gate)["scores"]
 
@@ -312,7 +347,8 @@ def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor | None) -> floa
     if chosen_N is not None and int(chosen_N.sum()) < max(_FEWEST, 2 * branch.up.out_features):
         chosen_N = None
     chosen = slice(None) if chosen_N is None else chosen_N
-    return 1 - fit_branch(branch, rows.normed[chosen], rows.update[chosen], _PENALTY)
+    x_Nd = rows.normed[chosen]
+    return 1 - fit_branch(branch, x_Nd, rows.update[chosen], max(_PENALTY, 0.1 * x_Nd.shape[1] / len(x_Nd)))
 
 
 def _cheaper_half(x_Nd: torch.Tensor, y_N: torch.Tensor) -> torch.Tensor:
@@ -328,14 +364,20 @@ def _rescale(gate: Any, factor: float, shift: float) -> None:
     gate.score.bias.sub_(shift).mul_(factor)
 
 
-def _loss(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> float:
-    """Mean next-token loss in nats, over the predicted tokens."""
-    losses = []
+def _row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
+    """The mean next-token loss of each row, nats, `[R]`."""
+    rows = []
     for batch in batches:
         counted = predicting(batch["input_ids"], batch.get("attention_mask"))
         logits = model(**batch, use_cache=False).logits[:, :-1]
-        losses.append(token_losses(logits[counted], batch["input_ids"][:, 1:][counted]))
-    return float(torch.cat(losses).double().mean())
+        losses = token_losses(logits[counted], batch["input_ids"][:, 1:][counted]).double()
+        sums = losses.new_zeros(counted.shape).masked_scatter(counted, losses).sum(1)
+        rows.append(sums / counted.sum(1).clamp(min=1))
+    return torch.cat(rows)
+
+
+def _loss(model: nn.Module, batches: Batches) -> float:
+    return float(_row_losses(model, batches).mean())
 
 
 def _state(model: nn.Module) -> dict[int, dict[str, Any]]:
