@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .inference.autotune import tune_execution as tune_execution
     from .inference.calibration import calibrate as calibrate
     from .inference.calibration import set_budget as set_budget
+    from .inference.calibration import set_phases as set_phases
     from .inference.draft_search import search_draft as search_draft
     from .inference.drafting import draft_view as draft_view
     from .inference.drafting import lossless_generate as lossless_generate
@@ -35,7 +36,7 @@ _NAMES = {
     "config.adapter": ["DepthRouteConfig"],
     "evaluation.cost": ["route_cost"],
     "inference.autotune": ["tune_execution"],
-    "inference.calibration": ["calibrate", "set_budget"],
+    "inference.calibration": ["calibrate", "set_budget", "set_phases"],
     "inference.draft_search": ["search_draft"],
     "inference.drafting": ["draft_view", "lossless_generate"],
     "routing.trace": ["record_routes", "replay_routes"],

@@ -16,7 +16,7 @@ from ..base.cache import without_cache
 from ..base.contexts import evaluating
 from ..base.families import find_layers
 from ..data.batches import model_inputs, token_mask
-from ..execution.layer import DECODE_STEPS, TOKEN_MASK, routed_call
+from ..execution.layer import DECODE_STEPS, LAST_TOKENS, TOKEN_MASK, routed_call
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..routing.holder import Routing
@@ -74,6 +74,7 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
         nonlocal features_BTr, updates_BTd
         kwargs = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
         kwargs.pop(TOKEN_MASK, None)
+        kwargs.pop(LAST_TOKENS, None)
         kwargs.pop(DECODE_STEPS, None)
         h = args[0] if args else kwargs.pop("hidden_states")
         plan = holder.plan(layer.training)
