@@ -119,10 +119,10 @@ def set_phases(model: nn.Module, phases: str) -> None:
     """Change at run time what inference routes, without retraining; saved with the adapter.
 
     With `"prefill"`, of every forward pass the last real token of each sequence runs in full, and the tokens before it
-    are routed as with `"all"`. A decoding step, one token per sequence, therefore runs as the base does, without gate and
-    branch. Neither padding nor packing changes which tokens these are. Where a prompt enters in chunks, the last token
-    of each chunk runs in full; where several drafted tokens are verified at once, those before the last are routed.
-    Training, calibration and the loss of a text are the same with both.
+    are routed as with `"all"`. A decoding step, one token per sequence, therefore runs as the base does, without gate
+    and branch. Neither padding nor packing changes which tokens these are, as long as the model is told of them. Where
+    a prompt enters in chunks, the last token of each chunk runs in full; where several drafted tokens are verified at
+    once, those before the last are routed. Training, calibration and the loss of a text are the same with both.
 
         set_phases(model, "prefill")
 
