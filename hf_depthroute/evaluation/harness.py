@@ -37,8 +37,8 @@ class DepthRouteLM(HFLM):
 
     Decisions about tokens are causal, so a score depends neither on the batch nor on its padding. A decision about a
     whole sequence reads all of it, `phases="prefill"` asks for its last token, and lm-eval pads without a mask: there,
-    batches hold one sequence. With `phases="prefill"`, a continuation that is scored enters with its prompt in one pass:
-    its tokens but the last are routed.
+    batches hold one sequence. A continuation that is scored enters with its prompt in one pass, so `phases="prefill"`
+    routes all of it but the last token.
 
     Args:
         pretrained: The base's Hub id or folder, by default the adapter's own; or a `PeftModel` that is routed.
