@@ -96,6 +96,8 @@ def test_a_static_layer_is_skipped_by_the_prompt_alone() -> None:
     never = build_routed("llama", "block", gate="linear", threshold=1e9, branch="none")
     model = build_routed("llama", "block", gate="none", branch="none", phases="prefill")
     assert gap(decoded(model, ids, PROMPT), by_hand(never, ids, PROMPT)) < 1e-5
+    expected = generate(model)
+    assert [output.generated_tokens for output in generate_batch(model)] == expected
 
 
 @every_case
