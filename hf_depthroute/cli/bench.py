@@ -43,9 +43,7 @@ class BenchOptions:
     config: o.ConfigFile = None
     cases: Annotated[str, "Some of prefill,decode,memory, and with --shape train,load."] = "prefill,decode"
     budgets: o.Budgets = "0.5,0.25"
-    phases: Annotated[
-        str | None, "What is routed: all, or prefill (prompts only). Default: the adapter's; with --shape all."
-    ] = None
+    phases: o.Phases = None
     masked: Annotated[bool, "Time a plain mask-after-compute router too, at the same budgets."] = False
     tune: Annotated[bool, "Time the executors that are measured to be fastest per layer too."] = False
     baselines: Annotated[
@@ -155,8 +153,9 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
     modes = None
     if options.baselines is not None:
         modes = o.parse_names("--baselines", options.baselines, ("eager", "static", "compiled"))
-    fields: dict[str, Any] = {"baselines": modes, "depth": options.depth, "vocabulary": options.vocabulary}
+    fields: dict[str, Any] = {name: getattr(options, name) for name in ("phases", "depth", "vocabulary")}
     fields |= {"dtype": None if options.dtype == "auto" else options.dtype, "rounds": options.repeats}
+    fields["baselines"] = modes
     if options.suite is not None:
         try:
             name, listed = read_suite(options.suite, **fields)
@@ -165,7 +164,7 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
         return _run(listed, name=name)
     kinds = o.parse_names("--cases", options.cases, _SINGLE if options.shape is None else (*_SINGLE, "train", "load"))
     budgets = tuple(budget for budget in o.parse_budgets(options.budgets) if budget < 1)  # 1 always is
-    fields |= {name: getattr(options, name) for name in ("shape", "target", "gate", "phases", "masked", "tune")}
+    fields |= {name: getattr(options, name) for name in ("shape", "target", "gate", "masked", "tune")}
     fields |= {"layers": o.parse_layers(options.layers), "budgets": budgets, "rounds": options.repeats or 15}
     origin: dict[str, Any] = {}
     given = None
