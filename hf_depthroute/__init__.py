@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .inference.calibration import calibrate as calibrate
     from .inference.calibration import calibrate_budgets as calibrate_budgets
     from .inference.calibration import set_budget as set_budget
+    from .inference.calibration import set_phases as set_phases
     from .inference.draft_search import search_draft as search_draft
     from .inference.drafting import draft_view as draft_view
     from .inference.drafting import lossless_generate as lossless_generate
@@ -37,7 +38,7 @@ _NAMES = {
     "config.adapter": ["DepthRouteConfig"],
     "evaluation.cost": ["route_cost"],
     "inference.autotune": ["tune_execution"],
-    "inference.calibration": ["calibrate", "calibrate_budgets", "set_budget"],
+    "inference.calibration": ["calibrate", "calibrate_budgets", "set_budget", "set_phases"],
     "inference.draft_search": ["search_draft"],
     "inference.drafting": ["draft_view", "lossless_generate"],
     "routing.trace": ["record_routes", "replay_routes"],

@@ -84,6 +84,7 @@ def requests(tasks: Path) -> list[Any]:
         {"target": "attention"},
         {"target": "block"},
         {"granularity": "sequence", "target": "block"},
+        {"phases": "prefill"},
     ],
     ids=str,
 )

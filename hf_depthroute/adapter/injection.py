@@ -14,7 +14,7 @@ from ..base.cache import is_paged
 from ..base.families import find_decoder, find_family
 from ..config.adapter import ConfigError
 from ..execution.decode import decode_steps, decodes
-from ..execution.layer import DECODE_STEPS, TOKEN_MASK, routed_forward
+from ..execution.layer import DECODE_STEPS, LAST_TOKENS, TOKEN_MASK, routed_forward
 from ..routing.holder import HOLDER, Routing
 from ..routing.misuse import warn_of_training
 
@@ -72,6 +72,8 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         warn_of_training(decoder, _active(decoder), inputs)
     real = token_mask_of(args, kwargs)
     found: dict[str, Any] = {} if real is None else {TOKEN_MASK: real}
+    if inputs.shape[1] > 1 and any(h.active_config().phases == "prefill" for h in _active(decoder)):
+        found[LAST_TOKENS] = last_tokens_of(inputs, real, kwargs)
     if decodes(decoder, inputs) and (real is None or real.all()):
         found[DECODE_STEPS] = decode_steps(getattr(decoder, family.layers), inputs.shape[0])
     if not family.passes_keywords:
@@ -128,6 +130,21 @@ def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
         real = allowed[:, 0, :, past : past + length].any(dim=1).expand(batch, -1)
         return real if real.shape[1] == length else None
     return None
+
+
+def last_tokens_of(inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The last real token of every sequence of a call of the decoder stack, bool `[B, T]`; packed rows hold several."""
+    last = torch.zeros(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    ends, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+    if ends is not None:
+        last.view(-1)[ends[1:].long() - 1] = True
+        return last
+    if token_mask is not None:
+        return token_mask & (token_mask.flip(1).cumsum(1).flip(1) == 1)
+    last[:, -1] = True
+    if kwargs.get("attention_mask") is None and positions is not None and positions.ndim == 2:
+        last[:, :-1] |= positions[:, 1:] <= positions[:, :-1]
+    return last
 
 
 @functools.cache

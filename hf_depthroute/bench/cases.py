@@ -37,7 +37,7 @@ _MANY = ("batch", "length", "loss")  # keys that may hold a list
 class Case:
     """One measurement.
 
-    The fields from `shape` to `gate` make the model; where a model is given with its adapter, they say nothing.
+    The fields from `shape` to `phases` make the model; where a model is given with its adapter, they say nothing.
 
     Attributes:
         case: One of `CASES`.
@@ -48,6 +48,7 @@ class Case:
         layers: Routed layers, as in `DepthRouteConfig`.
         target: What is routed.
         gate: The gate.
+        phases: What inference routes, as in `DepthRouteConfig`.
         budgets: Budgets, in (0, 1).
         masked: Whether the mask-after-compute router is timed too.
         tune: Whether the executors that `tune_execution` chooses are timed too.
@@ -72,6 +73,7 @@ class Case:
     layers: str | tuple[int, ...] = "last:12"
     target: str = "ffn"
     gate: str = "mlp"
+    phases: str = "all"
     budgets: tuple[float, ...] = (0.5, 0.25)
     masked: bool = False
     tune: bool = False
@@ -108,7 +110,7 @@ class Case:
 
     def config(self) -> DepthRouteConfig:
         layers = list(self.layers) if isinstance(self.layers, tuple) else self.layers
-        return DepthRouteConfig(layers=layers, target=self.target, gate=self.gate)
+        return DepthRouteConfig(layers=layers, target=self.target, gate=self.gate, phases=self.phases)
 
     def made_from(self) -> tuple[Any, ...]:
         """Equal for cases of the same base model."""
@@ -119,7 +121,8 @@ class Case:
         layers = ",".join(map(str, self.layers)) if isinstance(self.layers, tuple) else self.layers
         depth = "" if self.depth is None else f" cut to {self.depth} layers"
         vocabulary = "" if self.vocabulary is None else f", vocabulary {self.vocabulary}"
-        return f"{self.sizes()}: {self.shape}{depth}{vocabulary} {self.dtype}, {self.target} of {layers}"
+        phases = "" if self.phases == "all" else f", phases {self.phases}"
+        return f"{self.sizes()}: {self.shape}{depth}{vocabulary} {self.dtype}, {self.target} of {layers}{phases}"
 
     def sizes(self) -> str:
         """The part of a label in front of the model: what is run."""

@@ -79,7 +79,8 @@ def label_of(sizes: str, setting: Mapping[str, Any]) -> str:
     if "depth" in setting and setting["depth"] != SHAPES[model]["num_hidden_layers"]:
         model += f" cut to {setting['depth']} layers"
     routed = f"{setting.get('target', 'ffn')} of {len(setting['routed_layers'])} layers"
-    return f"{sizes}: {model} {setting['dtype']}, {routed}"
+    phases = f", phases {setting['phases']}" if "phases" in setting else ""
+    return f"{sizes}: {model} {setting['dtype']}, {routed}{phases}"
 
 
 def short_label(measurement: Mapping[str, Any]) -> str:

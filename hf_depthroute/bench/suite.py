@@ -201,9 +201,12 @@ def _setting(case: Case, model: Any) -> dict[str, Any]:
         config = holders[0].active_config()
         made = {"routed_layers": [h.layer_index for h in holders], "target": config.target, "gate": config.gate}
     else:
-        made = {"routed_layers": case.config().routed_layers(case.layer_count()), "target": case.target}
+        config = case.config()
+        made = {"routed_layers": config.routed_layers(case.layer_count()), "target": case.target}
         made |= {"gate": case.gate, "shape": case.shape, "depth": case.layer_count()}
         made |= {"vocabulary": model.config.vocab_size}
+    if config.phases != "all":
+        made["phases"] = config.phases
     return made | {
         "model_type": model.config.model_type,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

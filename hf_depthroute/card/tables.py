@@ -45,6 +45,7 @@ def routed_rows(facts: Facts) -> list[Safe]:
         ("budget", budget),
         ("rule in training", code(c.selection)),
         ("rule at inference", _inference(facts)),
+        *([] if c.phases == "all" else [("phases at inference", code(c.phases))]),
         ("trained parameters", "not known" if facts.parameters is None else f"{facts.parameters:,}"),
     ]
     return [row(["", ""]), row(["---", "---"]), *(row(cells) for cells in rows)]

@@ -43,6 +43,7 @@ class BenchOptions:
     config: o.ConfigFile = None
     cases: Annotated[str, "Some of prefill,decode,memory, and with --shape train,load."] = "prefill,decode"
     budgets: o.Budgets = "0.5,0.25"
+    phases: o.Phases = None
     masked: Annotated[bool, "Time a plain mask-after-compute router too, at the same budgets."] = False
     tune: Annotated[bool, "Time the executors that are measured to be fastest per layer too."] = False
     baselines: Annotated[
@@ -152,8 +153,9 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
     modes = None
     if options.baselines is not None:
         modes = o.parse_names("--baselines", options.baselines, ("eager", "static", "compiled"))
-    fields: dict[str, Any] = {"baselines": modes, "depth": options.depth, "vocabulary": options.vocabulary}
+    fields: dict[str, Any] = {name: getattr(options, name) for name in ("phases", "depth", "vocabulary")}
     fields |= {"dtype": None if options.dtype == "auto" else options.dtype, "rounds": options.repeats}
+    fields["baselines"] = modes
     if options.suite is not None:
         try:
             name, listed = read_suite(options.suite, **fields)
@@ -168,7 +170,7 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
     given = None
     if options.adapter is not None:
         origin, given = _load(options, modes, max(sizes["length"]) + options.decode_steps)
-        del fields["dtype"]  # the model's
+        del fields["dtype"], fields["phases"]  # the model's
     known = {name: value for name, value in fields.items() if value is not None or name == "shape"}
     result = _run(_cases(options, kinds, known, sizes), given=given)
     if set(kinds) <= set(_SINGLE) and all(len(values) == 1 for values in sizes.values()):
@@ -206,13 +208,19 @@ def _load(options: BenchOptions, modes: tuple[str, ...] | None, positions: int) 
     from ..bench.shapes import dense_view
     from ..bench.suite import Given
     from ..bench.variants import hold_adapter_in, wants_base_dtype
+    from ..config.adapter import check_phases
+    from ..inference.calibration import set_phases
     from . import loading
 
     source = loading.find_source(options)
+    if options.phases is not None:
+        check_phases(options.phases, source.config.granularity)
     loading.check_length(positions, source.base_config, "--length + --decode-steps")
     base = source.base_model()
     untouched = dense_view(base)
     routed = source.routed(base)
+    if options.phases is not None:
+        set_phases(routed, options.phases)
     first = next(base.parameters())
     if wants_base_dtype(first.device, modes):
         hold_adapter_in(routed, first.dtype)

@@ -35,6 +35,9 @@ class EvalOptions:
     column: o.Column = "text"
     streaming: o.Streaming = False
     budgets: o.Budgets = "0.25,0.5,0.75"
+    phases: Annotated[
+        str | None, "With --tasks: all, or prefill (only prompts are routed). Default: the adapter's."
+    ] = None
     calibrate_on: Annotated[
         str | None, "Split to calibrate every budget on. Default: the adapter's own thresholds."
     ] = None
@@ -70,6 +73,8 @@ def evaluate(options: EvalOptions) -> None:
     """
     if (options.dataset is None) == (options.tasks is None):
         raise CliError("eval: give one of --dataset and --tasks")
+    if options.phases is not None and options.tasks is None:
+        raise CliError("--phases needs --tasks: no phase changes the loss of a text, whose last token predicts nothing")
     budgets = o.parse_budgets(options.budgets)
     from . import loading
 
@@ -107,6 +112,7 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
     tokenizer = source.tokenizer()
     try:
         from ..evaluation.harness import evaluate_tasks, scores
+        from ..inference.calibration import set_phases
         from ..inference.non_finite import finite_logits
     except ImportError as error:
         raise CliError('--tasks needs lm-eval: pip install "hf-depthroute[eval]"') from error
@@ -115,6 +121,8 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     routed = source.routed(source.base_model())
+    if options.phases is not None:
+        set_phases(routed, options.phases)
     how: dict[str, Any] = {key: getattr(options, key) for key in ("include_path", "num_fewshot", "limit", "batch_size")}
     names = [name.strip() for name in str(options.tasks).split(",")]
     try:

@@ -26,6 +26,7 @@ class GenerateOptions:
     prompt: Annotated[str | None, "Start of the text. Default: read from stdin."] = None
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64
     budget: Annotated[float | None, "Budget in (0, 1]. Default: the adapter's."] = None
+    phases: o.Phases = None
     sample: Annotated[bool, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")] = False
     temperature: Annotated[float, "With --sample."] = 1.0
     top_p: Annotated[float, "With --sample: keep the likeliest tokens of this total."] = 1.0
@@ -67,12 +68,13 @@ def generate(options: GenerateOptions) -> None:
     import torch
     import transformers
 
-    from ..inference.calibration import set_budget
+    from ..inference.calibration import set_budget, set_phases
     from ..inference.non_finite import finite_logits
     from ..routing.trace import count_routes
 
     source = loading.find_source(options)
     _check_budgets(options, source.config)
+    _check_phases(options, source.config)
     depth = source.base_config.num_hidden_layers
     if dropped and (dropped[-1] >= depth or len(dropped) == depth):
         layers = f"the model has layers 0 to {depth - 1}; name some of them, not all"
@@ -87,6 +89,8 @@ def generate(options: GenerateOptions) -> None:
     routed = source.routed(source.base_model())
     if options.budget is not None:
         set_budget(routed, options.budget)
+    if options.phases is not None:
+        set_phases(routed, options.phases)
 
     transformers.set_seed(options.seed)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -119,6 +123,14 @@ def _check_budgets(options: GenerateOptions, config: Any) -> None:
             raise CliError(f"{option} {budget}: {why}")
 
 
+def _check_phases(options: GenerateOptions, config: Any) -> None:
+    from ..config.adapter import check_phases
+
+    phases = config.phases if options.phases is None else check_phases(options.phases, config.granularity)
+    if options.lossless and phases == "prefill":
+        raise CliError("--lossless drafts by the routed model, which phases='prefill' runs in full; add --phases all")
+
+
 def _check_options(options: GenerateOptions) -> None:
     if not 0 < options.temperature < float("inf"):
         raise CliError(f"--temperature {options.temperature}: must be a finite number above 0")
@@ -126,6 +138,8 @@ def _check_options(options: GenerateOptions) -> None:
         raise CliError(f"--top-p {options.top_p}: must be in (0, 1]")
     if options.full and options.budget is not None:
         raise CliError("--budget has no effect with --full; leave one out")
+    if options.full and options.phases is not None:
+        raise CliError("--phases has no effect with --full; leave one out")
     draft = [
         f"--{o.option_name(name)}"
         for name in ("draft_budget", "draft_drop", "draft_tokens")

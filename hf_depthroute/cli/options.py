@@ -233,3 +233,4 @@ Streaming = Annotated[bool, typer.Option("--streaming/--no-streaming", help="Rea
 BatchSize = Annotated[int, typer.Option(min=1, help="Blocks in a batch.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens in a block.")]
 Budgets = Annotated[str, "Fractions of tokens that run full, comma-separated."]
+Phases = Annotated[str | None, "What is routed: all, or prefill (prompts only). Default: the adapter's."]

@@ -8,6 +8,7 @@ either; `serve_limits` adds them.
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ class ServeOptions:
     adapter: o.Adapter = ""
     model: o.BaseModel = None
     adapter_option: o.OldAdapter = None
+    phases: o.Phases = None
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt; a longer one gets 400.")] = 16_384
     max_output_tokens: Annotated[int, typer.Option(min=1, help="Longest answer; asking for more gets 400.")] = 4096
     max_requests: Annotated[
@@ -57,13 +59,17 @@ def serve(options: ServeOptions) -> None:
     """
     from transformers.utils.import_utils import is_serve_available
 
+    from ..config.adapter import check_phases
     from . import loading
 
     if not is_serve_available():
         raise CliError('serve needs more packages; install them with: pip install "transformers[serving]"')
     loading.quiet(options.debug)
     adapter, trusted = options.adapter, options.trust_remote_code
-    base, base_config = loading.find_base(adapter, loading.load_adapter_config(adapter), options.model)
+    config = loading.load_adapter_config(adapter)
+    if options.phases is not None:
+        check_phases(options.phases, config.granularity)
+    base, base_config = loading.find_base(adapter, config, options.model)
     positions = getattr(base_config, "max_position_embeddings", None)
     limits = Limits(options.max_prompt_tokens, options.max_output_tokens, options.max_requests, positions)
     name = Path(adapter).resolve().name if Path(adapter).is_dir() else adapter
@@ -72,6 +78,8 @@ def serve(options: ServeOptions) -> None:
     with tempfile.TemporaryDirectory(prefix="depthroute") as root:
         base_folder = loading.folder_of("model", base, [*_BASE_FILES, "*.py"] if trusted else _BASE_FILES)
         link_model(base_folder, loading.folder_of("model", adapter, _ADAPTER_FILES), Path(root, name), code=trusted)
+        if options.phases is not None:
+            change_config(Path(root, name, _ADAPTER_FILES[0]), phases=options.phases)
         say(f"serving {adapter} on {base} as model {name!r}", sys.stderr)
         # The server calls the model by the path that it was given.
         with contextlib.chdir(root), _one_model(name, limits):
@@ -131,3 +139,10 @@ def link_model(base: Path, adapter: Path, folder: Path, code: bool = False) -> N
     files = {file.name: file for file in base.iterdir() if file.is_file() and (code or file.suffix != ".py")}
     for name, file in (files | {name: adapter / name for name in _ADAPTER_FILES}).items():
         (folder / name).symlink_to(file.resolve())
+
+
+def change_config(file: Path, **fields: Any) -> None:
+    """Put a changed copy in the place of `file`, a link to an adapter's configuration."""
+    content = json.loads(file.read_text(encoding="utf-8")) | fields
+    file.unlink()
+    file.write_text(json.dumps(content), encoding="utf-8")

@@ -16,6 +16,7 @@ from ..version import __version__
 from .fields import RoutingFields, with_help
 from .rules import FORMAT_VERSION, ConfigError, check_complete, check_given, check_known, module_of, package_of, require
 from .rules import check_budget as check_budget
+from .rules import check_phases as check_phases
 
 
 @with_help
@@ -57,6 +58,8 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
     def to_dict(self) -> dict[str, Any]:
         """What is saved. The weights' hash is written by the save that writes the weights."""
         saved = super().to_dict() | {"library_version": __version__, "weights_hash": None}
+        if self.phases == "all":  # so that versions without the field read what they can run, and nothing else
+            del saved["phases"]
         module = module_of(GATES[self.gate])
         if module is None:  # the fields are unknown to versions that had no gates from outside
             return {name: value for name, value in saved.items() if name not in ("gate_package", "gate_module")}

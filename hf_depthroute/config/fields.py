@@ -74,6 +74,9 @@ class RoutingFields:
             compares with the quantile of its scores that the budget asks for, from a table that training tracks and
             `calibrate` sets.
         scale_by_gate: Multiply the full path's update by `p`, in training and in inference (Mixture-of-Depths).
+        phases: What inference routes: `"all"` tokens, or those of the `"prefill"` only. Then, of every forward pass,
+            the last token of each sequence runs in full, and so does everything that is generated. Training is the
+            same with both.
         causal_rule: What decides at inference: `"quantile"` (the score against the threshold) or `"predictor"`
             (Mixture-of-Depths: a second gate that is trained to foresee the top-k choice).
         expert_gates: Target experts: `"per_expert"` (one row per expert, as in Router-Tuning) or `"per_layer"`.
@@ -101,6 +104,7 @@ class RoutingFields:
     selection: str | None = None
     threshold: float | str | None = None
     scale_by_gate: bool = False
+    phases: str = "all"
     causal_rule: str = "quantile"
     expert_gates: str = "per_expert"
     dropped_experts: list[list[int]] | None = None

@@ -28,6 +28,7 @@ CHOICES: dict[str, Collection[str]] = {
     "gate_input": ("residual", "normed"),
     "branch": ("lowrank", "none"),
     "budget_scope": ("layer", "global"),
+    "phases": ("all", "prefill"),
     "causal_rule": ("quantile", "predictor"),
     "expert_gates": ("per_expert", "per_layer"),
 }
@@ -108,6 +109,14 @@ def check_budget(budget: Any) -> float:
     return _check_number("budget", budget, low=0.0, low_open=True, high=1.0)
 
 
+def check_phases(phases: Any, granularity: str) -> str:
+    """Return `phases` if an adapter of this granularity can have it; raise `ConfigError` otherwise."""
+    _check_choice("phases", phases, CHOICES["phases"])
+    what = "needs granularity='token': a sequence is decided once, on its prompt, for everything that follows it"
+    require(phases == "all" or granularity == "token", "phases", phases, what)
+    return str(phases)
+
+
 def check_known(given: dict[str, Any], known: list[str]) -> None:
     """Refuse a field that `DepthRouteConfig` does not have, and first a file of a newer format."""
     _check_format(given.get("format_version", FORMAT_VERSION), given.get("library_version"))
@@ -162,6 +171,7 @@ def check_complete(c: DepthRouteConfig) -> None:
     """What is left, with the defaults: numbers, layers, and what goes together."""
     _check_choice("selection", c.selection, SELECTIONS)
     check_budget(c.budget)
+    check_phases(c.phases, c.granularity)
     _check_number("gate_temperature", c.gate_temperature, low=0.0, low_open=True)
     if isinstance(c.threshold, str):
         require(c.threshold == "budget", "threshold", c.threshold, "must be a finite number, or 'budget'")

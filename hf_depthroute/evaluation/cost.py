@@ -18,7 +18,7 @@ from ..config.adapter import DepthRouteConfig, check_budget
 from ..inference.calibration import active_routings
 from ..parts.traits import traits_of
 from ..routing.holder import Routing
-from .roofline import attention_sizes, branch_weights, count_work, gate_weights, matrices, skips_sequences
+from .roofline import attention_sizes, branch_weights, count_work, gate_weights, matrices, runs_full, skips_sequences
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def route_cost(
     Args:
         model: The routed model; its weights may be on the meta device.
         batch_size: Sequences.
-        length: New tokens per sequence: the prompt in prefill, 1 in decode.
+        length: New tokens per sequence: the prompt in prefill, 1 in decode, which `phases="prefill"` leaves dense.
         cached: Tokens per sequence already in the KV cache.
         budget: Share of tokens that run full; default: the adapter's budget, and 0 where there is no gate.
         full_ratio: Measured shares per layer, as from `RouteTrace.full_ratio`; overrides `budget`.
@@ -92,6 +92,9 @@ def route_cost(
     kv_bytes = per_layer * len(layers)
     ratios, gates, branches = [], 0.0, 0.0
     for holder in holders:
+        if runs_full(holder, length):
+            ratios.append(1.0)
+            continue
         share, layer = full_ratio[holder.layer_index], layers[holder.layer_index]
         part = sum(m.left_out * m.per_token for m in matrices(layer, config, family, holder))
         gate, branch = gate_weights(holder, length), (1 - share) * branch_weights(holder, config)

@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 
 from ..adapter.base_check import allow_base_mismatch as allowed
 from ..files.hub import explained
-from ..inference.calibration import active_routings, set_budget
+from ..inference.calibration import active_routings, set_budget, set_phases
 from ..routing.trace import count_routes
 from .harness_scores import read_scores
 from .perplexity import restored
@@ -36,12 +36,15 @@ class DepthRouteLM(HFLM):
     """`HFLM` of a routed model: its own thresholds, or those of another budget.
 
     Decisions about tokens are causal, so a score depends neither on the batch nor on its padding. A decision about a
-    whole sequence reads all of it, and lm-eval pads without a mask: there, batches hold one sequence.
+    whole sequence reads all of it, `phases="prefill"` asks for its last token, and lm-eval pads without a mask: there,
+    batches hold one sequence. A continuation that is scored enters with its prompt in one pass, so `phases="prefill"`
+    routes all of it but the last token.
 
     Args:
         pretrained: The base's Hub id or folder, by default the adapter's own; or a `PeftModel` that is routed.
         adapter: Hub id or folder of the adapter; not with a `PeftModel`.
         budget: In (0, 1]; the adapter's by default.
+        phases: `"all"` or `"prefill"`; the adapter's by default.
         allow_base_mismatch: Load the adapter onto another base of the same shape.
         dtype: The base's dtype, `"auto"` as stored.
         device: Default: a GPU if there is one.
@@ -57,6 +60,7 @@ class DepthRouteLM(HFLM):
         pretrained: Any = None,
         adapter: str | None = None,
         budget: float | None = None,
+        phases: str | None = None,
         allow_base_mismatch: bool = False,
         dtype: str = "auto",
         device: str | None = None,
@@ -73,7 +77,10 @@ class DepthRouteLM(HFLM):
             model = pretrained
         if budget is not None:
             set_budget(model, float(budget))
-        if any(holder.active_config().granularity == "sequence" for holder in active_routings(model)):
+        if phases is not None:
+            set_phases(model, phases)
+        configs = [holder.active_config() for holder in active_routings(model)]
+        if any(config.granularity == "sequence" or config.phases == "prefill" for config in configs):
             kwargs["batch_size"] = 1
         self.seconds = 0.0  # inside the model
         super().__init__(pretrained=model, trust_remote_code=trust_remote_code, **kwargs)

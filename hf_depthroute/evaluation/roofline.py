@@ -140,12 +140,17 @@ def _left_out(layer: Any, holder: Routing) -> dict[str, float]:
 
 def whole_sequences(config: DepthRouteConfig) -> bool:
     """Whether a decision holds for a whole sequence."""
-    return config.granularity == "sequence" or traits_of(config.gate).static
+    return config.granularity == "sequence" or (traits_of(config.gate).static and config.phases == "all")
 
 
 def skips_sequences(config: DepthRouteConfig) -> bool:
     """Whether a skipped attention leaves its keys and values out."""
     return whole_sequences(config) and TARGETS[config.target].skips_attention
+
+
+def runs_full(holder: Routing, length: int) -> bool:
+    """Whether a layer runs as the base's, without gate and branch, in a pass of `length` new tokens."""
+    return length == 1 and holder.active_config().phases == "prefill"
 
 
 def skips_attention(holder: Routing) -> bool:
@@ -217,7 +222,7 @@ def count_work(
     """
     family = find_family(model)
     layers = getattr(find_decoder(model, family), family.layers)
-    holders = {} if shares is None else {h.layer_index: h for h in active_routings(model)}
+    holders = {} if shares is None else {h.layer_index: h for h in active_routings(model) if not runs_full(h, length)}
     work = Work()
     config: Any = model.config
     size = next(p for n, p in layers[0].named_parameters() if f"{HOLDER}." not in n).element_size()

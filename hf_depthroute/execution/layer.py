@@ -30,6 +30,7 @@ from .sequences import decide_sequences, remember_sequences
 from .sites import SITES
 
 TOKEN_MASK = "depth_route_token_mask"  # keyword that carries the 2D attention mask to the layers
+LAST_TOKENS = "depth_route_last_tokens"  # keyword that carries which tokens `phases="prefill"` runs full
 DECODE_STEPS = "depth_route_decode_steps"  # keyword that carries the layers' `DecodeStep`s, by layer
 
 
@@ -43,12 +44,14 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     kwargs.update(zip(layer._argument_names, args))
     holder: Routing | None = layer._modules.get(HOLDER)
     steps: dict[Any, Step] | None = kwargs.pop(DECODE_STEPS, None)
+    last_tokens: Tensor | None = kwargs.pop(LAST_TOKENS, None)
     if steps is not None and layer in steps:
         kwargs.pop(TOKEN_MASK, None)  # every token is real
         return steps[layer](layer, hidden_states, kwargs)
     if holder is not None and holder.family.returns_weights and kwargs.get("output_attentions"):
         raise ValueError(f"{type(layer).__name__}: a routed layer of this family has no attention weights to return")
-    plan = None if holder is None else holder.plan(layer.training, (hidden_states.shape[0], hidden_states.shape[1]))
+    rows = hidden_states.shape[0], hidden_states.shape[1]
+    plan = None if holder is None else holder.plan(layer.training, rows, last_tokens)
     token_mask = kwargs.get(TOKEN_MASK)
     if layer.gradient_checkpointing and layer.training:
         kwargs = without_cache(kwargs)

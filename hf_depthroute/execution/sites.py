@@ -193,7 +193,7 @@ class ExpertsSite(FFNSite):
             mask, probs = call.holder.decide(call.plan, decision.scores, call.token_mask, None, index_BTK)
             decision.mask, decision.probs = mask, probs
             factor = probs if call.plan.mix == "soft" else mask + (probs - probs.detach())  # straight-through
-            return mask.view_as(index), factor.view_as(index)
+            return mask.reshape(index.shape), factor.reshape(index.shape)  # a replayed mask may be a slice
 
         with routed_pairs(call.holder.experts_of(call.layer), decide, compact) as seen:
             out = call.full()

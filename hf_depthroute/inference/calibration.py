@@ -1,4 +1,4 @@
-"""Thresholds from score quantiles: `calibrate`, `set_budget`, and what training tracks.
+"""Thresholds from score quantiles: `calibrate`, `set_budget`, and what training tracks; `set_phases` beside them.
 
 Shapes: B batch, T positions.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..base.contexts import evaluating
-from ..config.adapter import DepthRouteConfig, check_budget
+from ..config.adapter import DepthRouteConfig, check_budget, check_phases
 from ..data.batches import model_inputs, token_mask
 from ..parts.traits import traits_of
 from ..routing.thresholds import NOT_FITTED, Measured, quantile_table, quantile_tables
@@ -49,7 +49,7 @@ def calibrate(
     Two passes. The first selects by top-k, which fixes the share exactly while later layers' scores are collected;
     the second repeats with the thresholds found, so that they fit the stream that inference really produces. Where no
     top-k exists (sequences, a global budget, early exit), three passes with thresholds. The quantile tables become
-    part of the adapter: `set_budget` and `save_pretrained` use them.
+    part of the adapter: `set_budget` and `save_pretrained` use them. They are the same whatever the adapter's `phases`.
 
     Args:
         model: A model with one active depth-routed adapter.
@@ -84,7 +84,7 @@ def calibrate(
                 holder.active_quantiles().set(quantile_table(scores[holder.layer_index]))
                 if (controller := holder.active_controller()) is not None:
                     controller.set(holder.active_quantiles()(budget))
-        with count_routes(model) as counter:
+        with use_selection(model, "threshold"), count_routes(model) as counter:
             for batch in kept:
                 model(**batch, use_cache=False)
     ratios = counter.full_ratio()
@@ -170,6 +170,32 @@ def set_budget(model: nn.Module, budget: float) -> None:
         config.budget = budget
         if (controller := holder.active_controller()) is not None:
             controller.set(holder.active_quantiles()(budget))
+
+
+def set_phases(model: nn.Module, phases: str) -> None:
+    """Change at run time what inference routes, without retraining; saved with the adapter.
+
+    With `"prefill"`, of every forward pass the last real token of each sequence runs in full, and the tokens before it
+    are routed as with `"all"`. A decoding step, one token per sequence, therefore runs as the base does, without gate
+    and branch. Neither padding nor packing changes which tokens these are, as long as the model is told of them. Where
+    a prompt enters in chunks, the last token of each chunk runs in full; where several drafted tokens are verified at
+    once, those before the last are routed. Training, calibration and the loss of a text are the same with both.
+
+        set_phases(model, "prefill")
+
+    Args:
+        model: A model with one active depth-routed adapter.
+        phases: `"all"` or `"prefill"`.
+
+    Raises:
+        ConfigError: `phases` is neither, or is `"prefill"` for an adapter that decides about whole sequences.
+        ValueError: No routed layer is active.
+    """
+    configs = [holder.active_config() for holder in active_routings(model)]
+    for config in configs:
+        check_phases(phases, config.granularity)
+    for config in configs:
+        config.phases = phases
 
 
 def is_calibrated(model: nn.Module) -> bool:

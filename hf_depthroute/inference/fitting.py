@@ -16,7 +16,7 @@ from ..base.cache import without_cache
 from ..base.contexts import evaluating
 from ..base.families import find_layers
 from ..data.batches import model_inputs, token_mask
-from ..execution.layer import DECODE_STEPS, TOKEN_MASK, routed_call
+from ..execution.layer import DECODE_STEPS, LAST_TOKENS, TOKEN_MASK, routed_call
 from ..parts.regression import leading_directions, moments, ridge_weights
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
@@ -111,6 +111,7 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
     def look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
         kwargs.pop(TOKEN_MASK, None)
+        kwargs.pop(LAST_TOKENS, None)
         kwargs.pop(DECODE_STEPS, None)
         h = args[0] if args else kwargs.pop("hidden_states")
         plan = holder.plan(layer.training)

@@ -13,7 +13,8 @@ from ..config.adapter import DepthRouteConfig
 def routing_summary(config: DepthRouteConfig) -> str:
     """`ffn per token, budget 0.5, gate mlp, branch lowrank`."""
     parts = [f"{config.target} per {config.granularity}", f"budget {config.budget:g}", f"gate {config.gate}"]
-    return ", ".join(parts if config.branch == "none" else [*parts, f"branch {config.branch}"])
+    parts += [] if config.branch == "none" else [f"branch {config.branch}"]
+    return ", ".join(parts if config.phases == "all" else [*parts, f"phases {config.phases}"])
 
 
 def routed_lines(model: PeftModel) -> list[str]:

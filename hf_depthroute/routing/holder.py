@@ -5,6 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -163,12 +164,15 @@ class Routing(nn.Module, BaseTunerLayer):
             raise ValueError(f"layer {self.layer_index}: no depth-routed adapter is active")
         return name
 
-    def plan(self, training: bool, rows: tuple[int, int] = (0, 0)) -> RoutePlan | None:
+    def plan(
+        self, training: bool, rows: tuple[int, int] = (0, 0), last_tokens: torch.Tensor | None = None
+    ) -> RoutePlan | None:
         """How this forward pass routes; None when it runs as the base does.
 
         Args:
             training: Whether the layer trains.
             rows: Batch size and positions of the input; `tune_execution` may have chosen an executor for them.
+            last_tokens: Bool `[B, T]`, the last token of every sequence. With `phases="prefill"` they run full.
         """
         name = self.adapter()
         if name is None:
@@ -177,20 +181,24 @@ class Routing(nn.Module, BaseTunerLayer):
         executor = self.executor
         if self.tuned and executor == "auto":
             executor = self.tuned.get(shape_class(*rows), executor)
+        prompts_only = config.phases == "prefill" and not training and self.selection is None
+        last_tokens = last_tokens if prompts_only else None
+        only_last = prompts_only and rows[1] == 1
         now = None
         if not (training or self.recorders or self.replay is not None):
             controller: Any = self.depth_route_controller._modules.get(name)
             table = cast(ScoreQuantiles, self.depth_route_quantiles[name]).values
             now = stamp(table, None if controller is None else controller.threshold)
         if now is None:
-            return make_plan(self, name, config, training, executor)
+            return make_plan(self, name, config, training, executor, last_tokens, only_last)
         key = (config.budget, config.threshold, config.gate_temperature, self.selection, now)
-        kept = self.derived.get((name, executor))
+        kept = self.derived.get((name, executor, only_last))
         if kept is None or kept[0] != key or kept[1].config is not config:
-            kept = self.derived[name, executor] = key, make_plan(self, name, config, training, executor)
-            warn_of_thresholds(self, kept[1])
+            made = make_plan(self, name, config, training, executor, only_last=only_last)
+            kept = self.derived[name, executor, only_last] = key, made
+            warn_of_thresholds(self, made)
         plan: RoutePlan = kept[1]
-        return plan
+        return plan if last_tokens is None else replace(plan, last_tokens=last_tokens)
 
     def score(self, plan: RoutePlan, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """`scores` `[B, T]` (per expert `[B, T, E]`) of the gate's input `[B, T, d]`, and what the gate adds."""

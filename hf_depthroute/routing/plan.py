@@ -37,8 +37,10 @@ class RoutePlan:
             the quantile tables between a forward pass and its recomputation.
         temperature: `tau` of `p = sigmoid(u / tau)`.
         replayed: Bool `[B, T]`; decisions to use instead of the rule's.
+        last_tokens: Bool `[B, T]`; tokens that run full whatever the rule says (`phases="prefill"`), their `p` is 1.
         recorders: Traces and counters that want to know.
-        everything: Every token runs full, whatever its score (a budget of 1 at inference), and the host knows it.
+        everything: Every token runs full, whatever its score (a budget of 1 at inference, a decoding step with
+            `phases="prefill"`), and the host knows it.
         executor: How the routed part is run at inference, `"auto"` or a row of `execution.executors.EXECUTORS`.
     """
 
@@ -54,6 +56,7 @@ class RoutePlan:
     temperature: float
     replayed: torch.Tensor | None
     recorders: tuple[RouteTrace | RouteCounter, ...]
+    last_tokens: torch.Tensor | None = None
     everything: bool = False
     executor: str = "auto"
 
@@ -64,8 +67,19 @@ class RoutePlan:
         return None if elsewhere else self.threshold
 
 
-def make_plan(holder: Routing, name: str, config: DepthRouteConfig, training: bool, executor: str) -> RoutePlan:
-    """The plan of the next forward pass of adapter `name`, from the holder's run-time state."""
+def make_plan(
+    holder: Routing,
+    name: str,
+    config: DepthRouteConfig,
+    training: bool,
+    executor: str,
+    last_tokens: torch.Tensor | None = None,
+    only_last: bool = False,
+) -> RoutePlan:
+    """The plan of the next forward pass of adapter `name`, from the holder's run-time state.
+
+    `last_tokens` run full whatever the rule says; `only_last`: there are no others in this pass.
+    """
     scheduled = holder.scheduled_budget if training else None
     budget = config.budget if scheduled is None else scheduled
     threshold: torch.Tensor | float = -torch.inf
@@ -88,6 +102,10 @@ def make_plan(holder: Routing, name: str, config: DepthRouteConfig, training: bo
         mix = "soft"
     everything = not training and rule == "threshold" and mix == "hard" and budget >= 1.0
     everything = everything and config.fixed_threshold is None and not gate.exits and replayed is None
+    if only_last:
+        mix = "hard"
+        if replayed is None:  # as with a budget of 1, whatever decides elsewhere
+            rule, threshold, everything = "threshold", -torch.inf, True
     if (executor == "full" and not training) or (everything and not holder.recorders):
         rule = "full"
     return RoutePlan(
@@ -103,6 +121,7 @@ def make_plan(holder: Routing, name: str, config: DepthRouteConfig, training: bo
         temperature=(holder.scheduled_temperature if training else None) or cast(float, config.gate_temperature),
         replayed=None if replayed is None else replayed.mask,
         recorders=tuple(holder.recorders),
+        last_tokens=last_tokens,
         everything=everything,
         executor=executor,
     )
@@ -142,6 +161,22 @@ def decide(
     Raises:
         ValueError: The decision to replay has another shape.
     """
+    mask, probs = _by_rule(plan, layer_index, scores, token_mask, predicted, experts)
+    if plan.last_tokens is None:
+        return mask, probs
+    last = plan.last_tokens if scores.ndim == 2 else plan.last_tokens[..., None]
+    return mask if plan.replayed is not None else mask | last, probs.masked_fill(last, 1.0)
+
+
+def _by_rule(
+    plan: RoutePlan,
+    layer_index: int,
+    scores: torch.Tensor,
+    token_mask: torch.Tensor | None,
+    predicted: torch.Tensor | None,
+    experts: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`decide`, as if all tokens were routed."""
     probs = torch.sigmoid(scores / plan.temperature)
     if plan.replayed is not None:
         if plan.replayed.shape != scores.shape:

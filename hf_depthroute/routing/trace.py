@@ -28,7 +28,7 @@ class RouteRecord:
     Attributes:
         mask: Bool `[B, T]`, true where the token ran the full path.
         scores: Float32 `[B, T]`, `u`.
-        probs: Float32 `[B, T]`, `p = sigmoid(u / tau)`.
+        probs: Float32 `[B, T]`, `p = sigmoid(u / tau)`; 1 at the last tokens that `phases="prefill"` runs in full.
         token_mask: Bool `[B, T]`, true at real tokens; None when the model was called without a 2D attention mask.
         budget: The budget in force.
         extras: What the gate adds, each `[B, T, ...]`; also reachable as attributes (`record.q_full`).

@@ -24,7 +24,7 @@ from ..base.families import find_layers
 from ..base.readout import ReadOut, predicting
 from ..base.sublayers import hidden_of
 from ..execution.call import RoutedCall
-from ..execution.layer import TOKEN_MASK, routed_call
+from ..execution.layer import LAST_TOKENS, TOKEN_MASK, routed_call
 from ..inference.calibration import active_routings
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
@@ -64,6 +64,7 @@ class Prefix:
         """Forward pre-hook of the layers."""
         kwargs = {**kwargs, **dict(zip(layer._argument_names, args[1:]))}
         hidden = kwargs.pop("hidden_states", None) if not args else args[0]
+        kwargs.pop(LAST_TOKENS, None)  # no label depends on them: they predict nothing
         if layer is self.layers[0]:
             assert hidden is not None
             device = hidden.device.type
