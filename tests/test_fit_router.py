@@ -221,5 +221,6 @@ def test_the_command_saves_what_loads(tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     assert "held-out tokens: dense" in ended.out
     assert json.loads((out / "training.json").read_text())["fit"]["keep"] == 0.6
+    assert "fitted without training on" in (out / "README.md").read_text()
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(out))
     assert is_calibrated(model)

@@ -90,6 +90,17 @@ def test_comparison_of_gates_is_made_from_the_committed_results():
     assert lower == {"MLP", "JEPA"}, "one gate is ahead everywhere: say so on the page"
 
 
+def test_fitted_routers_lose_less_than_the_best_layers_left_out():
+    folder = RECIPES / "fit_router"
+    report, results = load_script(folder / "report.py"), json.loads((folder / "results.json").read_text())
+    assert "\n".join(report.table(results)) + "\n" == (folder / "results.md").read_text()
+    for found in results.values():
+        points = report.summary(found)
+        for kind, count in points:
+            if kind == "mlp":
+                assert points[kind, count]["more"] < points["static", count]["more"]
+
+
 def test_auxiliary_loss_report_is_made_from_its_results():
     folder = RECIPES / "aux_losses" / "results"
     study, written = read_results(folder), (folder / "report.md").read_text()

@@ -44,6 +44,7 @@ Batches = list[dict[str, torch.Tensor]]
 
 DENSE = 0.995  # a layer that runs this share of the tokens in full is not routed
 _PENALTY = 1e-3
+_FEWEST_ROWS = 4  # that a layer's loss is measured on
 _FEWEST = 256  # tokens that a branch or a rate is fitted on, at least
 
 
@@ -78,14 +79,16 @@ def fit_router(
         model = fit_router(AutoModelForCausalLM.from_pretrained(name), batches, keep=0.5)
 
     Layer by layer on kept hidden states: branches are fitted to the target's update, gates to the error that their
-    branch leaves, weighted by how much the loss feels it; one threshold over all layers then holds `keep`. Each further
-    round fits branches and gates again on the stream and on the tokens that they really get; the round with the lowest
-    loss on held-out text (an eighth of `batches`) is kept. Layers that run every token in full are left out of the
-    adapter. The thresholds of other budgets are calibrated too, so that `set_budget` holds them.
+    branch leaves, weighted by how much the loss feels it and scaled to what the layer's cheap tokens alone cost on
+    held-out text; one threshold over all layers then holds `keep`. Each further round fits branches and gates again on
+    the stream and on the tokens that they really get; the round with the lowest loss on held-out text (every fifth
+    batch) is kept. Layers that run every token in full are left out of the adapter. The thresholds of other budgets are
+    calibrated too, so that `set_budget` holds them.
 
-    About 15 forward passes of the text and 9 of a quarter of it, whatever the number of layers. In memory are the
-    base, a few times the hidden states of the text at one layer, and `d x d` sums. Nothing is random but for the
-    configuration's seed. One process: start it without `accelerate launch`.
+    About 24 forward passes of the text, and four times up to two more for what each layer's cheap tokens cost alone,
+    which is measured on at least four rows for each layer. In memory are the base, a few times the hidden states of the
+    text at one layer, and `d x d` sums. Nothing is random but for the configuration's seed. One process: start it
+    without `accelerate launch`.
 
     Args:
         model: A transformers model of a supported family, not routed. It is changed in place, as by
@@ -178,7 +181,7 @@ def _checked(model: nn.Module, keep: float, config: DepthRouteConfig | None) -> 
 
 
 def _split(batches: Batches) -> tuple[Batches, Batches]:
-    """`(to fit on, held out)`: a fifth of the rows; the same text twice where there is one row only."""
+    """`(to fit on, held out)`: every fifth batch, else the last rows of each; one row alone is both."""
     rows = [{name: value[i : i + 1] for name, value in b.items()} for b in batches for i in range(len(b["input_ids"]))]
     if len(rows) < 2:
         return batches, batches
@@ -191,15 +194,28 @@ def _split(batches: Batches) -> tuple[Batches, Batches]:
     return first, [{n: v[len(v) - c :] for n, v in batch.items()} for batch, c in zip(batches, cut) if c]
 
 
+def _first_rows(batches: Batches, count: int) -> Batches:
+    """The first `count` rows, in batches as they were."""
+    found: Batches = []
+    for batch in batches:
+        left = count - sum(len(b["input_ids"]) for b in found)
+        found += [{name: value[:left] for name, value in batch.items()}] if left > 0 else []
+    return found
+
+
 class _Fit:
     """The state of a fit over its rounds."""
 
     def __init__(self, model: PeftModel, text: Batches, held_out: Batches, bar: Any) -> None:
-        self.model, self.held_out, self.bar = model, held_out, bar
+        self.model, self.bar = model, bar
         self.walk = LayerWalk(model, text)
         self.holders = {holder.layer_index: holder for holder in active_routings(model)}
         self.config = next(iter(self.holders.values())).active_config()
+        for holder in self.holders.values():  # nothing is decided by it, and nothing warns that it is missing
+            holder.active_quantiles().set(quantile_table(torch.zeros(1)))
         self.layers = {index: LayerFit(1.0, 0.0, 0.0, 0.0) for index in self.holders}
+        rows = max(_FEWEST_ROWS, 2 * sum(map(len, self.walk.real)) // len(self.walk.layers))  # two passes of the text
+        self.held_out = _first_rows(held_out, rows)
         self.rates = dict.fromkeys(self.holders, 1.0)  # loss measured, per nat that the scores predict
         self.sensitivity: dict[int, Sensitivity] = {}
         self.threshold = 0.0  # of the gates as they are

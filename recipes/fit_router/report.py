@@ -1,0 +1,96 @@
+"""Table and picture of `results.json`.
+
+python recipes/fit_router/report.py
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from hf_depthroute.files.markdown import markdown_table
+from hf_depthroute.files.staged import png_of, write_bytes, write_text
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+
+HERE = Path(__file__).parent
+KINDS = {"static": "best layers left out", "affine": "fitted, affine gates", "mlp": "fitted, MLP gates"}
+TITLES = {"embedded": "embedded base", "stories260k": "stories260k", "shakespeare": "GPT-2 on Tiny-Shakespeare"}
+
+
+def summary(found: dict[str, Any]) -> dict[tuple[str, int], dict[str, float]]:
+    """`{(kind, layers' worth of calls skipped): means over seeds}` of one base."""
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for key, row in found.items():
+        kind, *rest = key.split()
+        if kind in KINDS:
+            runs.setdefault((kind, int(rest[0])), []).append(row)
+    return {
+        key: {
+            "more": statistics.mean(row["more"] for row in rows),
+            "error": statistics.stdev(row["more"] for row in rows) / len(rows) ** 0.5 if len(rows) > 1 else 0.0,
+            "share": statistics.mean(row["share"] for row in rows),
+            "seeds": len(rows),
+        }
+        for key, rows in runs.items()
+    }
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    lines = []
+    for base, found in results.items():
+        points = summary(found)
+        for count in sorted({count for _, count in points}):
+            static = points["static", count]
+            row = [TITLES[base], f"{1 - static['share']:.0%}", said(static)]
+            for kind in ("affine", "mlp"):
+                point = points.get((kind, count))
+                if point is None:
+                    row += ["", ""]
+                else:
+                    row += [f"{said(point)} at {1 - point['share']:.1%}", f"{1 - point['more'] / static['more']:.0%}"]
+            lines.append(row)
+    heads = ["base", "skipped", KINDS["static"], KINDS["affine"], "less", KINDS["mlp"], "less"]
+    return markdown_table(heads, lines)
+
+
+def said(point: dict[str, float]) -> str:
+    error = f" ± {point['error']:.4f}" if point["seeds"] > 1 else ""
+    return f"+{point['more']:.4f}{error} ({point['seeds']:.0f})"
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    figure, axes = plt.subplots(1, len(results), figsize=(3.6 * len(results), 3.2), squeeze=False)
+    for axis, (base, found) in zip(axes[0], results.items()):
+        points = summary(found)
+        for kind, label in KINDS.items():
+            line = sorted(
+                (1 - point["share"], point["more"], point["error"]) for (k, _), point in points.items() if k == kind
+            )
+            if line:
+                x, y, error = zip(*[(0.0, 0.0, 0.0), *line])
+                axis.errorbar(x, y, yerr=error, marker="o", markersize=4, capsize=2, label=label)
+        axis.set_title(TITLES[base], fontsize=10)
+        axis.set_xlabel("share of FFN calls skipped")
+        axis.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
+        axis.grid(alpha=0.3)
+        axis.set_ylim(bottom=0)
+    axes[0][0].set_ylabel("loss over the dense base, nats")
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    write_bytes(path, png_of(figure, dpi=130))
+
+
+def main() -> None:
+    results = json.loads((HERE / "results.json").read_text())
+    write_text(HERE / "results.md", "\n".join(table(results)) + "\n")
+    draw(results, HERE / "results.png")
+
+
+if __name__ == "__main__":
+    main()
