@@ -455,7 +455,7 @@ def fitted() -> Study:
             if routed is not None:
                 said.append(
                     f"{fit_report.TITLES[base]}, {1 - static['share']:.0%} skipped: "
-                    f"+{routed['more']:.3f} against +{static['more']:.3f}"
+                    f"+{routed['more']:.3f} (at {1 - routed['share']:.1%}) against +{static['more']:.3f}"
                 )
     intro = (
         "No training on either side: `fit_router` beside the best of all subsets of FFNs to leave out, with the same "

@@ -219,6 +219,7 @@ class AffineGate(LinearGate):
     It follows the budget like the MLP gate.
     """
 
+    scores_experts = False
     default_threshold = None
     default_selection, default_temperature = "topk", 2.0
 
