@@ -68,21 +68,22 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(1, len(results), figsize=(3.6 * len(results), 3.2), squeeze=False)
     for axis, (base, found) in zip(axes[0], results.items()):
         points = summary(found)
-        for kind, label in KINDS.items():
+        for number, (kind, label) in enumerate(KINDS.items()):
             line = sorted(
                 (1 - point["share"], point["more"], point["error"]) for (k, _), point in points.items() if k == kind
             )
             if line:
                 x, y, error = zip(*[(0.0, 0.0, 0.0), *line])
-                axis.errorbar(x, y, yerr=error, marker="o", markersize=4, capsize=2, label=label)
+                axis.errorbar(x, y, yerr=error, marker="o", markersize=4, capsize=2, label=label, color=f"C{number}")
         axis.set_title(TITLES[base], fontsize=10)
         axis.set_xlabel("share of FFN calls skipped")
         axis.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
         axis.grid(alpha=0.3)
         axis.set_ylim(bottom=0)
     axes[0][0].set_ylabel("loss over the dense base, nats")
-    axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
+    labels = dict(pair for axis in axes[0] for pair in zip(*reversed(axis.get_legend_handles_labels())))
+    figure.legend(labels.values(), labels.keys(), loc="upper center", ncols=len(labels), fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.94))
     write_bytes(path, png_of(figure, dpi=130))
 
 
