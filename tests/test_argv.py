@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_depthroute.cli import app, main
 
-COMMANDS = ("train", "eval", "bench", "generate", "serve", "study", "report", "card", "doctor", "families")
+COMMANDS = ("train", "fit", "eval", "bench", "generate", "serve", "study", "report", "card", "doctor", "families")
 OPTIONS = (
     *("--model", "--adapter", "--dataset", "--out", "--config", "--budget", "--budgets", "--layers", "--gate"),
     *("--steps", "--length", "--dtype", "--shape", "--suite", "--compare", "--prompt", "--seed", "--threads"),
@@ -32,8 +32,9 @@ ARGV = st.lists(st.one_of(st.sampled_from(COMMANDS), st.sampled_from(OPTIONS), W
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that a run may write do not land in the repository."""
+    """Files that a run may write do not land in the repository, and nobody types a prompt."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -45,6 +46,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @example(argv=["study", "."])
 @example(argv=["report", "/nonexistent"])
 @example(argv=["--debug"])
+@example(argv=["generate", "train"])
+@example(argv=["fit", "--model", ".", "--dataset", ".", "--out", "."])
 def test_any_argv_ends_in_order(argv: list[str]) -> None:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as caught:

@@ -65,7 +65,7 @@ def blocks(ids: Any, length: int) -> torch.Tensor:
 def load(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False).eval()
 
 
 def embedded() -> Base:
@@ -73,7 +73,7 @@ def embedded() -> Base:
 
     from hf_depthroute.data import load_text, pack
 
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED, trust_remote_code=False)
     train, held = (
         torch.tensor(pack(load_text("python-stdlib", split=split), tokenizer, 256)["input_ids"])
         for split in ("train", "validation")
@@ -86,7 +86,8 @@ def stories(data: Path) -> Base:
     from transformers import AutoTokenizer
 
     folder = data / "stories260k"
-    ids = AutoTokenizer.from_pretrained(folder)((data / "stories.txt").read_text(), add_special_tokens=False).input_ids
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    ids = tokenizer((data / "stories.txt").read_text(), add_special_tokens=False).input_ids
     rows = blocks(ids, 256)
     first, second = int(0.7 * len(rows)), int(0.8 * len(rows))
     return Base(lambda: load(folder), Text(rows[:first], rows[first:second], rows[second:]), (1, 2), rows=64)
