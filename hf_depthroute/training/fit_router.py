@@ -1,8 +1,9 @@
 """A router without training: branches by least squares, gates by regression on the error that their branch leaves.
 
 What a fitted branch misses is largely a simple function of what the routed part reads. So a gate can be regressed on
-it, and needs no gradient of its own. One currency decides over all layers: a score is the divergence, in nats, that the
-cheap path of the token is predicted to cause (see `sensitivity`), and one threshold on it holds the whole budget.
+it, and needs no gradient of its own. One currency decides over all layers: a score is the fourth root of the nats that
+the cheap path of the token is predicted to cost (see `sensitivity`), and one threshold on it holds the whole budget. The
+root, since what is decided is decided among the cheap tokens, which the largest errors would drown.
 
 Shapes: B batch, T positions, N real tokens, d model width, r branch rank.
 """
@@ -38,14 +39,16 @@ from ..routing.thresholds import quantile_table
 from ..routing.trace import full_depth, record_routes
 from .layer_walk import LayerWalk, walk_layers
 from .record import remember_training
-from .sensitivity import Sensitivity, sensitivities
+from .sensitivity import sensitivities
 
 Batches = list[dict[str, torch.Tensor]]
 
 DENSE = 0.995  # a layer that runs this share of the tokens in full is not routed
 _PENALTY = 1e-3
-_FEWEST_ROWS = 4  # that a layer's loss is measured on
-_FEWEST = 256  # tokens that a branch or a rate is fitted on, at least
+_FEWEST = 256  # tokens that a branch is fitted on, at least
+_SENSITIVITY_TOKENS = 8192
+_BUDGET_TOKENS = 4096  # that the thresholds of the other budgets are found on
+_RATE_TOKENS = 512  # that a layer's divergence is measured on, at least
 
 
 @dataclass
@@ -55,8 +58,8 @@ class LayerFit:
     Attributes:
         share: The share of the tokens that runs in full.
         branch_r2: `1 - |update - branch|^2 / |update|^2`, over the tokens that take the branch.
-        gate_r2: The same of the gate's prediction of the weighted error, over all tokens.
-        nats: Nats per unit of weighted squared error.
+        gate_r2: The share of the variance of the scores, over all tokens, that the gate predicts.
+        nats: The divergence from the base that its cheap tokens alone cause, nats per token, measured.
     """
 
     share: float
@@ -78,17 +81,17 @@ def fit_router(
 
         model = fit_router(AutoModelForCausalLM.from_pretrained(name), batches, keep=0.5)
 
-    Layer by layer on kept hidden states: branches are fitted to the target's update, gates to the error that their
-    branch leaves, weighted by how much the loss feels it and scaled to what the layer's cheap tokens alone cost on
-    held-out text; one threshold over all layers then holds `keep`. Each further round fits branches and gates again on
-    the stream and on the tokens that they really get; the round with the lowest loss on held-out text (every fifth
-    batch) is kept. Layers that run every token in full are left out of the adapter. The thresholds of other budgets are
-    calibrated too, so that `set_budget` holds them.
+    Layer by layer on kept hidden states: branches are fitted to the target's update, gates to what the loss feels of
+    the error that their branch leaves, scaled to what the layer's cheap tokens alone cost; one threshold over all
+    layers then holds `keep`. Each further round fits branches and gates again on the stream and on the tokens that they
+    really get. Every fifth batch is held out: costs are measured and thresholds set on it, and the round with the
+    lowest loss there is kept. Layers that run every token in full are left out of the adapter. The thresholds of other
+    budgets are calibrated too, so that `set_budget` holds them.
 
-    About 24 forward passes of the text, and four times up to two more for what each layer's cheap tokens cost alone,
-    which is measured on at least four rows for each layer. In memory are the base, a few times the hidden states of the
-    text at one layer, and `d x d` sums. Nothing is random but for the configuration's seed. One process: start it
-    without `accelerate launch`.
+    With two rounds, three forward passes of the text, a forward and a backward pass of 8,192 tokens of it, and 33
+    forward passes of the held-out text (18 of them of at most 4,096 tokens of it). In memory are the base, a few times
+    the hidden states of the text at one layer, and a `d x d` matrix for each layer. Nothing is random but for the
+    configuration's seed. One process: start it without `accelerate launch`.
 
     Args:
         model: A transformers model of a supported family, not routed. It is changed in place, as by
@@ -119,15 +122,14 @@ def fit_router(
     with (
         torch.no_grad(),
         evaluating(routed),
-        tqdm(total=(rounds + 1) * len(find_layers(routed)), disable=not progress) as bar,
+        tqdm(total=rounds * len(find_layers(routed)), disable=not progress) as bar,
     ):
         fit = _Fit(routed, text, held_out, bar)
-        fit.start()
         best: tuple[float, dict[int, dict[str, Any]], dict[int, LayerFit]] | None = None
         losses = []
         for number in range(rounds):
             fit.round(first=number == 0)
-            fit.calibrate(text)
+            fit.calibrate(held_out)
             losses.append(_loss(routed, held_out))
             if best is None or losses[-1] < best[0]:
                 best = losses[-1], _state(routed), copy.deepcopy(fit.layers)
@@ -137,8 +139,8 @@ def fit_router(
             dense_loss = _loss(routed, held_out)
     layers = best[2]
     routed = _without_dense(routed, [index for index, layer in layers.items() if layer.share >= DENSE])
-    calibrate(routed, text)
-    calibrate_budgets(routed, text[:: min(4, len(text))])
+    calibrate(routed, held_out)
+    calibrate_budgets(routed, _first_tokens(held_out, _BUDGET_TOKENS))
     record = {
         "fit": {
             "keep": keep,
@@ -194,12 +196,14 @@ def _split(batches: Batches) -> tuple[Batches, Batches]:
     return first, [{n: v[len(v) - c :] for n, v in batch.items()} for batch, c in zip(batches, cut) if c]
 
 
-def _first_rows(batches: Batches, count: int) -> Batches:
-    """The first `count` rows, in batches as they were."""
+def _first_tokens(batches: Batches, count: int) -> Batches:
+    """The first rows, in batches as they were, with about `count` positions."""
     found: Batches = []
     for batch in batches:
-        left = count - sum(len(b["input_ids"]) for b in found)
-        found += [{name: value[:left] for name, value in batch.items()}] if left > 0 else []
+        rows, length = batch["input_ids"].shape
+        taken = min(rows, -(-count // length))
+        found += [{name: value[:taken] for name, value in batch.items()}] if taken > 0 else []
+        count -= taken * length
     return found
 
 
@@ -214,26 +218,15 @@ class _Fit:
         for holder in self.holders.values():  # nothing is decided by it, and nothing warns that it is missing
             holder.active_quantiles().set(quantile_table(torch.zeros(1)))
         self.layers = {index: LayerFit(1.0, 0.0, 0.0, 0.0) for index in self.holders}
-        rows = max(_FEWEST_ROWS, 2 * sum(map(len, self.walk.real)) // len(self.walk.layers))  # two passes of the text
-        self.held_out = _first_rows(held_out, rows)
-        self.rates = dict.fromkeys(self.holders, 1.0)  # loss measured, per nat that the scores predict
-        self.sensitivity: dict[int, Sensitivity] = {}
+        walk = LayerWalk(model, _first_tokens(text, _SENSITIVITY_TOKENS))
+        self.roots = sensitivities(walk, ReadOut(model), self.config.seed)
+        every = sum(map(torch.numel, self.walk.real)) // len(self.walk.layers)  # one pass of the text for all layers
+        self.held_out = _first_tokens(held_out, max(_RATE_TOKENS, every))
+        self.rates = dict.fromkeys(self.holders, 1.0)  # nats measured, per nat that the scores predict
         self.threshold = 0.0  # of the gates as they are
-        self.threshold_nats = 0.0  # of the gates that a round has fitted so far
-        self._factor, self._middle = 1.0, 0.0  # from nats to scores
-        self._predicted: dict[int, torch.Tensor] = {}
-
-    def start(self) -> None:
-        """Branches for the cheaper half of the tokens, in the base; then how much the loss feels what they miss."""
-
-        def visit(index: int, calls: list[RoutedCall]) -> list[torch.Tensor]:
-            rows, branch = _Rows(calls, self.walk.real), self._branch(index)
-            _fit_branch(branch, rows, None)
-            _fit_branch(branch, rows, _cheaper_half(rows.gate, rows.errors(branch)))
-            return rows.outputs(None)
-
-        walk_layers(self.walk, visit, self.bar.update)
-        self.sensitivity = sensitivities(self.walk, ReadOut(self.model), self.config.seed)
+        self.next_threshold = 0.0  # the same, of the gates that a round has fitted so far
+        self._factor, self._middle = 1.0, 0.0
+        self._predicted: dict[int, torch.Tensor] = {}  # scores `[N]`
 
     def round(self, first: bool) -> None:
         """Fit every layer, the first time on the stream of the base, then on that of the routed model."""
@@ -242,7 +235,9 @@ class _Fit:
             rows = _Rows(calls, self.walk.real)
             cheap_N = None if first else self._scores(index, rows) < self.threshold
             self._fit_layer(index, rows, cheap_N)
-            return rows.outputs(None if first else self._scores(index, rows) >= self.threshold_nats)
+            scores_N = self._scores(index, rows)
+            self._predicted[index] = scores_N.cpu()
+            return rows.outputs(None if first else scores_N >= self.next_threshold)
 
         walk_layers(self.walk, visit, self.bar.update)
         for _ in range(2):
@@ -255,36 +250,40 @@ class _Fit:
             _rescale(self._gate(index), self._factor, self._middle)
 
     def _pooled(self) -> torch.Tensor:
-        return torch.cat([scores.cpu() for scores in self._predicted.values()])
+        return torch.cat(list(self._predicted.values()))
 
     def _measure_rates(self) -> None:
-        """Scale every layer's scores to the loss that its cheap tokens alone cost on the held-out text.
+        """Scale every layer's scores to the divergence that its cheap tokens alone cause on held-out text.
 
         The estimate behind the scores is local: it misses what large errors do. The standard error of the measurement
         keeps a rate that it cannot tell near 1.
         """
-        table, rates = quantile_table(self._pooled()), {}
+        table = quantile_table(self._pooled())
         for holder in self.holders.values():
             holder.active_quantiles().set(table)
+        measured: dict[int, list[torch.Tensor]] = {index: [] for index in self.holders}
+        predicted = dict.fromkeys(self.holders, 0.0)
         with full_depth(self.model):
-            dense_R = _row_losses(self.model, self.held_out)
-            for index, holder in self.holders.items():
-                holder._disable_adapters = False
-                predicted, cheap_R, tokens = 0.0, [], 0
-                for batch in self.held_out:
+            for batch in self.held_out:
+                dense, real = self.model(**batch, use_cache=False).logits, token_mask(batch)
+                for index, holder in self.holders.items():
+                    holder._disable_adapters = False
                     with record_routes(self.model) as trace:
-                        cheap_R.append(_row_losses(self.model, [batch]))
-                    left = ~trace[index].mask & token_mask(batch).to(trace[index].mask.device)
-                    predicted += float(trace[index].scores[left].clamp(min=0).sum())
-                    tokens += int(token_mask(batch).sum())
-                holder._disable_adapters = True
-                more_R, expected = torch.cat(cheap_R) - dense_R, predicted / tokens
-                error = float(more_R.std()) / len(more_R) ** 0.5 if len(more_R) > 1 else expected
-                rates[index] = (max(float(more_R.mean()), 0.0) + error) / max(expected + error, 1e-30)
-        for index, rate in rates.items():
+                        routed = self.model(**batch, use_cache=False).logits
+                    holder._disable_adapters = True
+                    record = trace[index]
+                    measured[index].append(_divergences(dense, routed, real))
+                    predicted[index] += float(record.scores[record.real & ~record.mask].clamp(min=0).pow(4).sum())
+        tokens = sum(int(token_mask(batch).sum()) for batch in self.held_out)
+        for index, rows in measured.items():
+            nats_R, expected = torch.cat(rows), predicted[index] / tokens
+            found = float(nats_R.mean())
+            error = float(nats_R.std()) / len(nats_R) ** 0.5 if len(nats_R) > 1 else expected
+            rate = (found + error) / (expected + error) if found > 0 and expected > 0 else 1.0
+            self.layers[index].nats = found
             self.rates[index] *= rate
-            _rescale(self._gate(index), rate, 0.0)
-            self._predicted[index] *= rate
+            self._predicted[index] *= rate**0.25
+            _rescale(self._gate(index), rate**0.25, 0.0)
 
     def calibrate(self, text: Batches) -> None:
         """The one threshold that holds the budget, and the share that each layer gets."""
@@ -292,27 +291,20 @@ class _Fit:
             self.layers[index].share = share
         holder = next(iter(self.holders.values()))
         self.threshold = float(holder.active_quantiles()(self.config.budget))
-        self.threshold_nats = self._middle + self.threshold / self._factor
+        self.next_threshold = self._middle + self.threshold / self._factor
 
     def _fit_layer(self, index: int, rows: _Rows, cheap_N: torch.Tensor | None) -> None:
         """Branch, then gate; without a decision yet, the cheaper half by a linear prediction stands in for it."""
-        found, branch, gate = self.layers[index], self._branch(index), self._gate(index)
-        sensitivity = self.sensitivity[index]
-        weights_N = sensitivity.weights
+        found, branch, gate, root = self.layers[index], self._branch(index), self._gate(index), self.roots[index]
         if cheap_N is None:
             _fit_branch(branch, rows, None)
-            cheap_N = _cheaper_half(rows.gate, weights_N * rows.errors(branch))
+            cheap_N = _cheaper_half(rows.gate, rows.costs(branch, root).sqrt())
         found.branch_r2 = _fit_branch(branch, rows, cheap_N)
-        errors_N = weights_N * rows.errors(branch)
-        scale = errors_N.mean().clamp(min=1e-30)
-        gate.fit(rows.gate, errors_N / scale, self.config.seed + index)
-        predicted_N = gate(rows.gate)["scores"]
-        found.gate_r2 = float(1 - F.mse_loss(predicted_N, errors_N / scale) / (errors_N / scale).var().clamp(min=1e-30))
-        if int(cheap_N.sum()) < _FEWEST:
-            cheap_N = predicted_N <= predicted_N.kthvalue(min(_FEWEST, len(predicted_N))).values
-        found.nats = sensitivity.nats(cheap_N) * self.rates[index]
-        _rescale(gate, found.nats * float(scale), 0.0)
-        self._predicted[index] = gate(rows.gate)["scores"]
+        wanted_N = rows.costs(branch, root).pow(0.25)
+        mean, spread = wanted_N.mean(), wanted_N.std().clamp(min=1e-30)
+        gate.fit(rows.gate, (wanted_N - mean) / spread, self.config.seed + index)
+        found.gate_r2 = float(1 - F.mse_loss(self._scores(index, rows), (wanted_N - mean) / spread))
+        _rescale(gate, float(spread) * self.rates[index] ** 0.25, -float(mean / spread))
 
     def _scores(self, index: int, rows: _Rows) -> torch.Tensor:
         scores: torch.Tensor = self._gate(index)(rows.gate)["scores"]
@@ -342,9 +334,10 @@ class _Rows:
     def _of(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part[mask] for part, mask in zip(parts, self.real)]).float()
 
-    def errors(self, branch: Any) -> torch.Tensor:
-        """What the branch misses, `|update - branch|^2`, `[N]`."""
-        return (self.update - branch.down(F.silu(branch.up(self.normed)))).square().sum(-1)
+    def costs(self, branch: Any, root_dd: torch.Tensor) -> torch.Tensor:
+        """What the branch misses costs, nats `[N]`; `root_dd` from `sensitivities`."""
+        errors_Nd = self.update - branch.down(F.silu(branch.up(self.normed)))
+        return (errors_Nd @ root_dd.to(errors_Nd)).square().sum(-1)
 
     def outputs(self, full_N: torch.Tensor | None) -> list[torch.Tensor]:
         """The layer's outputs; with `full_N`, bool `[N]`, the other tokens take the cheap path."""
@@ -390,6 +383,19 @@ def _row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
         sums = losses.new_zeros(counted.shape).masked_scatter(counted, losses).sum(1)
         rows.append(sums / counted.sum(1).clamp(min=1))
     return torch.cat(rows)
+
+
+def _divergences(dense_BTV: torch.Tensor, routed_BTV: torch.Tensor, real_BT: torch.Tensor) -> torch.Tensor:
+    """The mean `KL(dense || routed)` of each row, nats, `[B]`."""
+    kl_BT = torch.stack(
+        [
+            F.kl_div(
+                routed.float().log_softmax(-1), dense.float().log_softmax(-1), reduction="none", log_target=True
+            ).sum(-1)
+            for dense, routed in zip(dense_BTV, routed_BTV)
+        ]
+    )
+    return (kl_BT * real_BT.to(kl_BT)).sum(1) / real_BT.sum(1).clamp(min=1).to(kl_BT)
 
 
 def _loss(model: nn.Module, batches: Batches) -> float:

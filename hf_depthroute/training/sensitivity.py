@@ -1,54 +1,35 @@
 """How much the loss feels an error in a token's update: gradients of the model's own predictions.
 
-An error `e` in the stream after a routed part changes the prediction by a divergence of `1/2 e^T F e` nats, with `F`
-the Fisher information of the predictions of this and all later tokens. With `g` the gradient of the log-likelihood of
-targets that are drawn from the model itself, `F = E[g g^T]` (Martens, "New Insights and Perspectives on the Natural
-Gradient Method", arXiv:1412.1193, section 5), so `1/2 (g . e)^2` is an unbiased estimate from one draw.
+An error `e` in the stream after a routed part changes the prediction by a divergence of about `1/2 e^T F e` nats, with
+`F` the Fisher information of the predictions of this and all later tokens. With `g` the gradient of the log-likelihood
+of targets that are drawn from the model itself, `F = E[g g^T]` (Martens, "New Insights and Perspectives on the Natural
+Gradient Method", arXiv:1412.1193, section 5). One `F` stands for all tokens of a layer: a token's own, from one draw,
+is mostly noise, and a gate that is regressed on it learns the noise.
 
 Shapes: B batch, T positions, N real tokens, d model width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from ..base.readout import ReadOut
 from .layer_walk import LayerWalk
 
-
-@dataclass
-class Sensitivity:
-    """What was measured for one layer, over the real tokens of all batches, each float32 `[N]`.
-
-    Attributes:
-        weights: `|g|^2`: how much a token's update matters. Mean 1, the highest hundredth cut.
-        errors: `|e|^2`, what the branch missed.
-        effects: `1/2 (g . e)^2`, nats.
-    """
-
-    weights: torch.Tensor
-    errors: torch.Tensor
-    effects: torch.Tensor
-
-    def nats(self, cheap_N: torch.Tensor) -> float:
-        """Nats per unit of `weights * errors`, over the tokens that take the cheap path."""
-        products = self.weights * self.errors
-        return float(self.effects[cheap_N].sum() / products[cheap_N].sum().clamp(min=1e-30))
+_ISOTROPIC = 0.1  # share of the metric that is the same in all directions: of few tokens, many are not seen
 
 
-def sensitivities(walk: LayerWalk, read_out: ReadOut, seed: int) -> dict[int, Sensitivity]:
-    """The sensitivity of every routed layer: a forward pass and a backward pass, recomputed layer by layer.
+def sensitivities(walk: LayerWalk, read_out: ReadOut, seed: int) -> dict[int, torch.Tensor]:
+    """For every routed layer `R`, float32 `[d, d]`, such that an error `e` costs about `|e R|^2` nats.
 
-    No more than one layer's graph exists at a time. The branches are those that the layers hold now.
+    A forward pass and a backward pass, recomputed layer by layer: no more than one layer's graph exists at a time.
 
     Args:
-        walk: The text.
+        walk: The text; some thousand tokens.
         read_out: From the last layer's output to logits.
         seed: Seed of the targets that are drawn.
     """
-    found: dict[int, list[list[torch.Tensor]]] = {}
+    gradients: dict[int, list[torch.Tensor]] = {}
     for batch, h in enumerate(walk.first()):
         inputs, real = [], walk.real[batch]
         with torch.no_grad():
@@ -57,17 +38,21 @@ def sensitivities(walk: LayerWalk, read_out: ReadOut, seed: int) -> dict[int, Se
                 h = _full(walk, index, batch, h)
         gradient = _gradient_of_own_predictions(h, real.to(h.device), read_out, seed + batch)
         for index in reversed(range(len(walk.layers))):
-            gradient, parts = _backward(walk, index, batch, inputs.pop(), gradient)
-            if parts is not None:
-                found.setdefault(index, []).append([part[real.to(part.device)] for part in parts])
-    return {index: _joined([torch.cat(part) for part in zip(*parts)]) for index, parts in sorted(found.items())}
+            gradient, at_update = _backward(walk, index, batch, inputs.pop(), gradient)
+            if at_update is not None:
+                gradients.setdefault(index, []).append(at_update[real.to(at_update.device)].float())
+    return {index: _root(torch.cat(parts)) for index, parts in sorted(gradients.items())}
 
 
-def _joined(parts: list[torch.Tensor]) -> Sensitivity:
-    weights, errors, effects = parts
-    weights = weights / weights.mean().clamp(min=1e-30)
-    highest = weights.kthvalue(max(1, int(0.99 * len(weights)))).values
-    return Sensitivity(weights.clamp(max=highest), errors, effects)
+def _root(g_Nd: torch.Tensor) -> torch.Tensor:
+    """A root `[d, d]` of half the mean of `g g^T`; the longest hundredth of the `g` is shortened to the rest."""
+    lengths = g_Nd.norm(dim=1)
+    longest = lengths.kthvalue(max(1, int(0.99 * len(lengths)))).values
+    g = g_Nd * (longest / lengths.clamp(min=1e-30)).clamp(max=1)[:, None]
+    metric_dd = (g.T @ g).double() / (2 * len(g))
+    mean = metric_dd.diagonal().mean().clamp(min=1e-30)
+    isotropic_dd = mean * torch.eye(len(metric_dd)).to(metric_dd)
+    return torch.linalg.cholesky(torch.lerp(metric_dd, isotropic_dd, _ISOTROPIC)).to(g_Nd)
 
 
 def _full(walk: LayerWalk, index: int, batch: int, h: torch.Tensor) -> torch.Tensor:
@@ -81,8 +66,8 @@ def _full(walk: LayerWalk, index: int, batch: int, h: torch.Tensor) -> torch.Ten
 
 def _backward(
     walk: LayerWalk, index: int, batch: int, h: torch.Tensor, gradient: torch.Tensor
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-    """The gradient at the layer's input, and `|g|^2`, `|e|^2`, `1/2 (g . e)^2` where it is routed, each `[B, T]`."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradient `[B, T, d]` at the layer's input and, where the layer is routed, after its routed part."""
     holder = walk.holder(index)
     plan = None if holder is None else holder.plan(False)
     with torch.enable_grad():
@@ -92,11 +77,8 @@ def _backward(
             return torch.autograd.grad(out, h, gradient.to(out))[0], None
         call = walk.call(index, batch, h, plan)
         after = call.full()
-        out = call.finish(after)
-        below, at = torch.autograd.grad(out, (h, after), gradient.to(out))
-    with torch.no_grad():
-        error, at = (after - call.cheap()).float(), at.float()
-        return below, (at.square().sum(-1), error.square().sum(-1), 0.5 * (at * error).sum(-1).square())
+        below, at_update = torch.autograd.grad(call.finish(after), (h, after), gradient.to(after))
+    return below, at_update
 
 
 def _gradient_of_own_predictions(
