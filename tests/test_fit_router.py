@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_depthroute import (
     DepthRouteConfig,
+    DepthRouteTrainer,
+    DepthRouteTrainingArguments,
     calibrate,
     calibrate_budgets,
     fit_router,
@@ -205,6 +207,42 @@ def test_what_cannot_be_fitted_is_refused_before_anything_changes(fields: dict[s
 def test_a_share_out_of_range_is_refused(keep: float) -> None:
     with pytest.raises(ConfigError, match="between 0 and 1"):
         fit_router(build_base("llama"), text(), keep=keep)
+
+
+def steps_of(model: Any, folder: Path, steps: int, lr: float) -> list[float]:
+    """The language-model loss of each step of a training on one batch."""
+    batch = {name: value[:8] for name, value in text(8, seed=1)[0].items()}
+    rows = [{"input_ids": ids, "labels": ids} for ids in batch["input_ids"]]
+    arguments = DepthRouteTrainingArguments(
+        output_dir=str(folder), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(rows),
+        lr_scheduler_type="constant", logging_steps=1, save_steps=steps, report_to="none", use_cpu=True,
+    )  # fmt: skip
+    trainer = DepthRouteTrainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    return [entry["loss_lm"] for entry in trainer.state.log_history if "loss_lm" in entry]
+
+
+def test_training_starts_where_the_fit_ended(tmp_path: Path) -> None:
+    """Its first loss is the fitted model's, which is not that of new routers; training lowers it, and knows of both."""
+    base = build_base("llama")
+    fitted = fit_router(copy.deepcopy(base), text(), keep=0.5)
+    config = fitted.peft_config["default"]
+    fit = remembered(fitted, "default").training["fit"]  # type: ignore[index]
+    ids = text(8, seed=1)[0]["input_ids"]
+    with torch.no_grad():
+        before = float(fitted(ids, labels=ids).loss)
+    unfitted = get_depth_routed_model(
+        copy.deepcopy(base), DepthRouteConfig(layers=config.layers, budget=config.budget, budget_scope="global")
+    )
+    new = steps_of(unfitted, tmp_path / "new", steps=1, lr=0.0)[0]
+    losses = steps_of(fitted, tmp_path / "fitted", steps=30, lr=1e-3)
+    assert losses[0] == pytest.approx(before, abs=1e-4)
+    assert abs(losses[0] - new) > 1e-2
+    assert losses[-1] < before - 1e-2
+    record = remembered(fitted, "default").training
+    assert record is not None and record["fit"] == fit and record["hyperparameters"]["steps"] == 30
+    saved = json.loads((tmp_path / "fitted" / "checkpoint-30" / "training.json").read_text())
+    assert saved["fit"] == json.loads(json.dumps(fit))
 
 
 def test_too_little_text_is_refused() -> None:

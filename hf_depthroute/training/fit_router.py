@@ -78,6 +78,8 @@ def fit_router(
 
         model = fit_router(AutoModelForCausalLM.from_pretrained(name), batches, keep=0.5)
 
+    A `DepthRouteTrainer` goes on from there, with the same threshold over all layers.
+
     Layer by layer on kept hidden states: branches are fitted to the target's update, gates to the error that their
     branch leaves, weighted by how much the loss feels it and scaled to what the layer's cheap tokens alone cost on
     held-out text; one threshold over all layers then holds `keep`. Each further round fits branches and gates again on
@@ -110,7 +112,7 @@ def fit_router(
     started = time.time()
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
-    config = _checked(model, keep, config)
+    config = config_to_fit(len(find_layers(model)), keep, config)
     text, held_out = _split([batch for batch in model_inputs(model, batches)])
     tokens = sum(int(token_mask(batch).sum()) for batch in text)
     if tokens < 2 * _FEWEST:
@@ -156,8 +158,8 @@ def fit_router(
     return routed.eval()
 
 
-def _checked(model: nn.Module, keep: float, config: DepthRouteConfig | None) -> DepthRouteConfig:
-    """A copy of `config` that `fit_router` can fit, with the budget of its routed layers."""
+def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> DepthRouteConfig:
+    """A copy of `config` as `fit_router` begins with it, for a model of `depth` layers; `ConfigError` as there."""
     if not 0 < keep < 1:
         raise ConfigError(f"keep={keep!r} must be between 0 and 1, the share of all calls that runs in full")
     given = DepthRouteConfig(layers="all") if config is None else config
@@ -170,7 +172,6 @@ def _checked(model: nn.Module, keep: float, config: DepthRouteConfig | None) -> 
         raise ConfigError(f"gate={given.gate!r} is not fitted; use one of: {known}")
     if given.branch != "lowrank" or given.scale_by_gate or not given.takes_budget():
         raise ConfigError("fit_router fits branch='lowrank' with thresholds that follow the budget, unscaled")
-    depth = len(find_layers(model))
     routed = len(given.routed_layers(depth))
     budget = (keep * depth - (depth - routed)) / routed
     if not budget > 0:
