@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
 from command_line import run
 from models import build_base, decoder_layers, tokens
 from peft import PeftModel
@@ -29,6 +30,7 @@ from hf_depthroute import (
 )
 from hf_depthroute.base.readout import ReadOut
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.inference.calibration import active_routings, is_calibrated
 from hf_depthroute.parts.regression import leading_directions, ridge_weights
 from hf_depthroute.routing.trace import count_routes
@@ -153,6 +155,38 @@ def test_a_fit_is_repeatable_and_loads(tmp_path: Path, gate: str) -> None:
         first.save_pretrained(str(tmp_path / "fitted"))
         loaded = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "fitted")).eval()
         assert torch.equal(first(ids).logits, loaded(ids).logits)
+
+
+def offloaded(how: str, folder: Path) -> Any:
+    """The tiny Llama with its weights elsewhere: in memory, on disk, or spread by a device map."""
+    base, cpu = build_base("llama"), torch.device("cpu")
+    if how == "cpu_offload":
+        return cpu_offload(base, execution_device=cpu)
+    if how == "disk_offload":
+        return disk_offload(base, str(folder), execution_device=cpu)
+    places = {f"model.layers.{index}": "cpu" if index == 1 else "disk" for index in range(len(decoder_layers(base)))}
+    places |= dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
+    return dispatch_model(base, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
+
+
+@pytest.mark.parametrize("how", ["cpu_offload", "disk_offload", "dispatch_model"])
+def test_an_offloaded_base_is_fitted_as_another(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where layers are left out afterwards, and the adapter goes in once more."""
+    monkeypatch.setattr("hf_depthroute.training.fit_router.DENSE", 0.55)
+    config = DepthRouteConfig(layers=[0, 2, 3], gate="affine")
+    expected = fit_router(build_base("llama"), text(), keep=0.6, config=config)
+    model = fit_router(offloaded(how, tmp_path / "offload"), text(), keep=0.6, config=config)
+    layers = model.peft_config["default"].layers
+    assert layers == expected.peft_config["default"].layers and 0 < len(layers) < 3
+    assert any(parameter.is_meta for parameter in model.parameters())
+    model.save_pretrained(str(tmp_path / "fitted"))
+    loaded = PeftModel.from_pretrained(build_base("llama"), str(tmp_path / "fitted")).eval()
+    ids = tokens(2, 20, seed=9)
+    with torch.no_grad():
+        wanted = expected(ids).logits
+        assert torch.equal(model(ids).logits, wanted)
+        assert torch.equal(loaded(ids).logits, wanted)
+    assert mean_loss(model, text()) == mean_loss(expected, text())
 
 
 def test_the_better_round_is_kept() -> None:

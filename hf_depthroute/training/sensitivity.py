@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..base.readout import ReadOut
+from ..data.batches import device_of
 from .layer_walk import LayerWalk
 
 
@@ -103,7 +104,7 @@ def _gradient_of_own_predictions(
     stream: torch.Tensor, real: torch.Tensor, read_out: ReadOut, seed: int
 ) -> torch.Tensor:
     """The gradient `[B, T, d]` of the summed log-likelihood of one target per real token, drawn from the model."""
-    rows, generator = stream[real], torch.Generator(stream.device).manual_seed(seed)
+    rows, generator = stream[real], torch.Generator(device_of(read_out.head)).manual_seed(seed)
     parts = []
     for (chunk,) in read_out.chunks(rows):
         with torch.enable_grad():
