@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
 from command_line import run
 from models import build_base, decoder_layers, tokens
 from peft import PeftModel
@@ -18,6 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_depthroute import (
     DepthRouteConfig,
+    DepthRouteTrainer,
+    DepthRouteTrainingArguments,
     calibrate,
     calibrate_budgets,
     fit_router,
@@ -27,6 +30,7 @@ from hf_depthroute import (
 )
 from hf_depthroute.base.readout import ReadOut
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.inference.calibration import active_routings, is_calibrated
 from hf_depthroute.parts.regression import leading_directions, ridge_weights
 from hf_depthroute.routing.trace import count_routes
@@ -174,6 +178,38 @@ def test_a_fit_is_repeatable_and_loads(tmp_path: Path, gate: str) -> None:
         assert torch.equal(first(ids).logits, loaded(ids).logits)
 
 
+def offloaded(how: str, folder: Path) -> Any:
+    """The tiny Llama with its weights elsewhere: in memory, on disk, or spread by a device map."""
+    base, cpu = build_base("llama"), torch.device("cpu")
+    if how == "cpu_offload":
+        return cpu_offload(base, execution_device=cpu)
+    if how == "disk_offload":
+        return disk_offload(base, str(folder), execution_device=cpu)
+    places = {f"model.layers.{index}": "cpu" if index == 1 else "disk" for index in range(len(decoder_layers(base)))}
+    places |= dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
+    return dispatch_model(base, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
+
+
+@pytest.mark.parametrize("how", ["cpu_offload", "disk_offload", "dispatch_model"])
+def test_an_offloaded_base_is_fitted_as_another(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where layers are left out afterwards, and the adapter goes in once more."""
+    monkeypatch.setattr("hf_depthroute.training.fit_router.DENSE", 0.55)
+    config = DepthRouteConfig(layers=[0, 2, 3], gate="affine")
+    expected = fit_router(build_base("llama"), text(), keep=0.6, config=config)
+    model = fit_router(offloaded(how, tmp_path / "offload"), text(), keep=0.6, config=config)
+    layers = model.peft_config["default"].layers
+    assert layers == expected.peft_config["default"].layers and 0 < len(layers) < 3
+    assert any(parameter.is_meta for parameter in model.parameters())
+    model.save_pretrained(str(tmp_path / "fitted"))
+    loaded = PeftModel.from_pretrained(build_base("llama"), str(tmp_path / "fitted")).eval()
+    ids = tokens(2, 20, seed=9)
+    with torch.no_grad():
+        wanted = expected(ids).logits
+        assert torch.equal(model(ids).logits, wanted)
+        assert torch.equal(loaded(ids).logits, wanted)
+    assert mean_loss(model, text()) == mean_loss(expected, text())
+
+
 def test_the_better_round_is_kept() -> None:
     model = fit_router(build_base("llama"), text(), keep=0.5, rounds=3)
     record = remembered(model, "default").training
@@ -226,6 +262,42 @@ def test_what_cannot_be_fitted_is_refused_before_anything_changes(fields: dict[s
 def test_a_share_out_of_range_is_refused(keep: float) -> None:
     with pytest.raises(ConfigError, match="between 0 and 1"):
         fit_router(build_base("llama"), text(), keep=keep)
+
+
+def steps_of(model: Any, folder: Path, steps: int, lr: float) -> list[float]:
+    """The language-model loss of each step of a training on one batch."""
+    batch = {name: value[:8] for name, value in text(8, seed=1)[0].items()}
+    rows = [{"input_ids": ids, "labels": ids} for ids in batch["input_ids"]]
+    arguments = DepthRouteTrainingArguments(
+        output_dir=str(folder), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(rows),
+        lr_scheduler_type="constant", logging_steps=1, save_steps=steps, report_to="none", use_cpu=True,
+    )  # fmt: skip
+    trainer = DepthRouteTrainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    return [entry["loss_lm"] for entry in trainer.state.log_history if "loss_lm" in entry]
+
+
+def test_training_starts_where_the_fit_ended(tmp_path: Path) -> None:
+    """Its first loss is the fitted model's, which is not that of new routers; training lowers it, and knows of both."""
+    base = build_base("llama")
+    fitted = fit_router(copy.deepcopy(base), text(), keep=0.5)
+    config = fitted.peft_config["default"]
+    fit = remembered(fitted, "default").training["fit"]  # type: ignore[index]
+    ids = text(8, seed=1)[0]["input_ids"]
+    with torch.no_grad():
+        before = float(fitted(ids, labels=ids).loss)
+    unfitted = get_depth_routed_model(
+        copy.deepcopy(base), DepthRouteConfig(layers=config.layers, budget=config.budget, budget_scope="global")
+    )
+    new = steps_of(unfitted, tmp_path / "new", steps=1, lr=0.0)[0]
+    losses = steps_of(fitted, tmp_path / "fitted", steps=30, lr=1e-3)
+    assert losses[0] == pytest.approx(before, abs=1e-4)
+    assert abs(losses[0] - new) > 1e-2
+    assert losses[-1] < before - 1e-2
+    record = remembered(fitted, "default").training
+    assert record is not None and record["fit"] == fit and record["hyperparameters"]["steps"] == 30
+    saved = json.loads((tmp_path / "fitted" / "checkpoint-30" / "training.json").read_text())
+    assert saved["fit"] == json.loads(json.dumps(fit))
 
 
 def test_too_little_text_is_refused() -> None:

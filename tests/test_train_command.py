@@ -222,6 +222,92 @@ def test_an_adapter_that_is_trained_on_keeps_its_configuration(words: tuple[str,
     assert words[0] in err and "with --adapter it is what adapter says" in err
 
 
+# From a fit
+
+
+FROM_FIT = ("--init", "fit", "--layers", "all", "--gate", "affine", "--batch-size", 4, "--length", 32)
+
+
+@pytest.fixture
+def longer(tmp_path: Path) -> tuple[str, Path]:
+    """Enough text to fit to."""
+    return "--dataset", write_text(tmp_path / "longer.txt", 200)
+
+
+def test_training_starts_from_a_fit_and_keeps_its_record(train: Run, longer: tuple[str, Path], tmp_path: Path) -> None:
+    code, out, err = train(*longer, *FROM_FIT, "--steps", 1, "--lr", "1e-9")
+    assert code == 0, err
+    assert "fitted to " in out and "of the tokens run full" in out
+    found, saved = record(tmp_path / "out"), config(tmp_path / "out")
+    assert found["fit"]["keep"] == 0.5
+    assert (saved["budget_scope"], saved["selection"]) == ("global", "threshold")
+    assert "training started from a fit to" in (tmp_path / "out" / "README.md").read_text()
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    downs = [value for name, value in tensors.items() if "down" in name]
+    assert downs and all(down.abs().max() > 1e-3 for down in downs)  # those of a random start are zero
+
+
+def test_a_budget_of_a_fit_is_that_of_the_layers_named(train: Run, longer: tuple[str, Path], tmp_path: Path) -> None:
+    code, _, err = train(*longer, *FROM_FIT, "--layers", "1,3", "--budget", 0.25)
+    assert code == 0, err
+    found = record(tmp_path / "out")["fit"]
+    assert found["keep"] == (0.25 * 2 + 2) / 4 and set(found["layers"]) == {"1", "3"}
+
+
+def test_resume_does_not_fit_again(
+    train: Run, longer: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*longer, *FROM_FIT, "--steps", 4, "--save-steps", 2)
+    assert train(*words)[0] == 0
+    whole, fit = weights(tmp_path / "out"), record(tmp_path / "out")["fit"]
+    shutil.rmtree(tmp_path / "out")
+    step = transformers.Trainer.training_step
+    with monkeypatch.context() as patch:
+
+        def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == 3:
+                raise KeyboardInterrupt
+            return step(self, *args, **kwargs)
+
+        patch.setattr(transformers.Trainer, "training_step", fail)
+        assert train(*words)[0] == errors.INTERRUPTED
+
+    monkeypatch.setattr("hf_depthroute.cli.training.fit_router", lambda *args, **kwargs: 1 / 0)
+    for other in (("--budget", 0.75), ("--layers", "0,1,2")):
+        code, _, err = train(*words, "--resume", *other)
+        assert code == errors.USAGE and "not trained from a fit of this --budget and --layers" in err
+    code, _, err = train(*words, "--resume", "--branch-rank", 3)
+    assert code == errors.USAGE and "was trained with branch_rank=4, not 3" in err
+    code, out, err = train(*words, "--resume")
+    assert code == 0, err
+    assert "going on from" in out and "fitted to" not in out
+    assert weights(tmp_path / "out") == whole
+    assert record(tmp_path / "out")["fit"] == fit
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--init", "zeros"), "--init zeros: use random or fit"),
+        (("--init", "fit", "--selection", "gumbel"), "leave --selection and --budget-scope out"),
+        (("--init", "fit", "--budget-scope", "layer"), "leave --selection and --budget-scope out"),
+        (("--init", "fit", "--gate", "jepa"), "gate='jepa' is not fitted"),
+        (("--init", "fit", "--budget", "1"), "between 0 and 1"),
+        (("--init", "fit", "--calibration-blocks", "2"), "512 is the least"),
+    ],
+)
+def test_what_a_fit_cannot_start_is_refused(words: tuple[str, ...], message: str, train: Run) -> None:
+    code, _, err = train(*words)
+    assert code == errors.USAGE
+    assert message in err
+
+
+def test_an_adapter_that_is_trained_on_is_not_fitted(train: Run) -> None:
+    code, _, err = train("--adapter", "adapter", "--init", "fit", model=None)
+    assert code == errors.USAGE
+    assert "--init: defines a new adapter" in err
+
+
 # Before training and after it
 
 

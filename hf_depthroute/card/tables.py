@@ -141,20 +141,21 @@ def training(record: Mapping[str, Any], datasets: Sequence[str]) -> dict[str, An
             if value is not None and name not in _NOT_SHOWN
         ],
         "seconds": record.get("seconds"),
-        "fit": _fitted(record.get("fit")),
+        "fit": _fitted(record.get("fit"), trained=bool(log)),
         "last": _last(log, "loss"),
         "last_eval": _last(log, "eval_loss"),
         "versions": [Safe(f"{code(name)} {code(value)}") for name, value in (record.get("versions") or {}).items()],
     }
 
 
-def _fitted(fit: Mapping[str, Any] | None) -> Safe | None:
-    """What `fit_router` found, on the text that it held out."""
+def _fitted(fit: Mapping[str, Any] | None, trained: bool) -> Safe | None:
+    """What `fit_router` found, on the text that it held out, before training if there was any."""
     if fit is None:
         return None
     best = min(fit["loss_of_rounds"])
+    said, verb = ("training started from a fit to", "was") if trained else ("fitted without training on", "is")
     return Safe(
-        f"fitted without training on {int(fit['tokens']):,} tokens; on text held out of it, the loss is "
+        f"{said} {int(fit['tokens']):,} tokens; on text held out of it, the loss {verb} "
         f"{_figure(fit['loss_dense'])} dense and {_figure(best)} with {_share(fit['keep'])} of all calls run in full"
     )
 

@@ -29,6 +29,9 @@ class RunOptions:
         ),
     ] = None
     adapter_option: o.OldAdapter = None
+    init: Annotated[
+        str, "What a new adapter starts from: random, or fit, which fits it to --calibration-blocks of the text first."
+    ] = "random"
     preset: Annotated[str | None, "A published method, such as router-tuning; options given beside it override it."] = (
         None
     )
@@ -50,7 +53,9 @@ class RunOptions:
     length: o.Length = 256
     lr: Annotated[float, "Peak learning rate; cosine to 1 % of it."] = 2e-4
     warmup_steps: Annotated[int | None, typer.Option(min=0, help="Warm-up steps. Default: 5 % of --steps.")] = None
-    calibration_blocks: Annotated[int, typer.Option(min=1, help="Training blocks that set the thresholds.")] = 64
+    calibration_blocks: Annotated[
+        int, typer.Option(min=1, help="Training blocks that set the thresholds, and that --init fit fits to.")
+    ] = 64
     dtype: Annotated[str, "float32, or bfloat16 (frozen base and autocast)."] = "float32"
     seed: int = 0
     logging_steps: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 50

@@ -7,7 +7,7 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..adapter.tuner import get_depth_routed_model
+from ..card.facts import read_training, understood
 from ..config.adapter import DepthRouteConfig
 from ..config.fields import RoutingFields
 from ..data.text import pack
@@ -26,7 +27,9 @@ from ..files.versions import versions
 from ..inference import calibration
 from ..training.arguments import RoutingArguments
 from ..training.checkpoints import CheckpointError, last_complete
+from ..training.fit_router import config_to_fit, fit_router
 from ..training.presets import find_preset
+from ..training.record import record_of, remember_training
 from ..training.trainer import DepthRouteTrainer, DepthRouteTrainingArguments
 from . import loading
 from . import options as o
@@ -65,11 +68,16 @@ def train_adapter(options: TrainOptions) -> None:
     run, out = _prepared(options), options.out
     transformers.set_seed(options.seed)
     base = run.source.base_model()
-    if options.adapter is None:
-        model: Any = get_depth_routed_model(base, run.source.config)
+    checkpoint = _checkpoint_to_resume(out) if options.resume else None
+    if options.adapter is not None:
+        model: Any = run.source.routed(base, is_trainable=True)
+    elif options.init == "fit":
+        model = _fitted(run, base, checkpoint)
     else:
-        model = run.source.routed(base, is_trainable=True)
-    checkpoint = _checkpoint_to_resume(out, model) if options.resume else None
+        model = get_depth_routed_model(base, run.source.config)
+    if checkpoint is not None:
+        _check_same(checkpoint, _active_config(model))
+        say(f"going on from {checkpoint}")
     remark = route_cost(model, length=options.length).remark
     if remark is not None:  # routers and branches cost more than what is skipped
         say(f"note: {remark}")
@@ -94,13 +102,20 @@ def _prepared(options: TrainOptions) -> Run:
         {field: copy.deepcopy(value) for field, value in values.items() if not given & {field, _option(field)}}
         for values in ((row.adapter, row.training) if row else ({}, {}))
     )
+    if options.init not in ("random", "fit"):
+        raise CliError(f"--init {options.init}: use random or fit")
     config = _new_or_saved_config(options, given, adapter_values)
     loading.check_dtype(options.dtype, ("float32", "bfloat16"))
     if not 0 < options.lr < float("inf"):
         raise CliError(f"--lr {options.lr}: must be a finite number above 0")
     arguments = _training_arguments(options, training_values)
     source = loading.Source(options, config, *loading.find_base(options.adapter or "", config, options.model))
-    config.routed_layers(source.base_config.num_hidden_layers)
+    depth = source.base_config.num_hidden_layers
+    if options.init == "fit":
+        if config.selection != "threshold" or ("budget_scope" in given and options.budget_scope != "global"):
+            raise CliError("--init fit: all layers share one threshold; leave --selection and --budget-scope out")
+        config_to_fit(depth, _share_of_all_calls(config, depth), config)
+    config.routed_layers(depth)
     loading.check_length(options.length, source.base_config)
     tokenizer = source.tokenizer()
     text, preset = _packed_text(options, tokenizer), adapter_values | training_values
@@ -119,8 +134,10 @@ def _new_or_saved_config(options: TrainOptions, given: set[str], preset: dict[st
             raise CliError("Missing option '--model' (see hf-depthroute train --help)")
         values = {name: getattr(options, name) for name in names}
         values |= {name: read(values[name]) for name, read in _READ.items() if values[name] is not None}
+        if options.init == "fit":
+            values["budget_scope"] = "global"
         return DepthRouteConfig(**{**values, **preset, "seed": options.seed})
-    fixed = sorted(o.option_name(name) for name in given & {"preset", *names} - {"seed"})
+    fixed = sorted(o.option_name(name) for name in given & {"init", "preset", *names} - {"seed"})
     if fixed:
         listed = ", ".join(f"--{name}" for name in fixed)
         raise CliError(f"{listed}: defines a new adapter; with --adapter it is what {adapter} says")
@@ -222,8 +239,39 @@ def _packed_text(options: TrainOptions, tokenizer: Any) -> tuple[Any, list[Any] 
     return packed, loading.to_batches(blocks, options.batch_size, most), held_out
 
 
-def _checkpoint_to_resume(out: Path, model: Any) -> Path | None:
-    """The last whole checkpoint in `out`, of an adapter like that of `model`; None where there is none at all."""
+def _share_of_all_calls(config: DepthRouteConfig, depth: int) -> float:
+    """The `keep` of `fit_router` that is the budget of the layers in `config`; the other layers run everything."""
+    routed = len(config.routed_layers(depth))
+    return (config.budget * routed + depth - routed) / depth
+
+
+def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
+    """The model that `fit_router` makes of `base`; where there is a checkpoint of it, with the layers of that."""
+    config, depth = run.source.config, run.source.base_config.num_hidden_layers
+    keep, layers = _share_of_all_calls(config, depth), config.routed_layers(depth)
+    if checkpoint is None:
+        batches = loading.to_batches(run.blocks, run.options.batch_size, run.options.calibration_blocks)
+        try:
+            model = fit_router(base, batches, keep, config, progress=True)
+        except ValueError as error:
+            raise CliError(f"--init fit: {reason(error)}") from error
+        found = record_of(model)["fit"]
+        say(
+            f"fitted to {found['tokens']} tokens: {len(_active_config(model).layers or ())} layers are routed, loss on "
+            f"text held out of them {min(found['loss_of_rounds']):.4f} (dense {found['loss_dense']:.4f})"
+        )
+        return model
+    saved, record = loading.load_adapter_config(str(checkpoint)), read_training(checkpoint)
+    fit = understood(record).get("fit")
+    if fit is None or fit["keep"] != keep or sorted(map(int, fit["layers"])) != layers:
+        raise CliError(f"--resume: {checkpoint} was not trained from a fit of this --budget and --layers")
+    model = get_depth_routed_model(base, replace(config, layers=saved.layers, budget=saved.budget))
+    remember_training(model, record)
+    return model
+
+
+def _checkpoint_to_resume(out: Path) -> Path | None:
+    """The last whole checkpoint in `out`; None where there is none at all."""
     try:
         found, skipped = last_complete(out) if out.is_dir() else (None, [])
     except CheckpointError as error:
@@ -232,13 +280,17 @@ def _checkpoint_to_resume(out: Path, model: Any) -> Path | None:
         say(f"passed over {line}")
     if found is None:
         say(f"no checkpoint in {out}: training begins at the first step")
-        return None
-    saved, wanted = loading.load_adapter_config(str(found)).to_dict(), _active_config(model).to_dict()
+    return found
+
+
+def _check_same(checkpoint: Path, config: DepthRouteConfig) -> None:
+    """Refuse a checkpoint of another adapter than `config` describes."""
+    saved, wanted = loading.load_adapter_config(str(checkpoint)).to_dict(), config.to_dict()
     for name, value in saved.items():
         if name not in _NOT_COMPARED and value != wanted.get(name):
-            raise CliError(f"--resume: {found} was trained with {name}={value}, not {wanted.get(name)}; give it again")
-    say(f"going on from {found}")
-    return found
+            raise CliError(
+                f"--resume: {checkpoint} was trained with {name}={value}, not {wanted.get(name)}; give it again"
+            )
 
 
 def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, Any]]:
@@ -291,4 +343,5 @@ def _record_of(
         "evaluation": [asdict(row) for row in rows],
         "log_history": log_history,
         "versions": versions(),
+        **({"fit": fit} if (fit := record_of(model).get("fit")) else {}),
     }

@@ -24,7 +24,7 @@ def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str,
     Raises:
         ValueError: A batch has no `input_ids`, or they are neither tensors nor lists of ids.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     for number, batch in enumerate([batches] if isinstance(batches, Mapping) else batches):
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
             held = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
@@ -35,6 +35,15 @@ def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str,
         if "attention_mask" not in inputs and _is_ragged(batch["input_ids"]):
             inputs["attention_mask"] = [[1] * len(row) for row in batch["input_ids"]]
         yield {name: _rows(name, value).to(device) for name, value in inputs.items()}
+
+
+def device_of(*modules: nn.Module) -> torch.device:
+    """Where the first weight of `modules` runs: of an offloaded one, the device to which it is fetched."""
+    for part in (part for module in modules for part in module.modules()):
+        for weight in part.parameters(recurse=False):
+            execution = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+            return weight.device if weight.device.type != "meta" or execution is None else torch.device(execution)
+    return torch.device("cpu")
 
 
 def token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from ..base.contexts import evaluating
 from ..base.readout import predicting, token_losses
 from ..config.adapter import check_budget
+from ..data.batches import device_of
 from ..inference.calibration import active_routings, calibrate, set_budget, use_selection
 from ..routing.trace import count_routes
 
@@ -60,7 +61,7 @@ def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
     Raises:
         ValueError: There is no token to predict.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     total = torch.zeros((), dtype=torch.float64)
     count = 0
     with evaluating(model):

@@ -79,7 +79,7 @@ def calibrate(
             with use_selection(model, rule):
                 scores = _collect(model, kept, configs[0].granularity == "sequence")
             if configs[0].budget_scope == "global":
-                scores = dict.fromkeys(scores, torch.cat(list(scores.values())))
+                scores = _together(scores)
             for holder in holders:
                 holder.active_quantiles().set(quantile_table(scores[holder.layer_index]))
                 if (controller := holder.active_controller()) is not None:
@@ -130,7 +130,7 @@ def calibrate_budgets(
                     config.budget = budget
                 scores = _collect(model, kept, configs[0].granularity == "sequence")
                 if configs[0].budget_scope == "global":
-                    scores = dict.fromkeys(scores, torch.cat(list(scores.values())))
+                    scores = _together(scores)
                 for holder, known in zip(holders, knots):
                     table = quantile_table(scores[holder.layer_index]).cpu()
                     position = round((1 - budget) * (len(table) - 1))
@@ -256,3 +256,9 @@ def _collect(model: nn.Module, batches: list[dict[str, torch.Tensor]], by_sequen
             once = (record.real.any(dim=1), 0)  # a sequence's score is the same at every position
             scores.setdefault(index, []).append(record.scores[once if by_sequence else record.real])
     return {index: torch.cat(parts) for index, parts in scores.items()}
+
+
+def _together(scores: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The scores of all layers as those of each: what one threshold for all of them is found on."""
+    device = next(iter(scores.values())).device
+    return dict.fromkeys(scores, torch.cat([part.to(device) for part in scores.values()]))

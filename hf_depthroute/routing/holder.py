@@ -16,6 +16,7 @@ from torch import nn
 from ..base.families import Family
 from ..base.sublayers import template_norm, width_of
 from ..config.adapter import DepthRouteConfig
+from ..data.batches import device_of
 from ..parts.branches import LowRankBranch, TransientCache, stamp
 from ..parts.gates import GATES, MLPGate, TargetProjection
 from ..parts.targets import TARGETS
@@ -249,7 +250,7 @@ class Routing(nn.Module, BaseTunerLayer):
         """See `merge`."""
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        target = _device_of(self._norms[0]["ffn"][0], *self._ffn) if device is None else device
+        target = device_of(self._norms[0]["ffn"][0], *self._ffn) if device is None else device
         groups = [getattr(self, group) for group in self.adapter_layer_names + self.other_param_names]
         for part in [group[adapter_name] for group in groups if adapter_name in group]:
             if target.type != "meta" and not any(parameter.is_meta for parameter in part.parameters()):
@@ -262,12 +263,3 @@ class Routing(nn.Module, BaseTunerLayer):
             seed = (config.seed * 1_000_003 + self.layer_index * 7 + salt) % 2**63
             module.reset_parameters(torch.Generator().manual_seed(seed))
         return cast(nn.Module, module)
-
-
-def _device_of(*modules: nn.Module) -> torch.device:
-    """Where the first weight of `modules` runs: of an offloaded one, the device to which it is fetched."""
-    for part in (part for module in modules for part in module.modules()):
-        for weight in part.parameters(recurse=False):
-            execution = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
-            return weight.device if weight.device.type != "meta" or execution is None else torch.device(execution)
-    return torch.device("cpu")

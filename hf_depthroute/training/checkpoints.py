@@ -20,6 +20,7 @@ from ..files.staged import sync, write_json
 
 MARKER = "depth_route_complete.json"
 ROUTING_STATE = "routing_state.json"
+RECORD = "training.json"
 
 
 class CheckpointError(OneLine, ValueError):

@@ -81,6 +81,8 @@ def fit_router(
 
         model = fit_router(AutoModelForCausalLM.from_pretrained(name), batches, keep=0.5)
 
+    A `DepthRouteTrainer` goes on from there, with the same threshold over all layers.
+
     Layer by layer on kept hidden states: branches are fitted to the target's update, gates to what the loss feels of
     the error that their branch leaves, scaled to what the layer's cheap tokens alone cost; one threshold over all
     layers then holds `keep`. Each further round fits branches and gates again on the stream and on the tokens that they
@@ -88,14 +90,14 @@ def fit_router(
     lowest loss there is kept. Layers that run every token in full are left out of the adapter. The thresholds of other
     budgets are calibrated too, so that `set_budget` holds them.
 
-    With two rounds, three forward passes of the text, a forward and a backward pass of 8,192 tokens of it, and 33
-    forward passes of the held-out text (18 of them of at most 4,096 tokens of it). In memory are the base, a few times
-    the hidden states of the text at one layer, and a `d x d` matrix for each layer. Nothing is random but for the
-    configuration's seed. One process: start it without `accelerate launch`.
+    With two rounds, three forward passes of the text, a backward pass of 8,192 tokens of it, four more passes to
+    measure what layers cost, and 33 passes of the held-out text. In memory are the base, a few times the hidden states
+    of the text at one layer, and a `d x d` matrix for each layer. Nothing is random but for the configuration's seed.
+    One process: start it without `accelerate launch`.
 
     Args:
-        model: A transformers model of a supported family, not routed. It is changed in place, as by
-            `get_depth_routed_model`, and left in eval mode.
+        model: A transformers model of a supported family, not routed; it may be offloaded by accelerate. It is changed
+            in place, as by `get_depth_routed_model`, and left in eval mode.
         batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`; see `calibrate`. 16,000 tokens
             are enough for a model of the size of Qwen2.5-0.5B; they are kept in memory.
         keep: In (0, 1): the share of all calls of the target in the whole model that run in full. Which layers they
@@ -113,7 +115,7 @@ def fit_router(
     started = time.time()
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
-    config = _checked(model, keep, config)
+    config = config_to_fit(len(find_layers(model)), keep, config)
     text, held_out = _split([batch for batch in model_inputs(model, batches)])
     tokens = sum(int(token_mask(batch).sum()) for batch in text)
     if tokens < 2 * _FEWEST:
@@ -158,8 +160,8 @@ def fit_router(
     return routed.eval()
 
 
-def _checked(model: nn.Module, keep: float, config: DepthRouteConfig | None) -> DepthRouteConfig:
-    """A copy of `config` that `fit_router` can fit, with the budget of its routed layers."""
+def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> DepthRouteConfig:
+    """A copy of `config` as `fit_router` begins with it, for a model of `depth` layers; `ConfigError` as there."""
     if not 0 < keep < 1:
         raise ConfigError(f"keep={keep!r} must be between 0 and 1, the share of all calls that runs in full")
     given = DepthRouteConfig(layers="all") if config is None else config
@@ -172,7 +174,6 @@ def _checked(model: nn.Module, keep: float, config: DepthRouteConfig | None) -> 
         raise ConfigError(f"gate={given.gate!r} is not fitted; use one of: {known}")
     if given.branch != "lowrank" or given.scale_by_gate or not given.takes_budget():
         raise ConfigError("fit_router fits branch='lowrank' with thresholds that follow the budget, unscaled")
-    depth = len(find_layers(model))
     routed = len(given.routed_layers(depth))
     budget = (keep * depth - (depth - routed)) / routed
     if not budget > 0:

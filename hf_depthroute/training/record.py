@@ -70,12 +70,18 @@ def remembered(model: nn.Module, adapter_name: str) -> Run:
     return cast(Run, holder.runs.get(adapter_name, Run()))
 
 
+def record_of(model: nn.Module) -> dict[str, Any]:
+    """The record of the active adapter's training; empty, of an adapter that was loaded."""
+    return _active(model).training or {}
+
+
 def training_record(args: Any, state: Any, model: nn.Module, dataset: Any, seconds: float) -> dict[str, Any]:
     """The record of a training so far, by the arguments and the state of its `transformers.Trainer`.
 
     The log's history is referred to, not copied. The Hub's id is read from `dataset` where `datasets` noted it;
-    `seconds` have passed since training began.
+    `seconds` have passed since training began. What is remembered of a fit that training started from stays.
     """
+    before = record_of(model)
     values = {name: getattr(args, name, None) for name in (*_ARGUMENTS, *(f.name for f in fields(RoutingArguments)))}
     plain = {
         n: v if isinstance(v, (int, float)) else str(getattr(v, "value", v)) for n, v in values.items() if v is not None
@@ -88,6 +94,7 @@ def training_record(args: Any, state: Any, model: nn.Module, dataset: Any, secon
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "log_history": state.log_history,
         "versions": versions(),
+        **({"fit": before["fit"]} if "fit" in before else {}),
     }
 
 

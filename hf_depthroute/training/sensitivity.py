@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from ..base.readout import ReadOut
+from ..data.batches import device_of
 from .layer_walk import LayerWalk
 
 _ISOTROPIC = 0.1  # share of the metric that is the same in all directions: of few tokens, many are not seen
@@ -85,7 +86,7 @@ def _gradient_of_own_predictions(
     stream: torch.Tensor, real: torch.Tensor, read_out: ReadOut, seed: int
 ) -> torch.Tensor:
     """The gradient `[B, T, d]` of the summed log-likelihood of one target per real token, drawn from the model."""
-    rows, generator = stream[real], torch.Generator(stream.device).manual_seed(seed)
+    rows, generator = stream[real], torch.Generator(device_of(read_out.head)).manual_seed(seed)
     parts = []
     for (chunk,) in read_out.chunks(rows):
         with torch.enable_grad():

@@ -24,6 +24,7 @@ from . import checkpoints
 from .callbacks import DepthRouteCallback, RoutingCallback, is_standard, routed_loss
 from .fused_loss import FusedLoss, fused_loss_obstacle
 from .objective import RoutingArguments, RoutingObjective
+from .record import record_of
 
 __all__ = [
     "DepthRouteCallback", "DepthRouteTrainer", "DepthRouteTrainerMixin", "DepthRouteTrainingArguments",
@@ -182,6 +183,7 @@ class DepthRouteTrainerMixin(_Trainer):
                 super()._save_checkpoint(model, trial, *args, **kwargs)
                 if self.args.should_save:
                     write_json(folder / checkpoints.ROUTING_STATE, self.routing_objective.state(), indent=None)
+                    write_json(folder / checkpoints.RECORD, record_of(self.model), indent=None)
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
                     checkpoints.mark_complete(folder)
