@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..files.shown import say
+from ..files.shown import reason, say
 from . import options as o
+from .errors import CliError
 from .output import check_out
 
 
@@ -74,7 +75,11 @@ def fit(options: FitOptions) -> None:
     tokenizer = source.tokenizer()
     packed = pack(loading.read_text(options, options.split), tokenizer, options.length, verbose=options.debug)
     batches = loading.to_batches(packed, options.batch_size, options.blocks)
-    model: Any = fit_router(source.base_model(), batches, options.keep, config, rounds=options.rounds, progress=True)
+    base = source.base_model()
+    try:
+        model: Any = fit_router(base, batches, options.keep, config, rounds=options.rounds, progress=True)
+    except ValueError as error:
+        raise CliError(f"fit: {reason(error)}") from error
     record = dict(remembered(model, "default").training or {})
     record["command"] = o.command_words(options.context, leave_out=("out", "overwrite"))
     found = record["fit"]

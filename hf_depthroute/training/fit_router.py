@@ -2,8 +2,8 @@
 
 What a fitted branch misses is largely a simple function of what the routed part reads. So a gate can be regressed on
 it, and needs no gradient of its own. One currency decides over all layers: a score is the fourth root of the nats that
-the cheap path of the token is predicted to cost (see `sensitivity`), and one threshold on it holds the whole budget. The
-root, since what is decided is decided among the cheap tokens, which the largest errors would drown.
+the cheap path of the token is predicted to cost (see `sensitivity`), and one threshold on it holds the whole budget.
+The root, since what is decided is decided among the cheap tokens, which the largest errors would drown.
 
 Shapes: B batch, T positions, N real tokens, d model width, r branch rank.
 """
