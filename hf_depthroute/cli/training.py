@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .train import TrainOptions
 
 # Not part of what an adapter computes: where it comes from, and what a save writes.
+_BUDGET_BLOCKS = 16  # that the thresholds of budgets other than the adapter's are found on
 _NOT_COMPARED = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "base_architecture")
 
 
@@ -316,6 +317,7 @@ def _measured(run: Run, model: Any) -> tuple[dict[int, float], list[BudgetRow]]:
     if config.takes_budget():
         blocks = loading.to_batches(run.blocks, run.options.batch_size, run.options.calibration_blocks)
         full_ratio = calibration.calibrate(model, blocks)
+        calibration.calibrate_budgets(model, blocks[: -(-_BUDGET_BLOCKS // run.options.batch_size)])
     return full_ratio, [] if run.validation is None else evaluate_budgets(model, run.validation, None, [config.budget])
 
 

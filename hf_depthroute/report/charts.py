@@ -117,6 +117,7 @@ def loss_chart(report: RunReport) -> Chart:
         ("threshold", "causal threshold", "a", "s"),
         ("fixed", "the adapter's rule", "a", "s"),
         ("topk", "top-k (sees the future)", "b", "o"),
+        ("static", "layers left out", "c", "D"),
     ):
         rows = [
             (r["full_ratio"], r["loss"], f"{name}, budget {r['budget']:g}") for r in report.rows if r["rule"] == rule

@@ -10,7 +10,10 @@ from .collect import PARTS, LayerScores, RunReport
 from .rendering import render
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # the columns, and the rows, which the first column heads
-_RULES = {"dense": "dense", "topk": "top-k", "threshold": "causal threshold", "fixed": "the adapter's rule"}
+_RULES = {
+    "dense": "dense", "topk": "top-k", "threshold": "causal threshold", "fixed": "the adapter's rule",
+    "static": "layers left out",
+}  # fmt: skip
 
 
 def render_page(report: RunReport) -> str:
@@ -63,6 +66,10 @@ def _tiles(report: RunReport, number: int) -> Iterable[tuple[str, str, str]]:
     change = f"{row['loss'] - dense['loss']:+.3f}, perplexity {row['perplexity']:.2f}"
     yield "Dense loss", f"{dense['loss']:.3f}", f"nats per token, perplexity {dense['perplexity']:.2f}"
     yield "Routed loss", f"{row['loss']:.3f}", change
+    static = report.static(report.budgets[number])
+    if static is not None:
+        instead = f"{static['loss'] - dense['loss']:+.3f}; the same layers for every token, as many calls run"
+        yield "Loss of layers left out", f"{static['loss']:.3f}", instead
     yield "Run full", f"{row['full_ratio']:.1%}", f"{asked}layers from {min(shares):.0%} to {max(shares):.0%}"
     yield "Arithmetic", f"{report.costs[number].computed:.1%}", "of the dense model's FLOPs"
     times = {part: report.timed(part).get(str(report.budgets[number])) for part in PARTS}

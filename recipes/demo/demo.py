@@ -2,15 +2,18 @@
 
     python recipes/demo/demo.py --out demo_output
 
-Every step is one command of `hf-depthroute`, in a process of its own, so what is evaluated and generated with is
-always the adapter as loaded from disk. The folder gets the adapter, `results.json`, `report.html` with a
-token view, and `report.md` with plots.
+A router is fitted without training, compared with the best layers left out at as many FFN calls, trained a little, and
+timed: on this base, which is too small to gain, and with random weights at the width of Qwen2.5-0.5B. Every step but the
+layers left out is one command of `hf-depthroute`, in a process of its own, so what is evaluated and generated with is
+always the adapter as loaded from disk. The folder gets the adapters, `results.json`, `report.html` with a token view,
+and `report.md` with plots.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import shutil
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from report import write_report
@@ -25,7 +29,11 @@ from report import write_report
 # Relative to the working directory, so that no result names a folder of this machine.
 HERE = Path(os.path.relpath(Path(__file__).parent))
 BASE = Path(os.path.relpath(HERE.parent / "embedded_base" / "model"))
-BUDGETS = "0.25,0.5,0.75"
+RECIPE = HERE.parent / "fit_router"
+LEFT_OUT = (3, 2, 1)  # of six FFNs: shares of 1/2, 2/3 and 5/6 of the calls
+TEXT = ("--dataset", "python-stdlib", "--length", 256)
+WIDE = ("--shape", "qwen2.5-0.5b", "--depth", 4, "--layers", "all", "--vocabulary", 2048)
+BLOCKS = 64  # to fit on, and to report the loss on
 PROMPT = "def read_lines(path):\n"
 
 
@@ -59,6 +67,47 @@ def faster_dtype() -> str:
     return "bfloat16" if seconds(torch.bfloat16) < seconds(torch.float32) else "float32"
 
 
+def budget_of(adapter: Path, left_out: int) -> float:
+    """The budget of an adapter that runs as many FFN calls as the base with `left_out` FFNs left out."""
+    routed = len(json.loads((adapter / "adapter_config.json").read_text())["layers"])
+    return round(1 - left_out / routed, 3)
+
+
+def layers_left_out(adapter: Path) -> list[dict[str, Any]]:
+    """Rows as of `eval`: the base with one, two or three FFNs left out for fitted branches, and `adapter`'s budgets.
+
+    The layers are those that cost least of all subsets, which recipes/fit_router has tried.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_depthroute import DepthRouteConfig, get_depth_routed_model
+    from hf_depthroute.data import load_text, pack
+    from hf_depthroute.evaluation.perplexity import mean_loss
+    from hf_depthroute.inference.fitting import fit_branches
+
+    known = json.loads((RECIPE / "results.json").read_text())["embedded"]
+    tokenizer = AutoTokenizer.from_pretrained(BASE, trust_remote_code=False)
+    fit, held = (
+        torch.tensor(pack(load_text("python-stdlib", split=split), tokenizer, 256)["input_ids"])
+        for split in ("train", "validation")
+    )
+    fit_on = [{"input_ids": ids} for ids in fit[:: len(fit) // BLOCKS][:BLOCKS].split(8)]
+    rows = []
+    for count in LEFT_OUT:
+        layers = known[f"subset {count}"]["layers"]
+        base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32, trust_remote_code=False).eval()
+        model = get_depth_routed_model(base, DepthRouteConfig(layers=layers, gate="none")).eval()
+        fit_branches(model, fit_on)
+        loss = mean_loss(model, [{"input_ids": ids} for ids in held[:BLOCKS].split(8)])
+        budget = budget_of(adapter, count)
+        print(f"FFNs of layers {layers} left out, as many calls as budget {budget}: loss {loss:.4f}", flush=True)
+        rows.append({
+            "budget": budget, "rule": "static", "loss": loss, "perplexity": math.exp(loss), "full_ratio": budget,
+            "layers": layers,
+        })  # fmt: skip
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo_output"))
@@ -67,19 +116,33 @@ def main() -> None:
     start = time.time()
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
-    adapter = args.out / "adapter"
+    fitted, trained, dtype = args.out / "fitted", args.out / "trained", faster_dtype()
+    held_out = (*TEXT, "--split", "validation", "--blocks", BLOCKS)
 
-    dtype = faster_dtype()
-    command("train", "--config", args.config, "--model", BASE, "--dtype", dtype, "--out", adapter)
-    command(
-        "eval", "--model", BASE, "--adapter", adapter, "--dataset", "python-stdlib", "--split", "validation",
-        "--length", 256, "--blocks", 128, "--budgets", BUDGETS, "--json", args.out / "eval.json",
-    )  # fmt: skip
-    command(
-        "bench", "--model", BASE, "--adapter", adapter, "--budgets", BUDGETS, "--dtype", dtype,
-        "--batch", 4, "--length", 256, "--json", args.out / "bench.json",
-    )  # fmt: skip
-    generate = ("generate", "--model", BASE, "--adapter", adapter, "--prompt", PROMPT, "--max-new-tokens", 60)
+    def budgets(*more: float) -> str:
+        return ",".join(map(str, (*more, *(budget_of(fitted, count) for count in LEFT_OUT))))
+
+    def evaluated(adapter: Path) -> dict[str, Any]:
+        file = args.out / f"eval_{adapter.name}.json"
+        command("eval", adapter, "--model", BASE, *held_out, "--budgets", budgets(), "--out", file)
+        return json.loads(file.read_text())
+
+    print("\n# A router without training, and the best layers left out instead\n")
+    command("fit", "--model", BASE, *TEXT, "--blocks", BLOCKS, "--dtype", dtype, "--keep", 0.5, "--out", fitted)
+    without_training = evaluated(fitted)
+    static = layers_left_out(fitted)
+    print("\n# A short training on top\n")
+    command("train", fitted, "--config", args.config, "--model", BASE, "--dtype", dtype, "--out", trained)
+    after_training = evaluated(trained)
+    after_training["rows"] += static
+    (args.out / "eval.json").write_text(json.dumps(after_training, indent=2) + "\n")
+    print("\n# The clock\n")
+    for name, of in (("bench", (trained, "--model", BASE)), ("bench_wide", WIDE)):
+        command(
+            "bench", *of, "--budgets", budgets(0.25), "--dtype", dtype, "--batch", 4, "--length", 256,
+            "--out", args.out / f"{name}.json",
+        )  # fmt: skip
+    generate = ("generate", trained, "--model", BASE, "--prompt", PROMPT, "--max-new-tokens", 60)
     samples = [
         {"label": "full model", "text": command(*generate, "--full")},
         {"label": "routed, budget 0.5", "text": command(*generate, "--budget", 0.5)},
@@ -87,17 +150,20 @@ def main() -> None:
 
     results = {
         "title": "Demo: routing a small Llama on Python source code",
-        "training": json.loads((adapter / "training.json").read_text()),
-        "eval": json.loads((args.out / "eval.json").read_text()),
+        "fit": json.loads((fitted / "training.json").read_text()),
+        "training": json.loads((trained / "training.json").read_text()),
+        "eval_fitted": without_training,
+        "eval": after_training,
         "bench": json.loads((args.out / "bench.json").read_text()),
+        "bench_wide": json.loads((args.out / "bench_wide.json").read_text()),
         "samples": samples,
     }
     (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     write_report(args.out, results)
     command(
-        "report", "--model", BASE, "--adapter", adapter, "--dataset", "python-stdlib", "--split", "validation",
-        "--length", 256, "--blocks", 32, "--prompt", PROMPT, "--title", results["title"],
-        "--eval", args.out / "eval.json", "--bench", args.out / "bench.json", "--out", args.out,
+        "report", trained, "--model", BASE, *TEXT, "--split", "validation", "--blocks", 32, "--prompt", PROMPT,
+        "--title", results["title"], "--eval", args.out / "eval.json", "--bench", args.out / "bench.json",
+        "--out", args.out,
     )  # fmt: skip
     print(f"\nDone in {time.time() - start:.0f} s. Open {args.out / 'report.html'}")
 
