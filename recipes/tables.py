@@ -18,6 +18,7 @@ from typing import Any
 
 from aux_losses.paper.claims import judge
 from aux_losses.paper.values import fixed, spread, values
+from demo import report as demo_report
 from fit_router import report as fit_report
 
 from hf_depthroute.files.markdown import markdown_table
@@ -171,29 +172,27 @@ def speed() -> Study:
 
 
 def demo() -> Study:
-    """The demo's own table."""
+    """The demo's own tables."""
     result = read("demo/results.json")
-    rows = result["eval"]["rows"]
-    dense = next(row for row in rows if row["rule"] == "dense")["loss"]
-    cells = []
-    for row in (row for row in rows if row["rule"] == "threshold"):
-        times = [result["bench"][part]["budgets"][str(row["budget"])]["ratio"] for part in ("prefill", "decode")]
-        cells.append([
-            f"{row['budget']:g}", f"{row['full_ratio']:.3f}", f"{row['loss'] - dense:+.3f}", f"{row['gap']:+.3f}",
-            *(f"{time:.3f}" for time in times),
-        ])  # fmt: skip
-    loss, _, prefill, decode = next(row for row in cells if row[0] == "0.5")[2:]
+    costs, times = demo_report.cost_rows(result), {row[0]: row[1:] for row in demo_report.times(result)}
+    half = costs[0]
+    prefill, decode = times[half[0]][2:]
     brief = (
-        f"last 4 of 6 FFNs at budget 0.5: loss {loss} to dense; prefill takes {prefill} of the dense time, decode "
-        f"{decode}: there the overhead of routing outweighs what it saves"
+        f"no training, FFN budget {half[0]}: loss {half[2].split()[0]} to dense, {half[1].split()[0]} with the best layers "
+        f"left out, {half[3].split()[0]} after {result['training']['arguments']['steps']} steps; at the width of "
+        f"Qwen2.5-0.5B prefill takes {prefill} of the dense time, decode {decode}"
     )
+    machine = result["bench"]["machine"]
     section = [
-        f"The embedded base, last 4 of 6 FFNs routed; dense loss {dense:.3f}. A model this "
-        "small shows the trade in loss, not the speed: its FFNs are a few matrix products of 256 x 768, and in decode "
-        "the overhead of routing outweighs them. The last two columns are time over dense time.",
+        "Loss over dense on the embedded base, with the share of FFN calls that ran; times over dense times, of the "
+        "embedded base, where the overhead of routing outweighs FFNs of 256 x 768, and of random weights at the width "
+        f"of Qwen2.5-0.5B, four layers. One run, {machine['threads']} threads, {result['bench']['setting']['dtype']}.",
+        "",
+        *markdown_table(["budget", *demo_report.LINES], costs),
         "",
         *markdown_table(
-            ["budget", "share run full", "loss - dense", "threshold - top-k", "prefill time", "decode time"], cells
+            ["budget", *(f"{part}, {title}" for title in demo_report.SIZES.values() for part in demo_report.PARTS)],
+            [[budget, *row] for budget, row in times.items()],
         ),
     ]
     return Study("Demo: a small Llama", "demo", "make demo", brief, section)

@@ -10,15 +10,20 @@ def results():
     timed = {"ratio": 0.8, "full_ratio": 0.5, "flops_routed_over_dense": 0.79, "eta": 0.95, "tokens_per_s": 100.0}
     part = {"dense_ms": 10.0, "budgets": {"0.5": timed}}
     log = [{"step": s, "loss_lm": 3.0 - s, "gate_prob/layer_4": 0.5, "gate_prob/layer_5": 0.6} for s in (1, 2)]
+    bench = {
+        "prefill": part,
+        "decode": part,
+        "setting": {"batch": 4, "length": 256, "dtype": "bfloat16"},
+        "machine": {"device": "a cpu", "threads": 2, "torch": "2", "transformers": "5"},
+    }
+    dense = row(1.0, "dense", 2.0, 1.0)
     return {
         "title": "A title",
-        "eval": {"rows": [row(1.0, "dense", 2.0, 1.0), row(0.5, "topk", 2.2, 0.5), row(0.5, "threshold", 2.25, 0.49)]},
-        "bench": {
-            "prefill": part,
-            "decode": part,
-            "setting": {"batch": 4, "length": 256, "dtype": "bfloat16"},
-            "machine": {"device": "a cpu", "threads": 2, "torch": "2", "transformers": "5"},
-        },
+        "fit": {"seconds": 60.0, "fit": {"tokens": 100, "held_out_tokens": 20}},
+        "eval_fitted": {"rows": [dense, row(0.5, "threshold", 2.35, 0.51)]},
+        "eval": {"rows": [dense, row(0.5, "threshold", 2.25, 0.49), row(0.5, "static", 2.5, 0.5)]},
+        "bench": bench,
+        "bench_wide": bench,
         "training": {
             "log_history": log,
             "arguments": {"steps": 2, "batch_size": 16, "length": 256},
@@ -31,7 +36,9 @@ def results():
 
 def test_the_report_states_cost_and_saving_per_budget(tmp_path):
     text = write_report(tmp_path, results()).read_text()
-    assert "| 0.5 | 0.490 | 2.2500 | +0.2500 | +0.0500 | 0.800 | 0.800 |" in text
+    assert "| 0.5 | +0.5000 (50.0%) | +0.3500 (51.0%) | +0.2500 (49.0%) |" in text
+    assert "| 0.5 | 0.800 | 0.800 | 0.800 | 0.800 |" in text
+    assert "in 60 s on 120 tokens" in text
     assert "1,234 parameters train" in text
     assert "def f():" in text
 
@@ -40,9 +47,3 @@ def test_every_plot_that_the_report_shows_is_there(tmp_path):
     write_report(tmp_path, results())
     for name in ("training", "quality", "speed"):
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_a_report_without_decode_has_no_decode_column_values(tmp_path):
-    without = results()
-    del without["bench"]["decode"]
-    assert "| 0.800 | - |" in write_report(tmp_path, without).read_text()

@@ -3,10 +3,10 @@
     python recipes/demo/demo.py --out demo_output
 
 A router is fitted without training, compared with the best layers left out at as many FFN calls, trained a little, and
-timed: on this base, which is too small to gain, and with random weights at the width of Qwen2.5-0.5B. Every step but the
-layers left out is one command of `hf-depthroute`, in a process of its own, so what is evaluated and generated with is
-always the adapter as loaded from disk. The folder gets the adapters, `results.json`, `report.html` with a token view,
-and `report.md` with plots.
+timed: on this base, which is too small to gain, and with random weights at the width of Qwen2.5-0.5B. Every step but
+the layers left out is one command of `hf-depthroute`, in a process of its own, so what is evaluated and generated with
+is always the adapter as loaded from disk. The folder gets the adapters, `results.json`, `report.html` with a token
+view, and `report.md` with plots.
 """
 
 from __future__ import annotations

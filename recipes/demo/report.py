@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.shown import shown, shown_block
 from hf_depthroute.files.staged import png_of, write_bytes, write_text
 
-_SIZE = (6.4, 3.6)
+LINES = ("layers left out", "fitted", "fitted, then trained")
+SIZES = {"bench": "this base", "bench_wide": "Qwen2.5-0.5B's width"}
+PARTS = ("prefill", "decode")
 
 
 def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
@@ -21,56 +24,60 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
 
     Args:
         folder: Exists.
-        results: `title` (str), `eval` (rows of `hf-depthroute eval --out`), `bench` (of `hf-depthroute bench
-            --out`), `training` (of `training.json`), and `samples` (a list of dicts with `label`, `text`).
+        results: `title` (str), `eval_fitted` and `eval` (of `hf-depthroute eval --out`, before and after training; the
+            latter also with rows of the rule `"static"`), `bench` and `bench_wide` (of `hf-depthroute bench --out`),
+            `fit` and `training` (of `training.json`), and `samples` (a list of dicts with `label`, `text`).
 
     Returns:
         The path of the report.
     """
-    rows, bench, training = results["eval"]["rows"], results["bench"], results["training"]
+    training, fit = results["training"], results["fit"]["fit"]
+    dense = next(row for row in results["eval"]["rows"] if row["rule"] == "dense")
     plot_training(folder / "training.png", training["log_history"])
-    plot_quality(folder / "quality.png", rows)
-    plot_speed(folder / "speed.png", bench)
+    plot_quality(folder / "quality.png", lines_of(results), dense["loss"])
+    plot_speed(folder / "speed.png", {title: results[key] for key, title in SIZES.items()})
 
-    dense = next(row for row in rows if row["rule"] == "dense")
-    machine, setting = bench["machine"], bench["setting"]
-    prefill, decode = bench["prefill"], bench.get("decode")
+    machine, setting = results["bench"]["machine"], results["bench"]["setting"]
     lines = [
         f"# {shown(results['title'])}",
         "",
-        "## What routing costs and saves",
+        "## What routing costs, against what",
         "",
-        "The share is measured: the fraction of real tokens that ran the full FFN in the routed layers, under the "
-        "causal threshold. Times are medians of interleaved runs, as a fraction of the dense time.",
+        f"Loss over the dense base ({dense['loss']:.4f} nats) on held-out text. In brackets the share of the routed "
+        "layers' FFN calls that ran. Layers left out are the same for every token: of all subsets of that size the one "
+        "that costs least, with the same branches fitted in their place. Routed losses are those of the causal rule.",
         "",
-        *markdown_table(
-            ["budget", "share run full", "loss", "loss - dense", "threshold - top-k", "prefill time", "decode time"],
-            [_cost_row(row, rows, dense, prefill, decode) for row in rows if row["rule"] == "threshold"],
-        ),
+        *markdown_table(["budget", *LINES], cost_rows(results)),
         "",
-        f"Dense loss {dense['loss']:.4f} (perplexity {dense['perplexity']:.2f}); dense prefill "
-        f"{prefill['dense_ms']:.1f} ms for {setting['batch']} x {setting['length']} tokens.",
+        f"Fitted without training in {results['fit']['seconds']:.0f} s on {fit['tokens'] + fit['held_out_tokens']:,} "
+        f"tokens; then {training['arguments']['steps']} steps of {training['arguments']['batch_size']} x "
+        f"{training['arguments']['length']} tokens in {training['seconds']:.0f} s, in which "
+        f"{training['trainable_parameters']:,} parameters train.",
         "",
         "![quality](quality.png)",
         "",
-        "![speed](speed.png)",
+        "## What it saves",
         "",
-        "## Speed in detail",
+        "Times are medians of interleaved runs, as a fraction of the dense time. The base is too small for what is "
+        "skipped to outweigh the routing; the other columns are random weights of another width.",
+        "",
+        *markdown_table(
+            ["budget", *(f"{part}, {title}" for title in SIZES.values() for part in PARTS)], times(results)
+        ),
+        "",
+        "![speed](speed.png)",
         "",
         "`eta = (T_dense - T_routed) / (T_dense - T_ideal)`; 1 means that every skipped FLOP shows on the clock.",
         "",
-        *markdown_table(["part", "budget", "time / dense", "FLOPs / dense", "eta", "tokens/s"], _speed_rows(bench)),
+        *markdown_table(["model", "part", "budget", "time / dense", "FLOPs / dense", "eta"], _speed_rows(results)),
         "",
         shown(
             f"Machine: {machine['device']}, {machine['threads']} threads, {setting['dtype']}, "
-            f"torch {machine['torch']}, transformers {machine['transformers']}."
+            f"torch {machine['torch']}, transformers {machine['transformers']}. Prefill of {setting['batch']} x "
+            f"{setting['length']} tokens."
         ),
         "",
         "## Training",
-        "",
-        f"{training['arguments']['steps']} steps of {training['arguments']['batch_size']} x "
-        f"{training['arguments']['length']} tokens, {training['seconds']:.0f} s with loading and calibration; "
-        f"{training['trainable_parameters']:,} parameters train.",
         "",
         "![training](training.png)",
         "",
@@ -84,6 +91,37 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
     return path
 
 
+def lines_of(results: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """The rows of each way to skip, by rising share."""
+    rules = zip(LINES, ("static", "threshold", "threshold"), ("eval", "eval_fitted", "eval"))
+    return {
+        name: sorted((row for row in results[key]["rows"] if row["rule"] == rule), key=itemgetter("full_ratio"))
+        for name, rule, key in rules
+    }
+
+
+def cost_rows(results: Mapping[str, Any]) -> list[list[str]]:
+    """Loss over dense by budget, for every way to skip."""
+    lines = lines_of(results)
+    dense = next(row["loss"] for row in results["eval"]["rows"] if row["rule"] == "dense")
+    return [
+        [
+            f"{rows[0]['budget']:g}",
+            *(f"{row['loss'] - dense:+.4f} ({row['full_ratio']:.1%})" for row in rows),
+        ]
+        for rows in zip(*lines.values())
+    ]
+
+
+def times(results: Mapping[str, Any]) -> list[list[str]]:
+    """Time over dense time by budget, of both models."""
+    budgets = sorted(results["bench"]["prefill"]["budgets"], key=float)
+    return [
+        [budget, *(f"{results[key][part]['budgets'][budget]['ratio']:.3f}" for key in SIZES for part in PARTS)]
+        for budget in budgets
+    ]
+
+
 def sample_lines(sample: Mapping[str, str]) -> list[str]:
     """A label and a text in a fence, which nothing in the text ends."""
     text = shown_block(sample["text"].rstrip())
@@ -91,39 +129,12 @@ def sample_lines(sample: Mapping[str, str]) -> list[str]:
     return [f"{shown(sample['label'])}:", "", fence, text, fence, ""]
 
 
-def _cost_row(
-    row: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    dense: Mapping[str, Any],
-    prefill: Mapping[str, Any],
-    decode: Mapping[str, Any] | None,
-) -> list[str]:
-    topk = next(r for r in rows if r["rule"] == "topk" and r["budget"] == row["budget"])
-    key = str(row["budget"])
+def _speed_rows(results: Mapping[str, Any]) -> list[list[str]]:
     return [
-        f"{row['budget']:g}",
-        f"{row['full_ratio']:.3f}",
-        f"{row['loss']:.4f}",
-        f"{row['loss'] - dense['loss']:+.4f}",
-        f"{row['loss'] - topk['loss']:+.4f}",
-        f"{prefill['budgets'][key]['ratio']:.3f}",
-        f"{decode['budgets'][key]['ratio']:.3f}" if decode else "-",
-    ]
-
-
-def _speed_rows(bench: Mapping[str, Any]) -> list[list[str]]:
-    return [
-        [
-            part,
-            budget,
-            f"{row['ratio']:.3f}",
-            f"{row['flops_routed_over_dense']:.3f}",
-            f"{row['eta']:.2f}",
-            f"{row['tokens_per_s']:.0f}",
-        ]
-        for part in ("prefill", "decode")
-        if part in bench
-        for budget, row in bench[part]["budgets"].items()
+        [title, part, budget, f"{row['ratio']:.3f}", f"{row['flops_routed_over_dense']:.3f}", f"{row['eta']:.2f}"]
+        for key, title in SIZES.items()
+        for part in PARTS
+        for budget, row in results[key][part]["budgets"].items()
     ]
 
 
@@ -141,34 +152,31 @@ def plot_training(path: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
     _save(figure, path)
 
 
-def plot_quality(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Loss against budget for top-k and causal-threshold selection, with the dense loss as a line."""
-    figure, axes = plt.subplots(figsize=_SIZE, layout="constrained")
-    dense = next(row["loss"] for row in rows if row["rule"] == "dense")
-    axes.axhline(dense, color="black", linestyle="--", label="dense")
-    for rule, marker, label in (("topk", "o", "top-k (sees the future)"), ("threshold", "s", "causal threshold")):
-        picked = sorted((row["full_ratio"], row["loss"]) for row in rows if row["rule"] == rule)
-        if picked:
-            axes.plot(*zip(*picked), marker=marker, label=label)
-    axes.set(xlabel="share of tokens run full in routed layers", ylabel="validation loss (nats)", title="Quality")
+def plot_quality(path: Path, lines: Mapping[str, Sequence[Mapping[str, Any]]], dense: float) -> None:
+    """Loss over dense against the share of calls run, for every way to skip."""
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    axes.axhline(0.0, color="black", linestyle="--", label="dense")
+    for (name, rows), marker in zip(lines.items(), "Dos"):
+        axes.plot([r["full_ratio"] for r in rows], [r["loss"] - dense for r in rows], marker=marker, label=name)
+    axes.set(xlabel="share of FFN calls run", ylabel="loss over dense (nats)", title="Quality")
     axes.legend()
     _save(figure, path)
 
 
-def plot_speed(path: Path, bench: Mapping[str, Any]) -> None:
-    """Measured time over dense time against budget, for prefill and decode, with the FLOP ratio."""
-    figure, axes = plt.subplots(figsize=_SIZE, layout="constrained")
-    axes.axhline(1.0, color="black", linestyle="--", label="dense")
-    for part, color in (("prefill", "tab:blue"), ("decode", "tab:orange")):
-        if part not in bench:
-            continue
-        rows = sorted(bench[part]["budgets"].values(), key=lambda row: row["full_ratio"])
-        shares = [row["full_ratio"] for row in rows]
-        axes.plot(shares, [row["ratio"] for row in rows], marker="o", color=color, label=f"{part}, measured")
-        flops = [row["flops_routed_over_dense"] for row in rows]
-        axes.plot(shares, flops, linestyle=":", color=color, label=f"{part}, FLOPs")
-    axes.set(xlabel="share of tokens run full in routed layers", ylabel="time / dense time", title="Speed")
-    axes.legend()
+def plot_speed(path: Path, benches: Mapping[str, Mapping[str, Any]]) -> None:
+    """Measured time over dense time against budget, for prefill and decode, with the FLOP ratio; a panel for each."""
+    figure, panels = plt.subplots(1, len(benches), figsize=(9, 3.6), sharey=True, layout="constrained")
+    for axes, (title, bench) in zip(panels, benches.items()):
+        axes.axhline(1.0, color="black", linestyle="--", label="dense")
+        for part, color in zip(PARTS, ("tab:blue", "tab:orange")):
+            rows = sorted(bench[part]["budgets"].values(), key=itemgetter("full_ratio"))
+            shares = [row["full_ratio"] for row in rows]
+            axes.plot(shares, [row["ratio"] for row in rows], marker="o", color=color, label=f"{part}, measured")
+            flops = [row["flops_routed_over_dense"] for row in rows]
+            axes.plot(shares, flops, linestyle=":", color=color, label=f"{part}, FLOPs")
+        axes.set(xlabel="share of tokens run full in routed layers", title=title)
+    panels[0].set(ylabel="time / dense time", ylim=(0, None))
+    panels[0].legend(fontsize=8)
     _save(figure, path)
 
 
