@@ -172,6 +172,10 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return wrap(tokenizer)
+
+
+def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
 
 
@@ -191,7 +195,8 @@ def prepare(shape: Shape, length: int, work: Path) -> tuple[PreTrainedTokenizerF
             packed = pack(Dataset.from_dict({"text": texts}), tokenizer, length)
             data[split] = packed.with_format("torch")["input_ids"][:].short()
         write_tensors(work / "data.pt", data)
-    return PreTrainedTokenizerFast.from_pretrained(work / "tokenizer"), torch.load(work / "data.pt")
+    read = Tokenizer.from_file(str(work / "tokenizer" / "tokenizer.json"))
+    return wrap(read), torch.load(work / "data.pt")
 
 
 def write_tensors(path: Path, content: dict[str, Any]) -> None:
