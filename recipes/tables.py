@@ -178,9 +178,9 @@ def demo() -> Study:
     half = costs[0]
     prefill, decode = times[half[0]][2:]
     brief = (
-        f"no training, FFN budget {half[0]}: loss {half[2].split()[0]} to dense, {half[1].split()[0]} with the best layers "
-        f"left out, {half[3].split()[0]} after {result['training']['arguments']['steps']} steps; at the width of "
-        f"Qwen2.5-0.5B prefill takes {prefill} of the dense time, decode {decode}"
+        f"no training, FFN budget {half[0]}: loss {half[2].split()[0]} to dense, {half[1].split()[0]} with the best "
+        f"layers left out, {half[3].split()[0]} after {result['training']['arguments']['steps']} steps; at the width "
+        f"of Qwen2.5-0.5B prefill takes {prefill} of the dense time, decode {decode}"
     )
     machine = result["bench"]["machine"]
     section = [

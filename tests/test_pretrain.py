@@ -101,19 +101,6 @@ def test_other_settings_are_not_resumed(run: Any) -> None:
         run("one", "--steps", "1", "--lr", "0.5")
 
 
-def test_muon_is_that_of_torch() -> None:
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip("torch 2.9 has it")
-    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 2, 8 * 12).reshape(8, 12).sin()) for _ in range(2))
-    how = {"lr": 0.01, "weight_decay": 0.1}
-    optimizers = [pretrain.Muon([ours], **how), torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **how)]
-    for _ in range(3):
-        ours.grad, theirs.grad = (weight.detach().cos() for weight in (ours, theirs))
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(ours, theirs)
-
-
 def test_text_of_packages_holds_no_file_twice_no_copy_of_held_out_text_and_not_this_project(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

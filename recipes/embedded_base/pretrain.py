@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 import transformers
-from datasets import Dataset
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -72,38 +71,6 @@ SHAPES = {
     "embedded_base": Shape(256, 768, 6, 4, 2, 2048, packages=False, optimizer="adamw", lr=2e-3, steps=1500),
     "wide_base": Shape(512, 2048, 4, 8, 4, 4096, packages=True, optimizer="muon", lr=4e-3),
 }
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum, with every matrix's update made orthogonal; rates as of AdamW (https://arxiv.org/abs/2502.16982).
-
-    `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")` with a choice of precision: it always computes in bfloat16,
-    which is slow on CPUs without such instructions.
-    """
-
-    def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float = 0.95, dtype=torch.bfloat16):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-        self.dtype = dtype
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                average = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
-                average.lerp_(weight.grad, 1 - group["momentum"])
-                update = orthogonal(weight.grad.lerp(average, group["momentum"]).to(self.dtype))
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(update, alpha=-0.2 * group["lr"] * max(weight.shape) ** 0.5)
-
-
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix with singular values near 1, by five steps of Newton and Schulz."""
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    wide = wide / wide.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), wide, beta=3.4445)
-    return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
 
 
 def fingerprint(texts: list[str]) -> str:
@@ -182,6 +149,8 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 def prepare(shape: Shape, length: int, work: Path) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
     """The tokenizer, and a dict of the blocks of both splits and of what the text was; made once, then read."""
     if not (work / "data.pt").exists():
+        from datasets import Dataset
+
         train, validation = (list(load_text(PYTHON_STDLIB, split=s)["text"]) for s in ("train", "validation"))
         packages, licences = package_texts(train, validation) if shape.packages else ([], {})
         tokenizer = train_tokenizer(train + packages[::10], vocab_size=shape.vocabulary)
@@ -215,14 +184,16 @@ def build(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def build_optimizers(model: LlamaForCausalLM, name: str, lr: float, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: LlamaForCausalLM, name: str, lr: float) -> list[torch.optim.Optimizer]:
     """AdamW; with `"muon"`, Muon for the matrices of the layers and AdamW for the rest."""
     layers = [p for p in model.model.layers.parameters() if p.ndim > 1] if name == "muon" else []
     decay = [p for p in model.parameters() if p.ndim > 1 and not any(p is q for q in layers)]
     rest = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
-    return [adamw, Muon(layers, lr=lr, weight_decay=0.1, dtype=dtype)] if layers else [adamw]
+    if not layers:
+        return [adamw]
+    return [adamw, torch.optim.Muon(layers, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, shape: Shape, args: argparse.Namespace, step: int, start: int):
@@ -312,7 +283,7 @@ def train(shape: Shape, args: argparse.Namespace) -> None:
     if state:
         model.load_state_dict(state["model"])
     model.to(device)
-    optimizers = build_optimizers(model, args.optimizer, args.lr, dtype)
+    optimizers = build_optimizers(model, args.optimizer, args.lr)
     if args.finish:
         args.steps = start + max(1, start // 4)
     for optimizer, saved in zip(optimizers, state.get("optimizers", [])):
