@@ -463,7 +463,7 @@ def fitted() -> Study:
         "much of the loss of leaving layers out is spared."
     )
     return Study(
-        "Routers without training", "fit_router", "python recipes/fit_router/run.py --seeds 0 1 2",
+        "Routers without training", "fit_router", "python recipes/fit_router/run.py",
         "loss over dense, MLP gates against the best layers left out: " + "; ".join(said),
         [intro, "", *fit_report.table(results)],
     )  # fmt: skip

@@ -86,7 +86,7 @@ def fit_router(
     Layer by layer on kept hidden states: branches are fitted to the target's update, gates to what the loss feels of
     the error that their branch leaves, scaled to what the layer's cheap tokens alone cost; one threshold over all
     layers then holds `keep`. Each further round fits branches and gates again on the stream and on the tokens that they
-    really get. Every fifth batch is held out: costs are measured and thresholds set on it, and the round with the
+    really get. Every fifth row is held out: costs are measured and thresholds set on it, and the round with the
     lowest loss there is kept. Layers that run every token in full are left out of the adapter. The thresholds of other
     budgets are calibrated too, so that `set_budget` holds them.
 
@@ -184,17 +184,17 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
 
 
 def _split(batches: Batches) -> tuple[Batches, Batches]:
-    """`(to fit on, held out)`: every fifth batch, else the last rows of each; one row alone is both."""
-    rows = [{name: value[i : i + 1] for name, value in b.items()} for b in batches for i in range(len(b["input_ids"]))]
-    if len(rows) < 2:
+    """`(to fit on, held out)`: every fifth row is held out, of fewer the last; one row alone is both."""
+    sizes = [len(batch["input_ids"]) for batch in batches]
+    if sum(sizes) < 2:
         return batches, batches
-    if len(batches) >= 5:
-        return [batch for number, batch in enumerate(batches) if number % 5 != 4], batches[4::5]
-    cut = [max(1, len(batch["input_ids"]) // 5) if len(batch["input_ids"]) > 1 else 0 for batch in batches]
-    if not any(cut):
-        return batches[:-1], batches[-1:]
-    first = [{n: v[: len(v) - c] for n, v in batch.items()} for batch, c in zip(batches, cut)]
-    return first, [{n: v[len(v) - c :] for n, v in batch.items()} for batch, c in zip(batches, cut) if c]
+    held = torch.arange(sum(sizes)) % min(5, sum(sizes)) == min(5, sum(sizes)) - 1
+
+    def taken(rows: torch.Tensor) -> Batches:
+        parts = zip(batches, rows.split(sizes))
+        return [{n: v[part.to(v.device)] for n, v in batch.items()} for batch, part in parts if part.any()]
+
+    return taken(~held), taken(held)
 
 
 def _first_tokens(batches: Batches, count: int) -> Batches:
