@@ -48,7 +48,7 @@ _PENALTY = 1e-3
 _FEWEST = 256  # tokens that a branch is fitted on, at least
 _SENSITIVITY_TOKENS = 8192
 _BUDGET_TOKENS = 4096  # that the thresholds of the other budgets are found on
-_RATE_TOKENS = 512  # that a layer's divergence is measured on, at least
+_RATE_TOKENS = 256  # that a layer's divergence is measured on, at least
 
 
 @dataclass
@@ -90,10 +90,9 @@ def fit_router(
     lowest loss there is kept. Layers that run every token in full are left out of the adapter. The thresholds of other
     budgets are calibrated too, so that `set_budget` holds them.
 
-    With two rounds, three forward passes of the text, a backward pass of 8,192 tokens of it, four more passes to
-    measure what layers cost, and 33 passes of the held-out text. In memory are the base, a few times the hidden states
-    of the text at one layer, and a `d x d` matrix for each layer. Nothing is random but for the configuration's seed.
-    One process: start it without `accelerate launch`.
+    About 16 forward passes of the text with two rounds, whatever the number of layers, and the gates' regression. In
+    memory are the base, a few times the hidden states of the text at one layer, and a `d x d` matrix for each layer.
+    Nothing is random but for the configuration's seed. One process: start it without `accelerate launch`.
 
     Args:
         model: A transformers model of a supported family, not routed; it may be offloaded by accelerate. It is changed

@@ -21,7 +21,7 @@ _ISOTROPIC = 0.1  # share of the metric that is the same in all directions: of f
 
 
 def sensitivities(walk: LayerWalk, read_out: ReadOut, seed: int) -> dict[int, torch.Tensor]:
-    """For every routed layer `R`, float32 `[d, d]`, such that an error `e` costs about `|e R|^2` nats.
+    """For every routed layer `R`, float32 `[d, d]` on the CPU, such that an error `e` costs about `|e R|^2` nats.
 
     A forward pass and a backward pass, recomputed layer by layer: no more than one layer's graph exists at a time.
 
@@ -41,7 +41,7 @@ def sensitivities(walk: LayerWalk, read_out: ReadOut, seed: int) -> dict[int, to
         for index in reversed(range(len(walk.layers))):
             gradient, at_update = _backward(walk, index, batch, inputs.pop(), gradient)
             if at_update is not None:
-                gradients.setdefault(index, []).append(at_update[real.to(at_update.device)].float())
+                gradients.setdefault(index, []).append(at_update[real.to(at_update.device)].float().cpu())
     return {index: _root(torch.cat(parts)) for index, parts in sorted(gradients.items())}
 
 
