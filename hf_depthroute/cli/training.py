@@ -40,8 +40,8 @@ from .saving import bytes_needed, save_adapter
 if TYPE_CHECKING:
     from .train import TrainOptions
 
-# Not part of what an adapter computes: where it comes from, and what a save writes.
 _BUDGET_BLOCKS = 16  # that the thresholds of budgets other than the adapter's are found on
+# Not part of what an adapter computes: where it comes from, and what a save writes.
 _NOT_COMPARED = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "base_architecture")
 
 
