@@ -460,7 +460,7 @@ def fitted() -> Study:
         "No training on either side: `fit_router` beside the best of all subsets of FFNs to leave out, with the same "
         "branches fitted on the same 16,384 tokens. Loss over the dense base in nats, on text that neither side saw: "
         'mean ± standard error over seeds (their number); "at" is the share of FFN calls really skipped, "less" how '
-        "much of the loss of leaving layers out is spared."
+        "much is spared of what leaving layers out loses at that share, linear between its points."
     )
     return Study(
         "Routers without training", "fit_router", "python recipes/fit_router/run.py",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import png_of, write_bytes, write_text
@@ -41,6 +42,13 @@ def summary(found: dict[str, Any]) -> dict[tuple[str, int], dict[str, float]]:
     }
 
 
+def spared(points: dict[tuple[str, int], dict[str, float]], point: dict[str, float]) -> float:
+    """The part that `point` spares of what leaving layers out loses at the same share, linear between its points."""
+    static = sorted((1 - row["share"], row["more"]) for (kind, _), row in points.items() if kind == "static")
+    skipped, more = zip((0.0, 0.0), *static)
+    return 1 - point["more"] / float(np.interp(1 - point["share"], skipped, more))
+
+
 def table(results: dict[str, Any]) -> list[str]:
     lines = []
     for base, found in results.items():
@@ -53,7 +61,7 @@ def table(results: dict[str, Any]) -> list[str]:
                 if point is None:
                     row += ["", ""]
                 else:
-                    row += [f"{said(point)} at {1 - point['share']:.1%}", f"{1 - point['more'] / static['more']:.0%}"]
+                    row += [f"{said(point)} at {1 - point['share']:.1%}", f"{spared(points, point):.0%}"]
             lines.append(row)
     heads = ["base", "skipped", KINDS["static"], KINDS["affine"], "less", KINDS["mlp"], "less"]
     return markdown_table(heads, lines)
