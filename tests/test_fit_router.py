@@ -322,6 +322,9 @@ def test_the_command_saves_what_loads(tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     assert "held-out tokens: dense" in ended.out
     assert json.loads((out / "training.json").read_text())["fit"]["keep"] == 0.6
-    assert "fitted without training on" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "fitted without training on" in card
+    found = json.loads((out / "training.json").read_text())["fit"]["layers"]["0"]
+    assert f"| `0` | {found['share']:.1%} | {found['branch_r2']:.2f} |" in card
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(out))
     assert is_calibrated(model)

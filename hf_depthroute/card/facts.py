@@ -192,6 +192,9 @@ def _by_layer(value: Any) -> bool:
     )
 
 
+FIT_FIGURES = ("share", "branch_r2", "gate_r2", "nats")  # of `LayerFit`
+
+
 def _is_evaluation(value: Any) -> bool:
     try:
         return bool(read_losses({"rows": value}))
@@ -203,7 +206,11 @@ def _is_fit(value: Any) -> bool:
     if not isinstance(value, Mapping) or not isinstance(value.get("loss_of_rounds"), list):
         return False
     figures = [*value["loss_of_rounds"], *(value.get(name) for name in ("keep", "tokens", "loss_dense"))]
-    return len(figures) > 3 and all(map(is_number, figures))
+    layers = value.get("layers")
+    if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
+        return False
+    of_layers = (_by_layer({i: layer.get(name) for i, layer in layers.items()}) for name in FIT_FIGURES)
+    return len(figures) > 3 and all(map(is_number, figures)) and all(of_layers)
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {

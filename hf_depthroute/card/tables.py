@@ -142,6 +142,7 @@ def training(record: Mapping[str, Any], datasets: Sequence[str]) -> dict[str, An
         ],
         "seconds": record.get("seconds"),
         "fit": _fitted(record.get("fit"), trained=bool(log)),
+        "fit_layers": _fitted_layers(record.get("fit")),
         "last": _last(log, "loss"),
         "last_eval": _last(log, "eval_loss"),
         "versions": [Safe(f"{code(name)} {code(value)}") for name, value in (record.get("versions") or {}).items()],
@@ -158,6 +159,17 @@ def _fitted(fit: Mapping[str, Any] | None, trained: bool) -> Safe | None:
         f"{said} {int(fit['tokens']):,} tokens; on text held out of it, the loss {verb} "
         f"{_figure(fit['loss_dense'])} dense and {_figure(best)} with {_share(fit['keep'])} of all calls run in full"
     )
+
+
+def _fitted_layers(fit: Mapping[str, Any] | None) -> list[Safe]:
+    """Layer by layer; the last column is the divergence that a layer's cheap tokens alone cause."""
+    head = ("layer", "share full when fitted", "branch R2", "gate R2", "nats alone")
+    body = (
+        (code(index), _share(layer["share"]), f"{layer['branch_r2']:.2f}", f"{layer['gate_r2']:.2f}",
+         _figure(layer["nats"]))
+        for index, layer in (fit or {}).get("layers", {}).items()
+    )  # fmt: skip
+    return _table(head, body)
 
 
 def _last(log: Sequence[Mapping[str, Any]], name: str) -> Safe | None:
