@@ -32,7 +32,7 @@ BASE = Path(os.path.relpath(HERE.parent / "embedded_base" / "model"))
 RECIPE = HERE.parent / "fit_router"
 LEFT_OUT = (3, 2, 1)  # of six FFNs: shares of 1/2, 2/3 and 5/6 of the calls
 TEXT = ("--dataset", "python-stdlib", "--length", 256)
-WIDE = ("--shape", "qwen2.5-0.5b", "--depth", 4, "--layers", "all", "--vocabulary", 2048)
+WIDE = ("--shape", "qwen2.5-0.5b", "--depth", 4, "--layers", "all", "--vocabulary", 2048, "--repeats", 7)
 BLOCKS = 64  # to fit on, and to report the loss on
 PROMPT = "def read_lines(path):\n"
 
@@ -81,24 +81,24 @@ def layers_left_out(adapter: Path) -> list[dict[str, Any]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from hf_depthroute import DepthRouteConfig, get_depth_routed_model
+    from hf_depthroute.cli.loading import to_batches
     from hf_depthroute.data import load_text, pack
     from hf_depthroute.evaluation.perplexity import mean_loss
     from hf_depthroute.inference.fitting import fit_branches
 
     known = json.loads((RECIPE / "results.json").read_text())["embedded"]
     tokenizer = AutoTokenizer.from_pretrained(BASE, trust_remote_code=False)
-    fit, held = (
-        torch.tensor(pack(load_text("python-stdlib", split=split), tokenizer, 256)["input_ids"])
+    fit_on, held_out = (  # what `fit` and `eval` take
+        to_batches(pack(load_text("python-stdlib", split=split), tokenizer, 256), 8, BLOCKS)
         for split in ("train", "validation")
     )
-    fit_on = [{"input_ids": ids} for ids in fit[:: len(fit) // BLOCKS][:BLOCKS].split(8)]
     rows = []
     for count in LEFT_OUT:
         layers = known[f"subset {count}"]["layers"]
         base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32, trust_remote_code=False).eval()
         model = get_depth_routed_model(base, DepthRouteConfig(layers=layers, gate="none")).eval()
         fit_branches(model, fit_on)
-        loss = mean_loss(model, [{"input_ids": ids} for ids in held[:BLOCKS].split(8)])
+        loss = mean_loss(model, held_out)
         budget = budget_of(adapter, count)
         print(f"FFNs of layers {layers} left out, as many calls as budget {budget}: loss {loss:.4f}", flush=True)
         rows.append({
