@@ -176,17 +176,17 @@ def demo() -> Study:
     result = read("demo/results.json")
     costs, times = demo_report.cost_rows(result), {row[0]: row[1:] for row in demo_report.times(result)}
     half = costs[0]
-    prefill, decode = times[half[0]][2:]
     brief = (
-        f"no training, FFN budget {half[0]}: loss {half[2].split()[0]} to dense, {half[1].split()[0]} with the best "
-        f"layers left out, {half[3].split()[0]} after {result['training']['arguments']['steps']} steps; at the width "
-        f"of Qwen2.5-0.5B prefill takes {prefill} of the dense time, decode {decode}"
+        f"FFN budget {half[0]}, no training: loss over dense (share run) {half[2]}, {half[1]} with the best layers left "
+        f"out, {half[3]} after {result['training']['arguments']['steps']} steps; at the width "
+        f"of Qwen2.5-0.5B prefill takes {times[half[0]][2].split()[0]} of the dense time"
     )
     machine = result["bench"]["machine"]
     section = [
-        "Loss over dense on the embedded base, with the share of FFN calls that ran; times over dense times, of the "
+        "Loss over dense on the embedded base, with the share of FFN calls that ran; times over dense times, with the "
+        "share that ran in them (in 16 steps of decode it can be far from the budget), of the "
         "embedded base, where the overhead of routing outweighs FFNs of 256 x 768, and of random weights at the width "
-        f"of Qwen2.5-0.5B, four layers. One run, {machine['threads']} threads, {result['bench']['setting']['dtype']}.",
+        f"of Qwen2.5-0.5B, three layers. One run, {machine['threads']} threads, {result['bench']['setting']['dtype']}.",
         "",
         *markdown_table(["budget", *demo_report.LINES], costs),
         "",

@@ -32,7 +32,7 @@ BASE = Path(os.path.relpath(HERE.parent / "embedded_base" / "model"))
 RECIPE = HERE.parent / "fit_router"
 LEFT_OUT = (3, 2, 1)  # of six FFNs: shares of 1/2, 2/3 and 5/6 of the calls
 TEXT = ("--dataset", "python-stdlib", "--length", 256)
-WIDE = ("--shape", "qwen2.5-0.5b", "--depth", 4, "--layers", "all", "--vocabulary", 2048, "--repeats", 7)
+WIDE = ("--shape", "qwen2.5-0.5b", "--depth", 3, "--layers", "all", "--vocabulary", 2048, "--repeats", 5)
 BLOCKS = 64  # to fit on, and to report the loss on
 PROMPT = "def read_lines(path):\n"
 

@@ -50,20 +50,21 @@ def spared(points: dict[tuple[str, int], dict[str, float]], point: dict[str, flo
 
 
 def table(results: dict[str, Any]) -> list[str]:
+    of_bases = {base: summary(found) for base, found in results.items()}
+    kinds = [kind for kind in ("affine", "mlp") if any(kind == k for points in of_bases.values() for k, _ in points)]
     lines = []
-    for base, found in results.items():
-        points = summary(found)
+    for base, points in of_bases.items():
         for count in sorted({count for _, count in points}):
             static = points["static", count]
             row = [TITLES[base], f"{1 - static['share']:.0%}", said(static)]
-            for kind in ("affine", "mlp"):
+            for kind in kinds:
                 point = points.get((kind, count))
                 if point is None:
                     row += ["", ""]
                 else:
                     row += [f"{said(point)} at {1 - point['share']:.1%}", f"{spared(points, point):.0%}"]
             lines.append(row)
-    heads = ["base", "skipped", KINDS["static"], KINDS["affine"], "less", KINDS["mlp"], "less"]
+    heads = ["base", "skipped", KINDS["static"], *(head for kind in kinds for head in (KINDS[kind], "less"))]
     return markdown_table(heads, lines)
 
 
