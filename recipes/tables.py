@@ -177,9 +177,9 @@ def demo() -> Study:
     costs, times = demo_report.cost_rows(result), {row[0]: row[1:] for row in demo_report.times(result)}
     half = costs[0]
     brief = (
-        f"FFN budget {half[0]}, no training: loss over dense (share run) {half[2]}, {half[1]} with the best layers left "
-        f"out, {half[3]} after {result['training']['arguments']['steps']} steps; at the width "
-        f"of Qwen2.5-0.5B prefill takes {times[half[0]][2].split()[0]} of the dense time"
+        f"FFN budget {half[0]}, no training: loss over dense (share run) {half[2]}, {half[1]} with the best layers "
+        f"left out, {half[3]} after {result['training']['arguments']['steps']} steps; at the width of "
+        f"Qwen2.5-0.5B prefill takes {times[half[0]][2].split()[0]} of the dense time"
     )
     machine = result["bench"]["machine"]
     section = [
