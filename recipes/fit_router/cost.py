@@ -1,6 +1,6 @@
 """What a fit takes, in forward passes of its text: random weights at the shape of Qwen2.5-0.5B, cut to a few layers.
 
-    python recipes/fit_router/cost.py --depth 4
+    python recipes/fit_router/cost.py --depth 2
 
 A forward pass of the whole text is timed before and after the fit, in the same process. Memory is the highest resident
 set of the process: after the first pass, and after the fit.
