@@ -202,8 +202,13 @@ class Routing(nn.Module, BaseTunerLayer):
         return plan if last_tokens is None else replace(plan, last_tokens=last_tokens)
 
     def score(self, plan: RoutePlan, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`scores` `[B, T]` (per expert `[B, T, E]`) of the gate's input `[B, T, d]`, and what the gate adds."""
-        out: dict[str, torch.Tensor] = self.depth_route_gate[plan.adapter](x)
+        """`scores` `[B, T]` (per expert `[B, T, E]`) of the gate's input `[B, T, d]`, and what the gate adds.
+
+        A gate that is not trained is a given: no gradient goes through its scores into the layers before it.
+        """
+        gate = self.depth_route_gate[plan.adapter]
+        trained = any(parameter.requires_grad for parameter in gate.parameters())
+        out: dict[str, torch.Tensor] = gate(x if trained else x.detach())
         if plan.adapter in self.depth_route_predictor:
             out["predicted"] = self.depth_route_predictor[plan.adapter](x.detach())["scores"]
         return out

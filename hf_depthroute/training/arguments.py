@@ -39,6 +39,7 @@ class RoutingArguments:
     """Loss weights and schedules of a routed training run.
 
     Args:
+        train_gates: Train the gates; without it they decide as they are, and the branches learn.
         lm_weight: Weight of the language-model loss.
         jepa_weight: Weight of the JEPA alignment loss (JEPA gate only).
         jepa_targets: `"paired"`, or `"deranged"`: every token is aligned with the outcome of another one.
@@ -79,6 +80,7 @@ class RoutingArguments:
         temperature_schedule_steps: Length of the temperature schedule in optimizer steps; 0 for none.
     """
 
+    train_gates: bool = True
     lm_weight: float = 1.0
     jepa_weight: float = 1.0
     jepa_targets: str = "paired"

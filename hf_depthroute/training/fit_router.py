@@ -1,9 +1,10 @@
 """A router without training: branches by least squares, gates by regression on the error that their branch leaves.
 
 What a fitted branch misses is largely a simple function of what the routed part reads. So a gate can be regressed on
-it, and needs no gradient of its own. One currency decides over all layers: a score is the fourth root of the nats that
-the cheap path of the token is predicted to cost (see `sensitivity`), and one threshold on it holds the whole budget.
-The root, since what is decided is decided among the cheap tokens, which the largest errors would drown.
+it, and needs no gradient. One currency decides over all layers: a score is the fourth root of the nats that the cheap
+path of the token is predicted to cost, and one threshold on it holds the whole budget. Nats go with the square of the
+error, at a rate that is measured for each layer. The root, since what is decided is decided among the cheap tokens,
+which the largest errors would drown.
 
 Shapes: B batch, T positions, N real tokens, d model width, r branch rank.
 """
@@ -25,7 +26,7 @@ from tqdm.auto import tqdm
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
 from ..base.families import find_layers
-from ..base.readout import ReadOut, predicting, token_losses
+from ..base.readout import predicting, token_losses
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..data.batches import model_inputs, token_mask
 from ..execution.call import RoutedCall
@@ -39,14 +40,12 @@ from ..routing.thresholds import quantile_table
 from ..routing.trace import full_depth, record_routes
 from .layer_walk import LayerWalk, walk_layers
 from .record import remember_training
-from .sensitivity import sensitivities
 
 Batches = list[dict[str, torch.Tensor]]
 
 DENSE = 0.995  # a layer that runs this share of the tokens in full is not routed
 _PENALTY = 1e-3
 _FEWEST = 256  # tokens that a branch is fitted on, at least
-_SENSITIVITY_TOKENS = 8192
 _BUDGET_TOKENS = 4096  # that the thresholds of the other budgets are found on
 _RATE_TOKENS = 256  # that a layer's divergence is measured on, at least
 
@@ -83,16 +82,16 @@ def fit_router(
 
     A `DepthRouteTrainer` goes on from there, with the same threshold over all layers.
 
-    Layer by layer on kept hidden states: branches are fitted to the target's update, gates to what the loss feels of
-    the error that their branch leaves, scaled to what the layer's cheap tokens alone cost; one threshold over all
-    layers then holds `keep`. Each further round fits branches and gates again on the stream and on the tokens that they
-    really get. Every fifth row is held out: costs are measured and thresholds set on it, and the round with the
-    lowest loss there is kept. Layers that run every token in full are left out of the adapter. The thresholds of other
-    budgets are calibrated too, so that `set_budget` holds them.
+    Layer by layer on kept hidden states: branches are fitted to the target's update, gates to the error that their
+    branch leaves, scaled to what the layer's cheap tokens alone cost; one threshold over all layers then holds `keep`.
+    Each further round fits branches and gates again on the stream and on the tokens that they really get. Every fifth
+    row is held out: costs are measured and thresholds set on it, and the round with the lowest loss there is kept.
+    Layers that run every token in full are left out of the adapter. The thresholds of other budgets are calibrated
+    too, so that `set_budget` holds them.
 
-    About 16 forward passes of the text with two rounds, whatever the number of layers, and the gates' regression. In
-    memory are the base, a few times the hidden states of the text at one layer, and a `d x d` matrix for each layer.
-    Nothing is random but for the configuration's seed. One process: start it without `accelerate launch`.
+    About 15 forward passes of the text with two rounds, whatever the number of layers, and the gates' regression. In
+    memory are the base and a few times the hidden states of the text at one layer. Nothing is random but for the
+    configuration's seed. One process: start it without `accelerate launch`.
 
     Args:
         model: A transformers model of a supported family, not routed; it may be offloaded by accelerate. It is changed
@@ -218,11 +217,9 @@ class _Fit:
         for holder in self.holders.values():  # nothing is decided by it, and nothing warns that it is missing
             holder.active_quantiles().set(quantile_table(torch.zeros(1)))
         self.layers = {index: LayerFit(1.0, 0.0, 0.0, 0.0) for index in self.holders}
-        walk = LayerWalk(model, _first_tokens(text, _SENSITIVITY_TOKENS))
-        self.roots = sensitivities(walk, ReadOut(model), self.config.seed)
         every = sum(map(torch.numel, self.walk.real)) // len(self.walk.layers)  # one pass of the text for all layers
         self.held_out = _first_tokens(held_out, max(_RATE_TOKENS, every))
-        self.rates = dict.fromkeys(self.holders, 1.0)  # nats measured, per nat that the scores predict
+        self.rates = dict.fromkeys(self.holders, 1.0)  # nats for the square of an error
         self.threshold = 0.0  # of the gates as they are
         self.next_threshold = 0.0  # the same, of the gates that a round has fitted so far
         self._factor, self._middle = 1.0, 0.0
@@ -240,8 +237,10 @@ class _Fit:
             return rows.outputs(None if first else scores_N >= self.next_threshold)
 
         walk_layers(self.walk, visit, self.bar.update)
-        for _ in range(2):
-            self._measure_rates()
+        if first:  # nothing is known of a layer yet, so each is measured at the share of all
+            self._measure_rates({index: quantile_table(part) for index, part in self._predicted.items()})
+        for _ in range(1 if first else 2):
+            self._measure_rates(dict.fromkeys(self.holders, quantile_table(self._pooled())))
         pooled = self._pooled()
         middle = pooled.kthvalue(max(1, round((1 - self.config.budget) * len(pooled)))).values
         spread = (pooled - middle).abs().mean().clamp(min=1e-30)
@@ -252,15 +251,16 @@ class _Fit:
     def _pooled(self) -> torch.Tensor:
         return torch.cat(list(self._predicted.values()))
 
-    def _measure_rates(self) -> None:
+    def _measure_rates(self, tables: Mapping[int, torch.Tensor]) -> None:
         """Scale every layer's scores to the divergence that its cheap tokens alone cause on held-out text.
 
-        The estimate behind the scores is local: it misses what large errors do. The standard error of the measurement
-        keeps a rate that it cannot tell near 1.
+        The standard error of the measurement keeps a rate that it cannot tell near that of all layers together.
+
+        Args:
+            tables: The quantiles that each layer's threshold is read from.
         """
-        table = quantile_table(self._pooled())
-        for holder in self.holders.values():
-            holder.active_quantiles().set(table)
+        for index, holder in self.holders.items():
+            holder.active_quantiles().set(tables[index])
         measured: dict[int, list[torch.Tensor]] = {index: [] for index in self.holders}
         predicted = dict.fromkeys(self.holders, 0.0)
         with full_depth(self.model):
@@ -275,11 +275,13 @@ class _Fit:
                     measured[index].append(_divergences(dense, routed, real))
                     predicted[index] += float(record.scores[record.real & ~record.mask].clamp(min=0).pow(4).sum())
         tokens = sum(int(token_mask(batch).sum()) for batch in self.held_out)
-        for index, rows in measured.items():
-            nats_R, expected = torch.cat(rows), predicted[index] / tokens
-            found = float(nats_R.mean())
+        nats = {index: torch.cat(rows) for index, rows in measured.items()}
+        all_nats, all_predicted = sum(float(rows.mean()) for rows in nats.values()), sum(predicted.values()) / tokens
+        common = all_nats / all_predicted if all_nats > 0 and all_predicted > 0 else 1.0
+        for index, nats_R in nats.items():
+            found, expected = float(nats_R.mean()), common * predicted[index] / tokens
             error = float(nats_R.std()) / len(nats_R) ** 0.5 if len(nats_R) > 1 else expected
-            rate = (found + error) / (expected + error) if found > 0 and expected > 0 else 1.0
+            rate = common * ((found + error) / (expected + error) if found > 0 and expected > 0 else 1.0)
             self.layers[index].nats = found
             self.rates[index] *= rate
             self._predicted[index] *= rate**0.25
@@ -295,12 +297,12 @@ class _Fit:
 
     def _fit_layer(self, index: int, rows: _Rows, cheap_N: torch.Tensor | None) -> None:
         """Branch, then gate; without a decision yet, the cheaper half by a linear prediction stands in for it."""
-        found, branch, gate, root = self.layers[index], self._branch(index), self._gate(index), self.roots[index]
+        found, branch, gate = self.layers[index], self._branch(index), self._gate(index)
         if cheap_N is None:
             _fit_branch(branch, rows, None)
-            cheap_N = _cheaper_half(rows.gate, rows.costs(branch, root).sqrt())
+            cheap_N = _cheaper_half(rows.gate, rows.errors(branch))
         found.branch_r2 = _fit_branch(branch, rows, cheap_N)
-        wanted_N = rows.costs(branch, root).pow(0.25)
+        wanted_N = rows.errors(branch).sqrt()
         mean, spread = wanted_N.mean(), wanted_N.std().clamp(min=1e-30)
         gate.fit(rows.gate, (wanted_N - mean) / spread, self.config.seed + index)
         found.gate_r2 = float(1 - F.mse_loss(self._scores(index, rows), (wanted_N - mean) / spread))
@@ -334,10 +336,9 @@ class _Rows:
     def _of(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part[mask] for part, mask in zip(parts, self.real)]).float()
 
-    def costs(self, branch: Any, root_dd: torch.Tensor) -> torch.Tensor:
-        """What the branch misses costs, nats `[N]`; `root_dd` from `sensitivities`."""
-        errors_Nd = self.update - branch.down(F.silu(branch.up(self.normed)))
-        return (errors_Nd @ root_dd.to(errors_Nd)).square().sum(-1)
+    def errors(self, branch: Any) -> torch.Tensor:
+        """The length of what the branch misses, `[N]`."""
+        return (self.update - branch.down(F.silu(branch.up(self.normed)))).norm(dim=-1)
 
     def outputs(self, full_N: torch.Tensor | None) -> list[torch.Tensor]:
         """The layer's outputs; with `full_N`, bool `[N]`, the other tokens take the cheap path."""

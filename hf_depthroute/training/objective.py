@@ -46,7 +46,10 @@ class RoutingObjective:
     """
 
     def __init__(self, arguments: RoutingArguments, model: nn.Module) -> None:
-        active_routings(model)
+        holders = active_routings(model)
+        if not arguments.train_gates:
+            for holder in holders:
+                holder.depth_route_gate[holder.active_name()].requires_grad_(False)
         self.arguments = arguments
         self.model = model
         self._step = 0

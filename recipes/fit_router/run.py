@@ -1,13 +1,17 @@
 """Routers fitted without training, beside the best layers to leave out, at equal numbers of calls.
 
     python recipes/fit_router/run.py --seeds 0 1 2 3 4
+    python recipes/fit_router/run.py --tune --seeds 5 --steps 200 --gates mlp
+    python recipes/fit_router/run.py --seeds 0 1 2 3 4 --steps 400 --gates mlp
     python recipes/fit_router/report.py
 
 Three bases: the embedded one, `../shared/data/stories260k`, and a GPT-2 that `--folder` gets from a few minutes on
 Tiny-Shakespeare, on which nothing of the method was tuned. Both sides have the same branches, fitted on the same text
 by the same least squares. Static dropping gets the best of all subsets of layers, by the loss on text of its own;
-routers get one threshold from that text; the loss is that of a third text. What `results.json` holds is not measured
-again.
+routers get one threshold from that text; the loss is that of a third text. With `--steps` the branches of both sides are trained
+from there, on 8 x 128 tokens a step, to the predictions of the dense base; the gates stay as they were fitted. The
+learning rate of each side is the one with the lowest loss on the text to choose on (`--tune`), with another seed. What
+`results.json` holds is not measured again.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import itertools
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +32,7 @@ import torch
 HERE = Path(__file__).parent
 EMBEDDED = HERE.parent / "embedded_base" / "model"
 BATCH = 8
+RATES = (5e-4, 1e-3, 2e-3)
 
 
 @dataclass
@@ -181,6 +187,24 @@ def share_of_calls(model: Any, ids: torch.Tensor) -> float:
     return (sum(ratios.values()) + depth - len(ratios)) / depth
 
 
+def trained(model: Any, base: Base, seed: int, steps: int, rate: float) -> None:
+    """Train the branches to the predictions of the dense base, and set thresholds anew."""
+    from hf_depthroute import DepthRouteTrainer, DepthRouteTrainingArguments, calibrate
+    from hf_depthroute.inference.calibration import active_routings
+
+    rows = base.text.fit.reshape(-1, 128)
+    arguments = DepthRouteTrainingArguments(
+        output_dir=tempfile.gettempdir(), max_steps=steps, learning_rate=rate, warmup_steps=20, seed=seed,
+        per_device_train_batch_size=8, train_gates=False, lm_weight=0.0, distill_weight=1.0, budget_weight=0.0,
+        alive_weight=0.0, logging_steps=50, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    dataset = [{"input_ids": row, "labels": row} for row in rows]
+    DepthRouteTrainer(model=model, args=arguments, train_dataset=dataset).train()
+    model.eval()
+    if active_routings(model)[0].active_config().takes_budget():
+        calibrate(model, batches(base.text.choose))
+
+
 class Results:
     """What was measured, by base and key; each entry is written as soon as it is there."""
 
@@ -188,27 +212,63 @@ class Results:
         self.path = path
         self.found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
 
-    def once(self, base: str, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def once(self, base: str, key: str, measure: Callable[[], dict[str, Any]], needs: str = "") -> dict[str, Any]:
+        """What is known of `key`, measured where it, or its entry `needs`, is not known."""
         from hf_depthroute.files.staged import write_text
 
         known = self.found.setdefault(base, {})
-        if key not in known:
+        if key not in known or (needs and needs not in known[key]):
             known[key] = measure()
             write_text(self.path, json.dumps(self.found, indent=1) + "\n")
             print(base, key, known[key], flush=True)
         return known[key]
 
 
-def study(name: str, base: Base, seeds: list[int], gates: list[str], results: Results) -> None:
+def rate_of(found: dict[str, Any], kind: str) -> float:
+    """The learning rate with the lowest loss on the text to choose on."""
+    tuned = {row["rate"]: row["more"] for key, row in found.items() if key.startswith(f"tuning {kind} ")}
+    return min(tuned, key=tuned.__getitem__)
+
+
+def tune(name: str, base: Base, seed: int, gates: list[str], steps: int, results: Results) -> None:
+    """Two layers' worth of calls skipped, trained with every learning rate of `RATES`."""
+    dense = float(row_losses(base.model(), base.text.choose).mean())
+    depth = base.model().config.num_hidden_layers
+    layers = tuple(results.once(name, "subset 2", lambda: best_subset(base, 2))["layers"])
+
+    def measured(kind: str, rate: float) -> dict[str, Any]:
+        model = left_out(base, layers, seed) if kind == "static" else fitted(base, kind, 1 - 2 / depth, seed)[0]
+        trained(model, base, seed, steps, rate)
+        return {"rate": rate, "steps": steps, "more": float(row_losses(model, base.text.choose).mean()) - dense}
+
+    for kind in ("static", *gates):
+        for rate in RATES:
+            results.once(name, f"tuning {kind} {rate:g}", lambda k=kind, r=rate: measured(k, r))
+
+
+def study(name: str, base: Base, seeds: list[int], gates: list[str], steps: int, results: Results) -> None:
     dense = row_losses(base.model(), base.text.report)
     depth = base.model().config.num_hidden_layers
+    needs = "trained" if steps else ""
 
     def measured(model: Any) -> dict[str, Any]:
         more = row_losses(model, base.text.report) - dense
         return {"more": float(more.mean()), "error": float(more.std() / len(more) ** 0.5)}
 
+    def and_trained(model: Any, kind: str, seed: int) -> dict[str, Any]:
+        """What is known of the model, and after training where that is asked for; shares of routers only."""
+        found = measured(model)
+        if not steps:
+            return found
+        rate = rate_of(results.found[name], kind)
+        trained(model, base, seed, steps, rate)
+        after = {"steps": steps, "rate": rate} | measured(model)
+        return found | {
+            "trained": after | ({} if kind == "static" else {"share": share_of_calls(model, base.text.report)})
+        }
+
     def static(layers: list[int], seed: int) -> dict[str, Any]:
-        return {"share": 1 - len(layers) / depth} | measured(left_out(base, tuple(layers), seed))
+        return {"share": 1 - len(layers) / depth} | and_trained(left_out(base, tuple(layers), seed), "static", seed)
 
     def routed(gate: str, keep: float, seed: int) -> dict[str, Any]:
         started = time.perf_counter()
@@ -219,18 +279,18 @@ def study(name: str, base: Base, seeds: list[int], gates: list[str], results: Re
         return {
             "share": share_of_calls(model, base.text.report), "seconds": round(seconds), "shares": shares,
             "rounds": [loss - fit["loss_dense"] for loss in fit["loss_of_rounds"]],
-        } | measured(model)  # fmt: skip
+        } | and_trained(model, gate, seed)  # fmt: skip
 
     tokens = {"fit": base.rows * base.text.fit.shape[1]}
     tokens |= {part: getattr(base.text, part).numel() for part in ("choose", "report")}
     results.once(name, "dense", lambda: {"loss": float(dense.mean()), "tokens": tokens})
-    for count in base.dropped:
-        subset = results.once(name, f"subset {count}", lambda count=count: best_subset(base, count))
-        for seed in seeds:
-            results.once(name, f"static {count} {seed}", lambda s=seed, u=subset: static(u["layers"], s))
+    for seed in seeds:
+        for count in base.dropped:
+            subset = results.once(name, f"subset {count}", lambda count=count: best_subset(base, count))
+            results.once(name, f"static {count} {seed}", lambda s=seed, u=subset: static(u["layers"], s), needs)
             for gate in gates:
                 keep = 1 - count / depth
-                results.once(name, f"{gate} {count} {seed}", lambda g=gate, k=keep, s=seed: routed(g, k, s))
+                results.once(name, f"{gate} {count} {seed}", lambda g=gate, k=keep, s=seed: routed(g, k, s), needs)
 
 
 def main() -> None:
@@ -238,6 +298,8 @@ def main() -> None:
     parser.add_argument("--bases", nargs="+", default=["embedded", "stories260k", "shakespeare"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--gates", nargs="+", default=["mlp", "affine"])
+    parser.add_argument("--steps", type=int, default=0, help="of training, from the fit and from the layers left out")
+    parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
     parser.add_argument("--data", type=Path, default=HERE.parents[2] / "shared" / "data")
     parser.add_argument("--folder", type=Path, default=Path("fit_router_base"), help="for the base that is pretrained")
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
@@ -250,7 +312,10 @@ def main() -> None:
     }  # fmt: skip
     results = Results(args.out)
     for name in args.bases:
-        study(name, makers[name](), args.seeds, args.gates, results)
+        if args.tune:
+            tune(name, makers[name](), args.seeds[0], args.gates, args.steps, results)
+        else:
+            study(name, makers[name](), args.seeds, args.gates, args.steps, results)
 
 
 if __name__ == "__main__":
