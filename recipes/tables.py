@@ -446,26 +446,31 @@ def part(lines: list[str], name: str) -> str:
 def fitted() -> Study:
     """Routers without training beside the best static subset."""
     results = read("fit_router/results.json")
-    said = []
+
+    def less(found: dict[str, Any], trained: bool) -> str:
+        """The shares skipped, and the parts spared there."""
+        points = fit_report.summary(found, trained)
+        counts = sorted(count for kind, count in points if kind == "mlp")
+        skipped = " / ".join(f"{1 - points['static', count]['share']:.0%}" for count in counts)
+        spared = " / ".join(f"{fit_report.spared(points, points['mlp', count]):.0%}" for count in counts)
+        return f"{spared} less at {skipped} skipped"
+
+    said, trained = [], [base for base, found in results.items() if fit_report.summary(found, trained=True)]
     for base, found in results.items():
-        points = fit_report.summary(found)
-        for count in sorted({count for _, count in points}):
-            static, routed = points["static", count], points.get(("mlp", count))
-            if routed is not None:
-                said.append(
-                    f"{fit_report.TITLES[base]}, {1 - static['share']:.0%} skipped: "
-                    f"+{routed['more']:.3f} (at {1 - routed['share']:.1%}) against +{static['more']:.3f}"
-                )
+        after = f" ({less(found, True)} with both sides trained)" if base in trained else ""
+        said.append(f"{fit_report.TITLES[base]} {less(found, False)}{after}")
     intro = (
-        "No training on either side: `fit_router` beside the best of all subsets of FFNs to leave out, with the same "
-        "branches fitted on the same 16,384 tokens. Loss over the dense base in nats, on text that neither side saw: "
-        'mean ± standard error over seeds (their number); "at" is the share of FFN calls really skipped, "less" how '
-        "much is spared of what leaving layers out loses at that share, linear between its points."
+        "`fit_router` beside the best of all subsets of FFNs to leave out, with the same branches fitted on the same "
+        "16,384 tokens. Loss over the dense base in nats, on text that neither side saw: mean ± standard error over "
+        'seeds (their number); "at" is the share of FFN calls really skipped, "less" how much is spared of what '
+        "leaving layers out loses at that share, linear between its points."
     )
+    section = [intro, "", "Without training:", "", *fit_report.table(results)]
+    if trained:
+        section += ["", fit_report.after_steps(results), "", *fit_report.table(results, trained=True)]
     return Study(
         "Routers without training", "fit_router", "python recipes/fit_router/run.py",
-        "loss over dense, MLP gates against the best layers left out: " + "; ".join(said),
-        [intro, "", *fit_report.table(results)],
+        "what leaving out the best layers adds to the loss, against MLP gates: " + "; ".join(said), section,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class FitOptions:
 
 @o.command
 def fit(options: FitOptions) -> None:
-    """Make an adapter without training: about a minute for a small model, 16 forward passes of the text for any.
+    """Make an adapter without training: about a minute for a small model, 13 forward passes of the text for any.
 
     Branches are fitted by least squares, gates by regression on the error that their branch leaves, and one threshold
     over all layers runs the share --keep in full. Writes the adapter, the tokenizer and training.json to --out.

@@ -80,7 +80,7 @@ def fit_router(
 
         model = fit_router(AutoModelForCausalLM.from_pretrained(name), batches, keep=0.5)
 
-    A `DepthRouteTrainer` goes on from there, with the same threshold over all layers.
+    A `DepthRouteTrainer` goes on from there; with `train_gates=False` it keeps what the gates know.
 
     Layer by layer on kept hidden states: branches are fitted to the target's update, gates to the error that their
     branch leaves, scaled to what the layer's cheap tokens alone cost; one threshold over all layers then holds `keep`.
@@ -89,7 +89,7 @@ def fit_router(
     Layers that run every token in full are left out of the adapter. The thresholds of other budgets are calibrated
     too, so that `set_budget` holds them.
 
-    About 15 forward passes of the text with two rounds, whatever the number of layers, and the gates' regression. In
+    About 13 forward passes of the text with two rounds, whatever the number of layers, and the gates' regression. In
     memory are the base and a few times the hidden states of the text at one layer. Nothing is random but for the
     configuration's seed. One process: start it without `accelerate launch`.
 

@@ -5,6 +5,7 @@ python recipes/fit_router/report.py
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -24,13 +25,13 @@ KINDS = {"static": "best layers left out", "affine": "fitted, affine gates", "ml
 TITLES = {"embedded": "embedded base", "stories260k": "stories260k", "shakespeare": "GPT-2 on Tiny-Shakespeare"}
 
 
-def summary(found: dict[str, Any]) -> dict[tuple[str, int], dict[str, float]]:
+def summary(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int], dict[str, float]]:
     """`{(kind, layers' worth of calls skipped): means over seeds}` of one base."""
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for key, row in found.items():
         kind, *rest = key.split()
-        if kind in KINDS:
-            runs.setdefault((kind, int(rest[0])), []).append(row)
+        if kind in KINDS and (not trained or "trained" in row):
+            runs.setdefault((kind, int(rest[0])), []).append(row | row["trained"] if trained else row)
     return {
         key: {
             "more": statistics.mean(row["more"] for row in rows),
@@ -49,8 +50,8 @@ def spared(points: dict[tuple[str, int], dict[str, float]], point: dict[str, flo
     return 1 - point["more"] / float(np.interp(1 - point["share"], skipped, more))
 
 
-def table(results: dict[str, Any]) -> list[str]:
-    of_bases = {base: summary(found) for base, found in results.items()}
+def table(results: dict[str, Any], trained: bool = False) -> list[str]:
+    of_bases = {base: summary(found, trained) for base, found in results.items()}
     kinds = [kind for kind in ("affine", "mlp") if any(kind == k for points in of_bases.values() for k, _ in points)]
     lines = []
     for base, points in of_bases.items():
@@ -68,6 +69,11 @@ def table(results: dict[str, Any]) -> list[str]:
     return markdown_table(heads, lines)
 
 
+def after_steps(results: dict[str, Any]) -> str:
+    steps = {row["trained"]["steps"] for found in results.values() for row in found.values() if "trained" in row}
+    return f"With the branches of both sides trained for {max(steps)} steps of 8 x 128 tokens:"
+
+
 def said(point: dict[str, float]) -> str:
     error = f" ± {point['error']:.4f}" if point["seeds"] > 1 else ""
     return f"+{point['more']:.4f}{error} ({point['seeds']:.0f})"
@@ -76,14 +82,15 @@ def said(point: dict[str, float]) -> str:
 def draw(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(1, len(results), figsize=(3.6 * len(results), 3.2), squeeze=False)
     for axis, (base, found) in zip(axes[0], results.items()):
-        points = summary(found)
-        for number, (kind, label) in enumerate(KINDS.items()):
-            line = sorted(
-                (1 - point["share"], point["more"], point["error"]) for (k, _), point in points.items() if k == kind
-            )
+        for trained, (number, (kind, label)) in itertools.product((False, True), enumerate(KINDS.items())):
+            points = summary(found, trained).items()
+            line = sorted((1 - point["share"], point["more"], point["error"]) for (k, _), point in points if k == kind)
             if line:
                 x, y, error = zip(*[(0.0, 0.0, 0.0), *line])
-                axis.errorbar(x, y, yerr=error, marker="o", markersize=4, capsize=2, label=label, color=f"C{number}")
+                axis.errorbar(
+                    x, y, yerr=error, marker="o", markersize=4, capsize=2, color=f"C{number}",
+                    linestyle="--" if trained else "-", label=f"{label}, trained" if trained else label,
+                )  # fmt: skip
         axis.set_title(TITLES[base], fontsize=10)
         axis.set_xlabel("share of FFN calls skipped")
         axis.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
@@ -98,7 +105,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     results = json.loads((HERE / "results.json").read_text())
-    write_text(HERE / "results.md", "\n".join(table(results)) + "\n")
+    parts = ["Without training:", "", *table(results), ""]
+    if any(summary(found, trained=True) for found in results.values()):
+        parts += [after_steps(results), "", *table(results, trained=True), ""]
+    write_text(HERE / "results.md", "\n".join(parts))
     draw(results, HERE / "results.png")
 
 

@@ -8,10 +8,10 @@
 Three bases: the embedded one, `../shared/data/stories260k`, and a GPT-2 that `--folder` gets from a few minutes on
 Tiny-Shakespeare, on which nothing of the method was tuned. Both sides have the same branches, fitted on the same text
 by the same least squares. Static dropping gets the best of all subsets of layers, by the loss on text of its own;
-routers get one threshold from that text; the loss is that of a third text. With `--steps` the branches of both sides are trained
-from there, on 8 x 128 tokens a step, to the predictions of the dense base; the gates stay as they were fitted. The
-learning rate of each side is the one with the lowest loss on the text to choose on (`--tune`), with another seed. What
-`results.json` holds is not measured again.
+routers get one threshold from that text; the loss is that of a third text. With `--steps` the branches of both sides
+are trained from there, on 8 x 128 tokens a step, to the predictions of the dense base; the gates stay as they were
+fitted. The learning rate of each side is the one with the lowest loss on the text to choose on (`--tune`), with another
+seed. What `results.json` holds is not measured again.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bases", nargs="+", default=["embedded", "stories260k", "shakespeare"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--gates", nargs="+", default=["mlp", "affine"])
+    parser.add_argument("--gates", nargs="*", default=["mlp", "affine"])
     parser.add_argument("--steps", type=int, default=0, help="of training, from the fit and from the layers left out")
     parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
     parser.add_argument("--data", type=Path, default=HERE.parents[2] / "shared" / "data")
