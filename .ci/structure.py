@@ -31,6 +31,7 @@ report
 study
 card
 registration
+vllm
 cli
 __init__ __main__
 """

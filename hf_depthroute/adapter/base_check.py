@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
+from safetensors import safe_open
 from torch import nn
 
 from ..base.families import find_decoder, find_family
@@ -41,11 +44,15 @@ def allow_base_mismatch() -> Iterator[None]:
         _allowed.reset(token)
 
 
-def describe_base(model: Any) -> dict[str, Any]:
-    """Architecture, sizes and sampled weights that an adapter depends on; saved with it."""
+def describe_base(model: Any, files: Iterable[Path] | None = None) -> dict[str, Any]:
+    """Architecture, sizes and sampled weights that an adapter depends on; saved with it.
+
+    With safetensors `files`, the weights are read there: `model` may be on the meta device.
+    """
     config = model.config
     read = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
-    return {**{name: read(name) for name in _SIZES}, SAMPLED: sampled_weights(model)}
+    sampled = sampled_weights(model) if files is None else stored_weights(model, files)
+    return {**{name: read(name) for name in _SIZES}, SAMPLED: sampled}
 
 
 def remember_base(model: Any, config: Any) -> None:
@@ -55,13 +62,13 @@ def remember_base(model: Any, config: Any) -> None:
     config.base_architecture = {**described, SAMPLED: {**(described.get(SAMPLED) or {}), **sampled_weights(model)}}
 
 
-def check_base(model: Any, wanted: dict[str, Any]) -> None:
+def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None = None) -> None:
     """Refuse a base that is not the one that `wanted`, from `describe_base`, describes.
 
     Raises:
-        AdapterMismatchError: A size or a weight differs.
+        AdapterMismatchError: A size or a weight differs; or `files`, of which weights are to be read, hold none.
     """
-    here = describe_base(model)
+    here = describe_base(model, files)
     for key, value in wanted.items():
         if key == SAMPLED or (key == "vocab_size" and _allowed.get()):
             continue
@@ -74,6 +81,11 @@ def check_base(model: Any, wanted: dict[str, Any]) -> None:
     if _allowed.get() or not isinstance(expected, dict):
         return
     common = [name for name in expected if name in here[SAMPLED]]
+    if files is not None and expected and not common:
+        raise AdapterMismatchError(
+            "none of the weights that tell this adapter's base model from others is in the base's safetensors files; "
+            "is it quantised, or saved in another form?"
+        )
     differing = [name for name in common if not _alike(expected[name], here[SAMPLED][name])]
     if differing:
         raise AdapterMismatchError(
@@ -88,21 +100,55 @@ def sampled_weights(model: Any) -> dict[str, float]:
     Adapter weights are not the base's; names are those that the base had without them. Left out is what cannot be
     read: offloaded, sharded and quantised weights.
     """
+    found = {}
+    for name, weight in _sampled(model):
+        data = weight.data
+        if type(data) is not torch.Tensor or data.is_meta or not data.numel() or data.dtype not in _READABLE:
+            continue
+        found[name] = _rounded(data.reshape(-1)[_position(name, data.numel())])
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def stored_weights(model: Any, files: Iterable[Path]) -> dict[str, float]:
+    """`sampled_weights` of a model whose weights are in safetensors `files`, read without loading them.
+
+    Left out is what the files have in another form: under another name or shape, or quantised.
+    """
+    prefix = f"{model.base_model_prefix}."
+    bare = {id(weight): name.removeprefix(prefix) for name, weight in model.named_parameters()}
+    wanted = {bare[id(weight)]: (name, weight.shape) for name, weight in _sampled(model) if weight.numel()}
+    found = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for stored in file.keys():  # noqa: SIM118
+                name, shape = wanted.get(stored.removeprefix(prefix), ("", None))
+                part = file.get_slice(stored)
+                if shape is None or tuple(part.get_shape()) != tuple(shape):
+                    continue
+                place = np.unravel_index(_position(name, math.prod(shape)), tuple(shape))
+                value = part[tuple(slice(int(index), int(index) + 1) for index in place)]
+                if value.dtype in _READABLE:
+                    found[name] = _rounded(value)
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _sampled(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """The weights of which one value is looked at, by the names that they have in a description."""
     family = find_family(model)
     layers = getattr(find_decoder(model, family), family.layers)
     read = [("embeddings", model.get_input_embeddings())]
     read += [(f"{family.layers}.{i}", layers[i]) for i in sorted({0, len(layers) // 2, len(layers) - 1})]
-    found = {}
     for prefix, module in read:
-        for name, weight in sorted(_base_weights(prefix, module), key=lambda item: item[0]):
-            data = weight.data
-            if type(data) is not torch.Tensor or data.is_meta or not data.numel() or data.dtype not in _READABLE:
-                continue
-            position = int.from_bytes(name.encode()[-6:], "big") % data.numel()
-            value = float(data.reshape(-1)[position].to(torch.bfloat16))
-            if math.isfinite(value):
-                found[name] = value
-    return found
+        yield from sorted(_base_weights(prefix, module), key=lambda item: item[0])
+
+
+def _position(name: str, count: int) -> int:
+    """Which of a weight's `count` values is looked at."""
+    return int.from_bytes(name.encode()[-6:], "big") % count
+
+
+def _rounded(value: torch.Tensor) -> float:
+    return float(value.to(torch.bfloat16))
 
 
 def _base_weights(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

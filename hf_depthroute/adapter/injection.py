@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +19,8 @@ from ..execution.layer import DECODE_STEPS, LAST_TOKENS, TOKEN_MASK, routed_forw
 from ..routing.holder import HOLDER, Routing
 from ..routing.misuse import warn_of_training
 
+Forward = Callable[..., Any]
+
 _handed_down: ContextVar[dict[str, Any] | None] = ContextVar("depth_route_handed_down", default=None)
 
 
@@ -29,12 +32,16 @@ def enter(model: nn.Module) -> nn.ModuleList:
     if _hand_down not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(_hand_down, with_kwargs=True)
     for layer in layers:
-        if not hasattr(layer, "_depth_route_base"):
-            base: Any = type(layer)
-            _set_class(layer, routed_class(base))
+        swap(layer, routed_forward)
         if not family.passes_keywords and _receive not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_receive, prepend=True, with_kwargs=True)
     return layers
+
+
+def swap(layer: Any, forward: Forward) -> None:
+    """Switch a decoder layer to its routed subclass, whose `forward` is given. A second call changes nothing."""
+    if not hasattr(layer, "_depth_route_base"):
+        _set_class(layer, routed_class(type(layer), forward))
 
 
 def leave(model: nn.Module) -> None:
@@ -148,7 +155,7 @@ def last_tokens_of(inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs
 
 
 @functools.cache
-def routed_class(base: Any) -> Any:
+def routed_class(base: Any, forward: Forward) -> Any:
     """The subclass that decoder layers of class `base` are switched to: same name and module, our `forward`."""
     names = tuple(inspect.signature(base.forward).parameters)[2:]
     cls = type(base)(
@@ -159,14 +166,14 @@ def routed_class(base: Any) -> Any:
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
             "__call__": nn.Module.__call__,  # checkpointing is done once, in `routed_forward`
-            "__reduce_ex__": lambda self, protocol: (_rebuild, (self._depth_route_base,), self.__dict__),
+            "__reduce_ex__": lambda self, protocol: (_rebuild, (base, forward), self.__dict__),
             "_base_forward": base.forward,
             "_argument_names": tuple(name for name in names if name != "kwargs"),
             "_depth_route_base": base,
             "gradient_checkpointing": False,
         },
     )
-    cls.forward = routed_forward  # after creation: transformers wraps what the class body defines
+    cls.forward = forward  # after creation: transformers wraps what the class body defines
     return cls
 
 
@@ -180,6 +187,6 @@ def _set_class(layer: Any, cls: Any) -> None:
         setattr(layer, name, cls.forward.__get__(layer))
 
 
-def _rebuild(base: Any) -> Any:
-    cls = routed_class(base)
+def _rebuild(base: Any, forward: Forward) -> Any:
+    cls = routed_class(base, forward)
     return cls.__new__(cls)

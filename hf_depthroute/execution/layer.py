@@ -23,7 +23,7 @@ from ..routing.holder import HOLDER, Routing
 from ..routing.misuse import warn_of_backward
 from ..routing.plan import RoutePlan
 from ..routing.trace import RouteRecord
-from .call import Kwargs, RoutedCall
+from .call import Kwargs, RoutedCall, Site
 from .decode import Step
 from .executors import executor_of
 from .sequences import decide_sequences, remember_sequences
@@ -106,9 +106,22 @@ def routed_call(
         kwargs: What the layer was called with, for its parts.
         decides: Whether the gate is asked.
     """
-    holder: Routing = layer._modules[HOLDER]
     site = SITES[plan.config.target]
-    stream = site.enter(layer, holder.family, hidden_states, kwargs)
+    stream = site.enter(layer, layer._modules[HOLDER].family, hidden_states, kwargs)
+    return call_on_stream(layer, plan, site, stream, token_mask, kwargs, decides)
+
+
+def call_on_stream(
+    layer: Any,
+    plan: RoutePlan,
+    site: Site,
+    stream: Tensor,
+    token_mask: Tensor | None,
+    kwargs: Kwargs,
+    decides: bool = True,
+) -> RoutedCall:
+    """As `routed_call`, from the stream in front of the routed part, `[B, T, d]`."""
+    holder: Routing = layer._modules[HOLDER]
     reads_stream = plan.config.gate_input == "residual"
     # A gathered FFN needs the norm of the rows that it runs on, and of no others, unless the gate reads it.
     normed = None if reads_stream and not layer.training else site.norm(layer, holder.family, stream)

@@ -28,7 +28,7 @@ class FFNSite(Site):
     """`a = h + attention(LN1(h))` in front; the FFN, or the whole MoE block, is routed."""
 
     def enter(self, layer: Any, family: Family, h: Tensor, kwargs: Kwargs) -> Tensor:
-        return h if family.parallel else _attended(layer, family, h, h, kwargs)
+        return h if family.parallel else attended(layer, family, h, h, kwargs)
 
     def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
         return norm_of(layer, family, "ffn")(stream)
@@ -54,7 +54,7 @@ class FFNSite(Site):
         return _ffn_rows(call, base, call.norm(), call.scale)
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
-        return _attended(call.layer, call.family, after, call.stream, call.kwargs) if call.family.parallel else after
+        return attended(call.layer, call.family, after, call.stream, call.kwargs) if call.family.parallel else after
 
 
 class AttentionSite(Site):
@@ -217,7 +217,7 @@ SITES: dict[str, Site] = {
 }
 
 
-def _attended(layer: Any, family: Family, target: Tensor, read: Tensor, kwargs: Kwargs) -> Tensor:
+def attended(layer: Any, family: Family, target: Tensor, read: Tensor, kwargs: Kwargs) -> Tensor:
     """`target` and the attention's update from the stream `read`, `[B, T, d]`."""
     return target + attention_update(layer, family, norm_of(layer, family, "attention")(read), kwargs)
 

@@ -1,0 +1,79 @@
+"""How many rows ran in full, layer by layer: a line in vLLM's log, and counters of its Prometheus endpoint.
+
+The counters are made in the process that runs the model. Its endpoint is another process's: it sees them where both
+were started with `PROMETHEUS_MULTIPROC_DIR`, as `hf-depthroute serve --engine vllm` does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+EVERY_SECONDS = 10.0
+FULL, ALL = "depthroute:rows_full", "depthroute:rows"  # Prometheus adds `_total`
+
+
+class RowCount:
+    """The rows of one layer since the start. Adding waits for no device.
+
+    Attributes:
+        rows: Of requests; prompts and generated tokens.
+        full: Int64 `[]`; those that ran in full.
+    """
+
+    def __init__(self, layer_index: int, log: RowLog) -> None:
+        self.layer_index = layer_index
+        self.rows = 0
+        self.full: Tensor | int = 0
+        self._log = log
+
+    def add(self, mask: Tensor | None, rows: int) -> None:
+        """The rows of one forward pass; `mask`, bool `[1, N]`, of those in full; all are where it is None."""
+        self.rows += rows
+        self.full = self.full + (rows if mask is None else mask.sum())
+        self._log.tick(self)
+
+
+class RowLog:
+    """Writes the counts of all routed layers every ten seconds in which there were new ones.
+
+    Args:
+        layers: Indices of the routed layers, ascending.
+        every: Seconds.
+    """
+
+    def __init__(self, layers: Sequence[int], every: float = EVERY_SECONDS) -> None:
+        from prometheus_client import REGISTRY, Counter
+        from vllm.logger import init_logger
+
+        self.counts = [RowCount(index, self) for index in layers]
+        self._logger = init_logger("vllm.depthroute")  # vLLM shows what is below its own name
+        self._every, self._next = every, time.monotonic() + every
+        self._written: list[tuple[int, int]] = [(0, 0)] * len(layers)
+        for name in (FULL, ALL):  # of an engine before this one in the same process
+            if name in REGISTRY._names_to_collectors:
+                REGISTRY.unregister(REGISTRY._names_to_collectors[name])
+        self._full = Counter(FULL, "Rows that ran a routed layer in full.", ["layer"])
+        self._all = Counter(ALL, "Rows that a routed layer was given.", ["layer"])
+
+    def tick(self, count: RowCount) -> None:
+        """Called at every layer; acts at the last one, so that all have seen the same passes."""
+        if count is self.counts[-1] and time.monotonic() >= self._next:
+            self.write()
+
+    def write(self) -> None:
+        """Log and export what is new; the next time is `every` seconds from now. Waits for the device."""
+        self._next = time.monotonic() + self._every
+        now = [(int(count.full), count.rows) for count in self.counts]
+        new = [(a - b, c - d) for (a, c), (b, d) in zip(now, self._written)]
+        self._written = now
+        if not any(rows for _, rows in new):
+            return
+        for count, (full, rows) in zip(self.counts, new):
+            self._full.labels(str(count.layer_index)).inc(full)
+            self._all.labels(str(count.layer_index)).inc(rows)
+        shares = ", ".join(f"{c.layer_index}: {full / rows:.0%}" for c, (full, rows) in zip(self.counts, new))
+        ran, given = (sum(part) for part in zip(*new))
+        self._logger.info("Depth routing: %.1f %% of rows in full (layer %s)", 100 * ran / given, shares)

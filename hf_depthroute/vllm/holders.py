@@ -1,0 +1,55 @@
+"""An adapter without its base: the adapter state of every routed layer, strictly loaded, its base checked on disk."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from ..adapter.base_check import check_base
+from ..inference.calibration import set_budget, set_phases
+from ..routing.holder import Routing
+from ..routing.trace import routings
+from .limits import check_adapter, check_base_config, read_adapter
+from .settings import Settings
+
+
+@torch.inference_mode(False)  # weights that are made in it have no version, and nothing derived from them is kept
+def load_holders(settings: Settings, base_config: Any, base_files: Sequence[Path]) -> dict[int, Routing]:
+    """The holders of the routed layers by their index, on the CPU, in eval mode, frozen.
+
+    They are injected and loaded as ever, into a base without weights (on the meta device). So they start with an
+    adapter's own checks, and are what `PeftModel.from_pretrained` makes.
+
+    Args:
+        settings: Which adapter, and how it routes.
+        base_config: The base's configuration; it is not changed.
+        base_files: The base's safetensors files.
+
+    Raises:
+        ConfigError: The adapter or the base is none that vLLM can serve exactly.
+        AdapterMismatchError: The adapter's files are not those of a save, or its base is another.
+    """
+    check_base_config(base_config)
+    config = read_adapter(settings.adapter)
+    check_adapter(config, settings.phases)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("meta"):
+            base = AutoModelForCausalLM.from_config(copy.deepcopy(base_config))
+        check_base(base, config.base_architecture or {}, base_files)
+        with torch.device("cpu"):
+            model = PeftModel.from_pretrained(base, settings.adapter).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(dtype)
+    if settings.budget is not None:
+        set_budget(model, settings.budget)
+    if settings.phases is not None:
+        set_phases(model, settings.phases)
+    return {holder.layer_index: holder for holder in routings(model)}

@@ -1,0 +1,141 @@
+"""What of an adapter and of vLLM goes together: where tokens would not be those of `generate`, one line says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from .. import registration as registration
+from ..base.families import row_of
+from ..config.adapter import DepthRouteConfig
+from ..config.rules import ConfigError
+from ..parts.traits import traits_of
+from .settings import settings_of
+
+_TARGETS = {
+    "attention": "vLLM's attention reads and writes its paged cache in one call for all rows of a batch, so none can be "
+    "left out",
+    "block": "the attention in it is one call for all rows of a batch in vLLM, so none can be left out",
+    "experts": "vLLM runs the experts of a layer in one fused call of its own",
+}
+_LOADERS = ("auto", "safetensors")
+
+
+def check_all(vllm_config: Any) -> None:
+    """Everything that can be known before a process starts and a weight is read.
+
+    Raises:
+        ConfigError: As the functions below.
+        UnsupportedModelError: As `check_base_config`.
+    """
+    check_engine(vllm_config)
+    hf_config = vllm_config.model_config.hf_config
+    check_base_config(hf_config)
+    settings = settings_of(hf_config)
+    check_adapter(read_adapter(settings.adapter), settings.phases)
+
+
+def read_adapter(folder: str) -> DepthRouteConfig:
+    """The configuration of the adapter in `folder`; `ConfigError` where there is none."""
+    if not Path(folder, "adapter_config.json").is_file():
+        raise ConfigError(f"adapter {folder}: there is no adapter_config.json in it, on this machine")
+    return cast(DepthRouteConfig, DepthRouteConfig.from_pretrained(folder))
+
+
+def check_adapter(config: DepthRouteConfig, phases: str | None = None) -> None:
+    """Refuse an adapter that vLLM cannot serve exactly, with the phases in force where they are not its own.
+
+    Raises:
+        ConfigError: What it is that cannot be served, and why.
+    """
+    gate = traits_of(config.gate)
+    if config.target != "ffn":
+        why = _TARGETS.get(config.target, "only the FFN's rows can be left out there")
+        _refuse("target", config.target, why)
+    if config.granularity != "token":
+        _refuse("granularity", config.granularity, "a batch there is one row that holds tokens of many requests")
+    if gate.static or gate.exits or gate.reads_logits:
+        _refuse("gate", config.gate, "only gates that score a token by its own stream, against a threshold, are")
+    if config.causal_rule != "quantile":
+        _refuse("causal_rule", config.causal_rule, "only thresholds are")
+    if config.modules_to_save:
+        _refuse("modules_to_save", config.modules_to_save, "the base's weights are loaded by vLLM, not from an adapter")
+    if (phases or config.phases) != "all":
+        why = (
+            "vLLM runs generated tokens again as part of a prompt, after a preemption and where a conversation goes "
+            "on, and would route them then; pass --phases all"
+        )
+        _refuse("phases", phases or config.phases, why)
+
+
+def check_base_config(config: Any) -> None:
+    """Refuse a base whose FFNs vLLM runs in another way than row by row.
+
+    Raises:
+        UnsupportedModelError: The family is not supported by this library either, or the model has more than text.
+        ConfigError: It is a mixture of experts, or its logits are not those of vLLM.
+    """
+    family = row_of(config)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    if any(getattr(config, name, None) for name in names):
+        _refuse("base", config.model_type, "the experts of a mixture of experts are vLLM's own fused call")
+    if family.logits is not None and family.logits[0] == "divide":
+        _refuse("base", config.model_type, "vLLM's Transformers backend leaves out the division of its logits")
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Refuse what of vLLM is not exact with routing, or was not tried.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+
+    Raises:
+        ConfigError: Which option, and why.
+    """
+    model, parallel, load = vllm_config.model_config, vllm_config.parallel_config, vllm_config.load_config
+    compilation = vllm_config.compilation_config
+    graphs = getattr(compilation.cudagraph_mode, "name", None)  # not chosen yet: `model.prepare` chooses
+    found = {
+        "--pipeline-parallel-size": (
+            parallel.pipeline_parallel_size > 1,
+            "the adapter's layers would have to follow the base's over processes",
+        ),
+        "--enable-expert-parallel": (parallel.enable_expert_parallel, "there are no experts in a routed FFN"),
+        "--enable-dbo": (parallel.enable_dbo, "half batches have no forward context of their own here"),
+        "--speculative-config": (
+            vllm_config.speculative_config is not None,
+            "the rows of rejected tokens would be routed and counted; hf_depthroute.lossless_generate drafts itself",
+        ),
+        "--enable-lora": (
+            vllm_config.lora_config is not None,
+            "vLLM finds a row's LoRA by its place in the batch, and gathered rows have another",
+        ),
+        "--kv-transfer-config": (
+            vllm_config.kv_transfer_config is not None,
+            "keys and values of other engines are those of another budget, or of none",
+        ),
+        "--quantization": (model.quantization is not None, "a quantised base is not the one that was routed"),
+        "--enable-sleep-mode": (model.enable_sleep_mode, "waking up would leave the adapter's weights out"),
+        "--trust-remote-code": (model.trust_remote_code, "a base with code of its own may be served by it, unrouted"),
+        "--runner": (model.runner_type != "generate", "only text generation is routed"),
+        "--load-format": (
+            str(load.load_format) not in _LOADERS,
+            f"the base is read from safetensors; use one of: {', '.join(_LOADERS)}",
+        ),
+        "--compilation-config": (
+            getattr(compilation.pass_config, "enable_sp", None),
+            "with enable_sp a process holds a part of the rows only",
+        ),
+        "--compilation-config cudagraph_mode": (
+            "FULL" in (graphs or ""),
+            f"{graphs} records one decision and repeats it; use PIECEWISE or NONE",
+        ),
+    }
+    for option, (given, why) in found.items():
+        if given:
+            raise ConfigError(f"{option} is not supported with a depth-routed adapter: {why}")
+
+
+def _refuse(field: str, value: str | Sequence[str], why: str) -> None:
+    raise ConfigError(f"{field}={value!r} is not served by vLLM: {why}")

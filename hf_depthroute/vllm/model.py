@@ -1,0 +1,90 @@
+"""`DepthRoutedForCausalLM`: a base on vLLM's Transformers backend, with this library's adapter state in its layers.
+
+vLLM builds and loads the base as ever. The layers' class is then switched, as in a transformers model, to one whose
+`forward` runs the routed FFN behind an operator; no hook, no module is put around anything, and no weight is renamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm.model_executor.models.transformers import TransformersForCausalLM
+
+from ..adapter.injection import swap
+from ..base.families import find_decoder, row_of
+from ..routing.holder import HOLDER
+from .counts import RowLog
+from .holders import load_holders
+from .limits import check_engine
+from .settings import Settings, settings_of
+from .step import NAME, OPERATOR, FFNStep, served_forward
+
+
+class DepthRoutedForCausalLM(TransformersForCausalLM):
+    """The architecture that vLLM is told to build (`settings.ARCHITECTURE`).
+
+    Args:
+        vllm_config: vLLM's configuration; the model's own holds the `Settings`.
+        prefix: In front of the names of modules.
+    """
+
+    supports_lora = False
+    supports_pp = False
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        check_engine(vllm_config)
+        settings, config = settings_of(vllm_config.model_config.hf_config), vllm_config.model_config.hf_config
+        with _own_architecture(config):
+            holders = load_holders(settings, config, _files_of(vllm_config))
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self._attach(settings, holders, prefix)
+
+    def _attach(self, settings: Settings, holders: dict[int, Any], prefix: str) -> None:
+        """Put the holders beside the FFNs, and the operator's name for each layer into vLLM's table."""
+        family = row_of(self.config)
+        log = RowLog(sorted(holders)) if self.tp_group.rank_in_group == 0 else None
+        counts = {} if log is None else {count.layer_index: count for count in log.counts}
+        compilation = self.vllm_config.compilation_config
+        for index, layer in enumerate(getattr(find_decoder(self.model, family), family.layers)):
+            swap(layer, served_forward)
+            if index not in holders:
+                continue
+            setattr(layer, HOLDER, holders[index].to(self.device_config.device))
+            name = f"{prefix}depth_route.{index}"
+            setattr(layer, NAME, name)
+            compilation.static_forward_context[name] = FFNStep(layer, counts.get(index))
+        if compilation.splitting_ops and OPERATOR not in compilation.splitting_ops:
+            compilation.splitting_ops.append(OPERATOR)  # its shapes depend on data: no graph may hold it
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """The base's weights; those of the adapter are there already, and vLLM asks for all names."""
+        loaded: set[str] = super().load_weights(weights)
+        return loaded | {name for name, _ in self.named_parameters() if f".{HOLDER}." in name}
+
+
+@contextmanager
+def _own_architecture(config: Any) -> Iterator[None]:
+    """The base's architecture in its configuration, which decides how names in a checkpoint are read."""
+    given = config.architectures
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    try:
+        yield
+    finally:
+        config.architectures = given
+
+
+def _files_of(vllm_config: Any) -> list[Path]:
+    """The safetensors files of the base; from the Hub, where vLLM will look for them too."""
+    model = vllm_config.model_config
+    folder = Path(model.model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        where = {"revision": model.revision, "cache_dir": vllm_config.load_config.download_dir}
+        folder = Path(snapshot_download(model.model, allow_patterns=["*.safetensors"], **where))
+    return sorted(folder.glob("*.safetensors"))

@@ -1,0 +1,56 @@
+"""What vLLM is told of an adapter: a few values in the model's configuration, which every process of vLLM gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ..config.rules import ConfigError
+
+ARCHITECTURE = "DepthRoutedForCausalLM"
+FIELD = "depth_route"  # of the model's configuration
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which adapter routes, and how.
+
+    Attributes:
+        adapter: The adapter's folder, the same for all processes.
+        budget: Share of tokens that runs in full; None: the adapter's own.
+        phases: `"all"` or `"prefill"`; None: the adapter's own.
+    """
+
+    adapter: str
+    budget: float | None = None
+    phases: str | None = None
+
+    @property
+    def hf_overrides(self) -> dict[str, Any]:
+        """vLLM's option of this name. The architecture is this package's, so that vLLM fails without it."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        # A base with code of its own would otherwise be served by that code, without routing, where the plugin is not.
+        return {"architectures": [ARCHITECTURE], "auto_map": {}, FIELD: given}
+
+    def serve_words(self, base: str, name: str, options: Sequence[str] = ()) -> list[str]:
+        """The command line `vllm serve ...` of this adapter on `base`, as model `name`."""
+        own = ["--served-model-name", name, "--hf-overrides", json.dumps(self.hf_overrides)]
+        return ["vllm", "serve", base, *own, *options]
+
+
+def settings_of(hf_config: Any) -> Settings:
+    """The settings in a model's configuration, as `Settings.hf_overrides` puts them there.
+
+    Raises:
+        ConfigError: There are none, or they are not such.
+    """
+    given = getattr(hf_config, FIELD, None)
+    known = [field.name for field in fields(Settings)]
+    if not isinstance(given, dict) or not isinstance(given.get("adapter"), str) or not set(given) <= set(known):
+        raise ConfigError(
+            f"--hf-overrides: {FIELD}={given!r} must hold 'adapter', the adapter's folder, and may hold 'budget' and "
+            "'phases'; hf-depthroute vllm-config ADAPTER prints the whole line"
+        )
+    return Settings(**given)

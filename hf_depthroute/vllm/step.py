@@ -1,0 +1,106 @@
+"""The routed FFN behind one operator, which a compiler does not look into: what is skipped there stays skipped.
+
+Shapes: N rows of all requests of a batch, d model width. Streams are `[1, N, d]`, as vLLM's Transformers backend has
+them: one sequence as far as the layer can see, so decisions are about tokens only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from ..execution.call import RoutedCall
+from ..execution.executors import executor_of
+from ..execution.layer import call_on_stream
+from ..execution.sites import FFNSite, attended
+from ..routing.holder import HOLDER, Routing
+from .counts import RowCount
+
+OPERATOR = "hf_depthroute::routed_ffn"
+NAME = "depth_route_name"  # the attribute of a routed layer that the operator finds it by
+
+_library = torch.library.Library("hf_depthroute", "FRAGMENT")
+
+
+class _FFN(FFNSite):
+    """The FFN alone: what stands in front of it or beside it is the layer's."""
+
+    def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
+        return after
+
+
+_SITE = _FFN()
+
+
+class FFNStep:
+    """What the operator runs for one layer.
+
+    Args:
+        layer: A decoder layer that holds adapter state.
+        count: Where its rows are counted; None where another process counts them.
+    """
+
+    def __init__(self, layer: nn.Module, count: RowCount | None) -> None:
+        self.layer = layer
+        self.count = count
+
+    def __call__(self, stream: Tensor, real: int | None) -> Tensor:
+        """The stream after the FFN, or after the cheap branch, `[1, N, d]`.
+
+        Args:
+            stream: In front of the FFN, `[1, N, d]`; it is not changed.
+            real: How many rows are tokens of requests, the first ones; None in a trial run, where that is not known.
+        """
+        layer: Any = self.layer
+        holder: Routing = layer._modules[HOLDER]
+        rows = stream.shape[1]
+        plan = holder.plan(False, (1, rows))
+        assert plan is not None
+        token_mask = None
+        if real is not None and real < rows:  # what a graph of a fixed size is filled up with
+            token_mask = (torch.arange(rows, device=stream.device) < real)[None]
+        own = stream if holder.family.parallel else stream.clone()  # it may be overwritten
+        if plan.rule == "full":
+            call = call_on_stream(layer, plan, _SITE, own, token_mask, {}, decides=False)
+            out = call.full()
+        else:
+            call = call_on_stream(layer, plan, _SITE, own, token_mask, {})
+            out = executor_of(call).run(call)
+        if self.count is not None and real is not None:
+            self.count.add(None if call.decision is None else call.mask, real)
+        return out.clone() if out is stream else out
+
+
+def _routed_ffn(stream: Tensor, layer_name: str) -> Tensor:
+    context = get_forward_context()
+    metadata = context.attn_metadata
+    real = None
+    if metadata:  # one entry for each layer's attention, all of the same batch
+        real = next(iter(metadata.values())).num_actual_tokens
+    step: FFNStep = context.no_compile_layers[layer_name]
+    return step(stream, real)
+
+
+def _shape_only(stream: Tensor, layer_name: str) -> Tensor:
+    return torch.empty_like(stream)
+
+
+direct_register_custom_op("routed_ffn", _routed_ffn, fake_impl=_shape_only, target_lib=_library)
+
+
+def served_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`forward` of every swapped layer: the base's parts in the base's order, around the operator."""
+    kwargs.update(zip(layer._argument_names, args))
+    holder: Routing | None = layer._modules.get(HOLDER)
+    if holder is None:
+        return layer._base_forward(hidden_states, **kwargs)
+    family, h = holder.family, hidden_states
+    stream = h if family.parallel else attended(layer, family, h, h, kwargs)
+    out = torch.ops.hf_depthroute.routed_ffn(stream, getattr(layer, NAME))
+    if family.parallel:
+        out = attended(layer, family, out, h, kwargs)
+    return (out, None) if family.returns_weights else out

@@ -1,0 +1,31 @@
+"""What vLLM loads in each of its processes, by the entry point group `vllm.general_plugins`.
+
+It stands beside the package, because importing that loads PEFT and changes transformers' Trainer; a process of vLLM
+that serves another model has no use for either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+ARCHITECTURE = "DepthRoutedForCausalLM"
+
+
+def register() -> None:
+    """Tell vLLM of the architecture, and what to check before it starts a process. A second call changes nothing."""
+    from vllm import ModelRegistry
+    from vllm.config import CUDAGraphMode
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+    class DepthRoutedConfig(VerifyAndUpdateConfig):  # type: ignore[misc,unused-ignore]
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            from hf_depthroute.vllm.limits import check_all
+
+            check_all(vllm_config)
+            compilation = vllm_config.compilation_config
+            if compilation.cudagraph_mode is None:  # by default, whole forward passes would be recorded
+                compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+    MODELS_CONFIG_MAP[ARCHITECTURE] = DepthRoutedConfig
+    ModelRegistry.register_model(ARCHITECTURE, "hf_depthroute.vllm.model:DepthRoutedForCausalLM")
