@@ -41,7 +41,8 @@ def enter(model: nn.Module) -> nn.ModuleList:
 def swap(layer: Any, forward: Forward) -> None:
     """Switch a decoder layer to its routed subclass, whose `forward` is given. A second call changes nothing."""
     if not hasattr(layer, "_depth_route_base"):
-        _set_class(layer, routed_class(type(layer), forward))
+        base: Any = type(layer)
+        _set_class(layer, routed_class(base, forward))
 
 
 def leave(model: nn.Module) -> None:

@@ -27,6 +27,7 @@ from .fit import fit
 from .generate import generate
 from .report import report
 from .serve import serve
+from .serve_vllm import vllm_config
 from .study import study
 from .train import train
 
@@ -65,7 +66,9 @@ app.command("fit")(fit)
 app.command("eval")(evaluate)
 app.command("bench")(bench)
 app.command("generate")(generate)
-app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+_PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command("serve", context_settings=_PASSES_ON)(serve)
+app.command("vllm-config", context_settings=_PASSES_ON)(vllm_config)
 app.command("study")(study)
 app.command("report")(report)
 app.command("card")(card)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from ..config.adapter import DepthRouteConfig
 
+ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -89,6 +90,25 @@ def find_base(adapter: str, config: DepthRouteConfig, model: str | None) -> tupl
             raise
         hint = f"{error}; adapter {adapter} names this base: where it is elsewhere by now, pass --model"
         raise (CliError(hint, error.code) if isinstance(error, CliError) else HubError(hint)) from error
+
+
+def changed_fields(config: DepthRouteConfig, budget: float | None, phases: str | None) -> dict[str, Any]:
+    """What `--budget` and `--phases` change of an adapter's configuration; `ConfigError` where they cannot."""
+    from ..config.adapter import check_budget, check_phases
+
+    changed: dict[str, Any] = {}
+    if budget is not None:
+        if not config.takes_budget():
+            raise CliError(f"--budget {budget}: this adapter's threshold is fixed, whatever the budget; leave it out")
+        changed["budget"] = check_budget(budget)
+    if phases is not None:
+        changed["phases"] = check_phases(phases, config.granularity)
+    return changed
+
+
+def served_name(adapter: str) -> str:
+    """What requests call a model by: the adapter's Hub id, or the name of its folder."""
+    return Path(adapter).resolve().name if Path(adapter).is_dir() else adapter
 
 
 def folder_of(what: str, source: str, patterns: list[str], code: int = USAGE) -> Path:

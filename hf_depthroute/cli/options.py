@@ -233,4 +233,5 @@ Streaming = Annotated[bool, typer.Option("--streaming/--no-streaming", help="Rea
 BatchSize = Annotated[int, typer.Option(min=1, help="Blocks in a batch.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens in a block.")]
 Budgets = Annotated[str, "Fractions of tokens that run full, comma-separated."]
+Budget = Annotated[float | None, "Share of tokens that runs in full, in (0, 1]. Default: the adapter's."]
 Phases = Annotated[str | None, "What is routed: all, or prefill (prompts only). Default: the adapter's."]

@@ -1,4 +1,4 @@
-"""`hf-depthroute serve`: a routed model behind `transformers serve`.
+"""`hf-depthroute serve`: a routed model behind `transformers serve`, or behind vLLM (`serve_vllm`).
 
 `transformers serve` does not know this package, and loads no adapter by its name. It does load a folder that holds a
 complete model and an adapter, so it is given one: links to the base's files and to the adapter's two. It has no limits
@@ -23,8 +23,8 @@ from ..files.shown import reason, say
 from . import options as o
 from .errors import CliError
 from .serve_limits import Guard, Limits, error_body, limited_managers
+from .serve_vllm import serve_vllm
 
-_ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 _BASE_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -35,6 +35,8 @@ class ServeOptions:
     model: o.BaseModel = None
     adapter_option: o.OldAdapter = None
     phases: o.Phases = None
+    budget: o.Budget = None
+    engine: Annotated[str, "What serves: transformers or vllm."] = "transformers"
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt; a longer one gets 400.")] = 16_384
     max_output_tokens: Annotated[int, typer.Option(min=1, help="Longest answer; asking for more gets 400.")] = 4096
     max_requests: Annotated[
@@ -46,20 +48,25 @@ class ServeOptions:
 
 @o.command
 def serve(options: ServeOptions) -> None:
-    """Serve a routed model with `transformers serve`: the API of OpenAI, chat and completions.
+    """Serve a routed model with `transformers serve` or vLLM: the API of OpenAI, chat and completions.
 
     Every other option goes to `transformers serve` (see its --help), such as --port, --device, --dtype and
-    --continuous-batching. Requests name the model by the adapter's Hub id or folder name, or not at all. A client that
-    leaves ends its request. Needs pip install "transformers[serving]".
+    --continuous-batching; with --engine vllm, to `vllm serve`. The limits are those of the first. Requests name the
+    model by the adapter's Hub id or folder name, or not at all. A client that leaves ends its request. Needs
+    pip install "transformers[serving]", or vLLM.
 
     \b
     Example:
       hf-depthroute serve routed --port 8000
       curl localhost:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "def main():"}'
     """
+    if options.engine == "vllm":
+        serve_vllm(options, options.context)
+        return
+    if options.engine != "transformers":
+        raise CliError(f"--engine {options.engine}: use one of: transformers, vllm")
     from transformers.utils.import_utils import is_serve_available
 
-    from ..config.adapter import check_phases
     from . import loading
 
     if not is_serve_available():
@@ -67,19 +74,20 @@ def serve(options: ServeOptions) -> None:
     loading.quiet(options.debug)
     adapter, trusted = options.adapter, options.trust_remote_code
     config = loading.load_adapter_config(adapter)
-    if options.phases is not None:
-        check_phases(options.phases, config.granularity)
+    changed = loading.changed_fields(config, options.budget, options.phases)
     base, base_config = loading.find_base(adapter, config, options.model)
     positions = getattr(base_config, "max_position_embeddings", None)
     limits = Limits(options.max_prompt_tokens, options.max_output_tokens, options.max_requests, positions)
-    name = Path(adapter).resolve().name if Path(adapter).is_dir() else adapter
+    name = loading.served_name(adapter)
     from transformers.cli.transformers import app
 
     with tempfile.TemporaryDirectory(prefix="depthroute") as root:
         base_folder = loading.folder_of("model", base, [*_BASE_FILES, "*.py"] if trusted else _BASE_FILES)
-        link_model(base_folder, loading.folder_of("model", adapter, _ADAPTER_FILES), Path(root, name), code=trusted)
-        if options.phases is not None:
-            change_config(Path(root, name, _ADAPTER_FILES[0]), phases=options.phases)
+        link_model(
+            base_folder, loading.folder_of("model", adapter, loading.ADAPTER_FILES), Path(root, name), code=trusted
+        )
+        if changed:
+            change_config(Path(root, name, loading.ADAPTER_FILES[0]), **changed)
         say(f"serving {adapter} on {base} as model {name!r}", sys.stderr)
         # The server calls the model by the path that it was given.
         with contextlib.chdir(root), _one_model(name, limits):
@@ -135,9 +143,11 @@ def link_model(base: Path, adapter: Path, folder: Path, code: bool = False) -> N
 
     Weights, settings and tokenizer are the base's, whatever lies beside the adapter.
     """
+    from .loading import ADAPTER_FILES
+
     folder.mkdir(parents=True)
     files = {file.name: file for file in base.iterdir() if file.is_file() and (code or file.suffix != ".py")}
-    for name, file in (files | {name: adapter / name for name in _ADAPTER_FILES}).items():
+    for name, file in (files | {name: adapter / name for name in ADAPTER_FILES}).items():
         (folder / name).symlink_to(file.resolve())
 
 

