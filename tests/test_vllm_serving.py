@@ -1,0 +1,256 @@
+"""Inside vLLM an adapter's tokens are those of `generate`: an engine runs in a process of its own, and is compared.
+
+Everything is float32 and greedy. Needs vLLM, whose pins differ from this project's: `make vllm` runs these tests in an
+environment of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import make_consequential, randomised
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_depthroute import DepthRouteConfig, calibrate, fit_router, get_depth_routed_model
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM: run `make vllm`", allow_module_level=True)
+
+ROOT = Path(__file__).parents[1]
+EMBEDDED = ROOT / "recipes" / "embedded_base" / "model"
+STORIES = ROOT.parent / "shared" / "data" / "stories260k"
+LENGTHS = (3, 5, 8, 13, 21, 34, 47, 55, 89, 120, 144, 233, 300)
+NEW_TOKENS = 40
+SLOW = 900  # seconds for one engine, compilation included, on a busy machine
+
+Answer = dict[str, Any]
+
+
+def prompts(vocabulary: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@torch.no_grad()
+def generated(model: Any, given: list[list[int]]) -> list[list[int]]:
+    """What `generate` continues each prompt with, one after the other."""
+    how = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    outputs = [model.generate(input_ids=torch.tensor([prompt]), eos_token_id=None, **how) for prompt in given]
+    return [output[0, len(prompt) :].tolist() for output, prompt in zip(outputs, given)]
+
+
+def serve(folder: Path, engines: list[dict[str, Any]]) -> list[Answer]:
+    """The answers of `vllm_worker.py`; its last lines where it fails."""
+    request, answer = folder / "request.json", folder / "answer.json"
+    answer.unlink(missing_ok=True)
+    request.write_text(json.dumps(engines))
+    worker = [sys.executable, str(Path(__file__).with_name("vllm_worker.py")), str(request), str(answer)]
+    ended = subprocess.run(worker, capture_output=True, text=True, timeout=SLOW * len(engines), cwd=folder)
+    assert ended.returncode == 0, "\n".join((ended.stdout + ended.stderr).splitlines()[-40:])
+    found: list[Answer] = json.loads(answer.read_text())
+    return found
+
+
+class Case:
+    """A base, an adapter, and what `generate` says with and without it."""
+
+    def __init__(self, folder: Path, base: Path, model: PeftModel, given: list[list[int]] | None = None) -> None:
+        self.folder, self.base, self.adapter = folder, base, folder / "adapter"
+        model.save_pretrained(self.adapter)
+        self.prompts = given or prompts(model.config.vocab_size)
+        self.expected = generated(model, self.prompts)
+        with model.disable_adapter():
+            self.dense = generated(model, self.prompts)
+
+    def engine(self, passes: list[Any], options: dict[str, Any], **settings: Any) -> dict[str, Any]:
+        adapter = {"adapter": str(self.adapter), **settings}
+        fields = {"model": str(self.base), "adapter": adapter, "passes": passes, "new_tokens": NEW_TOKENS}
+        return {**fields, "options": {"enforce_eager": True} | options}
+
+    @property
+    def together(self) -> list[list[list[int]]]:
+        """One call of all prompts."""
+        return [self.prompts]
+
+    @property
+    def alone(self) -> list[list[list[int]]]:
+        """A call for each prompt."""
+        return [[prompt] for prompt in self.prompts]
+
+    def check(self, answer: Answer) -> None:
+        """Every pass has the routed model's tokens, which are not the base's."""
+        assert self.expected != self.dense
+        for calls in answer["tokens"]:
+            assert [tokens for call in calls for tokens in call] == self.expected
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """The Llama that comes with the demo, and a router that was calibrated on random text."""
+    model = get_depth_routed_model(
+        AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32), DepthRouteConfig(layers=[1, 2, 4, 5])
+    ).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".depth_route_branch." in name and ".down." in name:  # a new branch adds nothing
+            parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    text = torch.randint(3, model.config.vocab_size, (8, 128), generator=generator)
+    calibrate(model, [{"input_ids": text}])
+    return Case(tmp_path_factory.mktemp("llama"), EMBEDDED, model)
+
+
+@pytest.fixture(scope="module")
+def eager(llama: Case) -> Answer:
+    passes = [llama.together, llama.alone]
+    (answer,) = serve(llama.folder, [llama.engine(passes, {"enable_prefix_caching": False})])
+    return answer
+
+
+def test_prompts_together_and_alone_continue_as_generate_does(llama: Case, eager: Answer) -> None:
+    llama.check(eager)
+    assert eager["cached"] == 0
+
+
+def test_the_rows_that_enter_an_mlp_are_those_that_were_chosen(llama: Case, eager: Answer) -> None:
+    (entered,), (counted,) = eager["entered"], eager["counted"]
+    given = 2 * sum(len(prompt) + NEW_TOKENS - 1 for prompt in llama.prompts)
+    assert entered.keys() == counted.keys() == {"1", "2", "4", "5"}
+    for index, (full, rows) in counted.items():
+        assert rows == given
+        assert 0.2 * rows < full < 0.8 * rows
+        assert entered[index] == full
+
+
+def test_chunked_prompts_and_cached_prefixes_change_nothing(llama: Case) -> None:
+    options = {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
+    (answer,) = serve(llama.folder, [llama.engine([llama.together, llama.together, llama.alone], options)])
+    llama.check(answer)
+    assert answer["cached"] > 500
+
+
+def test_a_compiled_engine_skips_the_same_rows(llama: Case, eager: Answer) -> None:
+    options = {"enforce_eager": False, "enable_prefix_caching": False}
+    (answer,) = serve(llama.folder, [llama.engine([llama.together, llama.alone], options)])
+    llama.check(answer)
+    assert (answer["entered"], answer["counted"]) == (eager["entered"], eager["counted"])
+
+
+def test_two_tensor_parallel_processes_decide_alike(llama: Case, eager: Answer) -> None:
+    options = {"tensor_parallel_size": 2, "enable_prefix_caching": False}
+    (answer,) = serve(llama.folder, [llama.engine([llama.together, llama.alone], options)])
+    llama.check(answer)
+    assert answer["entered"] == eager["entered"] * 2
+    assert answer["counted"] == [*eager["counted"], {}]
+
+
+def test_another_budget_is_that_of_set_budget(llama: Case) -> None:
+    from hf_depthroute import set_budget
+
+    base = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(llama.adapter)).eval()
+    set_budget(model, 0.25)
+    expected = generated(model, llama.prompts)
+    assert expected not in (llama.expected, llama.dense)
+    engines = [llama.engine([llama.together], {}, budget=budget) for budget in (0.25, 1.0)]
+    quarter, whole = serve(llama.folder, engines)
+    assert quarter["tokens"] == [[expected]]
+    assert whole["tokens"] == [[llama.dense]]
+
+
+HEAD = 32  # the smallest head of vLLM's attention on a CPU
+_SIZES: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_LAYERS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+_GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 32, "layer_types": _LAYERS, "sliding_window": 16}
+_GEMMA["tie_word_embeddings"] = False  # tied and random, it says one word over and over
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "gemma2": _GEMMA | {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 1.0},
+    "gemma3_text": _GEMMA,
+    "gpt_neox": {},
+    "phi": {"qk_layernorm": False},
+    "cohere": {"logit_scale": 0.5},
+}
+
+
+def random_model(family: str, folder: Path) -> Case:
+    sizes = _SIZES | FAMILIES[family]
+    if family == "gpt_neox":
+        sizes.pop("num_key_value_heads")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    base = randomised(model, "eager", torch.float32, seed=0)  # with sdpa, Gemma 2 leaves its softcap out
+    base.save_pretrained(folder / "base")
+    routed = get_depth_routed_model(base, DepthRouteConfig(layers=[1, 2, 3]))
+    make_consequential(routed)
+    return Case(folder, folder / "base", routed.eval())
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Answer]]:
+    """All in one process, one engine after the other."""
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        (folder / family).mkdir()
+    cases = {family: random_model(family, folder / family) for family in FAMILIES}
+    answers = serve(folder, [case.engine([case.together], {}) for case in cases.values()])
+    return {family: (case, answer) for (family, case), answer in zip(cases.items(), answers)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_continues_as_generate_does(family: str, families: dict[str, tuple[Case, Answer]]) -> None:
+    case, answer = families[family]
+    case.check(answer)
+    (entered,), (counted,) = answer["entered"], answer["counted"]
+    assert entered == {index: full for index, (full, _) in counted.items()}
+
+
+def with_wide_heads(model: Any) -> Any:
+    """The same function with heads of `HEAD` dimensions: zeros in between, and queries scaled against the new size.
+
+    Rotary pairs `(i, i + d / 2)` turn by `theta^(-2i / d)`, so pair `i` moves to where that angle is in the wide head.
+    """
+    config = type(model.config).from_dict(model.config.to_dict() | {"head_dim": HEAD})
+    wide = type(model)(config).eval()
+    narrow = model.config.head_dim
+    step, half = HEAD // narrow, narrow // 2
+    place = torch.tensor([step * (i % half) + (HEAD // 2) * (i // half) for i in range(narrow)])
+    tensors, held = model.state_dict(), wide.state_dict()
+    for name, value in tensors.items():
+        kind = name.split(".")[-2]
+        if kind in ("q_proj", "k_proj", "v_proj"):
+            heads = held[name].zero_().view(-1, HEAD, value.shape[-1])
+            heads[:, place] = value.view(-1, narrow, value.shape[-1]) * ((HEAD / narrow) ** 0.5 if kind == "q_proj" else 1)
+        elif kind == "o_proj":
+            held[name].zero_().view(value.shape[0], -1, HEAD)[..., place] = value.view(value.shape[0], -1, narrow)
+        else:
+            held[name].copy_(value)
+    return wide
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="needs the checkpoint in ../shared/data")
+def test_a_pretrained_model_tells_the_story_that_generate_tells(tmp_path: Path) -> None:
+    """Fitted on stories; the prompts are beginnings of others."""
+    from transformers import AutoTokenizer
+
+    base, tokenizer = AutoModelForCausalLM.from_pretrained(STORIES), AutoTokenizer.from_pretrained(STORIES)
+    wide = with_wide_heads(base)
+    lines = (STORIES.parent / "stories.txt").read_text(encoding="utf-8").splitlines()
+    ids = [tokenizer(line)["input_ids"] for line in lines[:80] + lines[-200:]]
+    text = torch.tensor([row[:128] for row in ids if len(row) >= 128])
+    torch.testing.assert_close(wide(text[:4]).logits, base(text[:4]).logits, rtol=1e-4, atol=1e-4)
+    wide.save_pretrained(tmp_path / "base")
+    model = fit_router(wide, [{"input_ids": part} for part in text[:64].split(8)], keep=0.6)
+    starts = [next(row for row in reversed(ids) if len(row) >= length)[:length] for length in LENGTHS]
+    case = Case(tmp_path, tmp_path / "base", model, starts)
+    (answer,) = serve(tmp_path, [case.engine([case.together, case.alone], {})])
+    case.check(answer)

@@ -1,0 +1,81 @@
+"""A program that serves prompts with vLLM in a process of its own: `python vllm_worker.py REQUEST.json ANSWER.json`.
+
+A request is a list of engines, one after the other: each has `model`, `adapter` (None: dense), `options` of `vllm.LLM`,
+and `passes`, lists of calls, each a list of prompts. An answer has, for every engine, `tokens` in the shape of the
+passes, `cached` (tokens of prompts that the prefix cache had), and by routed layer `entered` (rows that entered its MLP)
+and `counted` (rows in full, rows).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+)  # fmt: skip
+
+_ROWS: dict[int, int] = {}
+
+
+def watch(model: Any) -> None:
+    """Count the rows that enter the MLPs of routed layers."""
+    from hf_depthroute.base.families import find_decoder, row_of
+    from hf_depthroute.routing.holder import HOLDER
+
+    family = row_of(model.config)
+    _ROWS.clear()
+    for index, layer in enumerate(getattr(find_decoder(model.model, family), family.layers)):
+        if HOLDER in layer._modules:
+            _ROWS[index] = 0
+
+            def count(module: Any, args: Any, index: int = index) -> None:
+                _ROWS[index] += args[0].shape[:-1].numel()
+
+            getattr(layer, family.ffn).register_forward_pre_hook(count)
+
+
+def counted(model: Any) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
+    """What `watch` saw, and what the library counted, by layer."""
+    table = model.vllm_config.compilation_config.static_forward_context
+    counts = [step.count for name, step in table.items() if "depth_route" in name and step.count is not None]
+    return dict(_ROWS), {count.layer_index: (int(count.full), count.rows) for count in counts}
+
+
+def serve(engine: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from hf_depthroute.vllm.settings import Settings
+
+    options = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "block_size": 32} | engine["options"]
+    if engine["adapter"] is not None:
+        options["hf_overrides"] = Settings(**engine["adapter"]).hf_overrides
+    llm = LLM(engine["model"], skip_tokenizer_init=True, **options)
+    if engine["adapter"] is not None:
+        llm.apply_model(watch)
+    greedy = SamplingParams(temperature=0.0, max_tokens=engine["new_tokens"], ignore_eos=True, detokenize=False)
+    tokens, cached = [], 0
+    for calls in engine["passes"]:
+        answers = []
+        for prompts in calls:
+            given = [{"prompt_token_ids": prompt} for prompt in prompts]
+            outputs = llm.generate(given, greedy, use_tqdm=False)  # type: ignore[arg-type]
+            answers.append([list(output.outputs[0].token_ids) for output in outputs])
+            cached += sum(output.num_cached_tokens or 0 for output in outputs)
+        tokens.append(answers)
+    seen = llm.apply_model(counted)
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return {"tokens": tokens, "cached": cached, "entered": [s[0] for s in seen], "counted": [s[1] for s in seen]}
+
+
+if __name__ == "__main__":
+    request = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps([serve(engine) for engine in request]))
