@@ -229,7 +229,9 @@ def with_wide_heads(model: Any) -> Any:
         kind = name.split(".")[-2]
         if kind in ("q_proj", "k_proj", "v_proj"):
             heads = held[name].zero_().view(-1, HEAD, value.shape[-1])
-            heads[:, place] = value.view(-1, narrow, value.shape[-1]) * ((HEAD / narrow) ** 0.5 if kind == "q_proj" else 1)
+            heads[:, place] = value.view(-1, narrow, value.shape[-1]) * (
+                (HEAD / narrow) ** 0.5 if kind == "q_proj" else 1
+            )
         elif kind == "o_proj":
             held[name].zero_().view(value.shape[0], -1, HEAD)[..., place] = value.view(value.shape[0], -1, narrow)
         else:

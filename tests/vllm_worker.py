@@ -1,9 +1,9 @@
 """A program that serves prompts with vLLM in a process of its own: `python vllm_worker.py REQUEST.json ANSWER.json`.
 
-A request is a list of engines, one after the other: each has `model`, `adapter` (None: dense), `options` of `vllm.LLM`,
-and `passes`, lists of calls, each a list of prompts. An answer has, for every engine, `tokens` in the shape of the
-passes, `cached` (tokens of prompts that the prefix cache had), and by routed layer `entered` (rows that entered its MLP)
-and `counted` (rows in full, rows).
+A request is a list of engines, one after the other: each has `model`, `adapter` (settings), `options` of `vllm.LLM`,
+`new_tokens`, and `passes`, lists of calls, each a list of prompts. An answer has, for every engine, `tokens` in the
+shape of the passes, `cached` (tokens of prompts that the prefix cache had), and for every process, by routed layer,
+`entered` (rows that entered its MLP) and `counted` (rows in full, rows).
 """
 
 from __future__ import annotations
@@ -54,11 +54,9 @@ def serve(engine: dict[str, Any]) -> dict[str, Any]:
     from hf_depthroute.vllm.settings import Settings
 
     options = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "block_size": 32} | engine["options"]
-    if engine["adapter"] is not None:
-        options["hf_overrides"] = Settings(**engine["adapter"]).hf_overrides
+    options["hf_overrides"] = Settings(**engine["adapter"]).hf_overrides
     llm = LLM(engine["model"], skip_tokenizer_init=True, **options)
-    if engine["adapter"] is not None:
-        llm.apply_model(watch)
+    llm.apply_model(watch)
     greedy = SamplingParams(temperature=0.0, max_tokens=engine["new_tokens"], ignore_eos=True, detokenize=False)
     tokens, cached = [], 0
     for calls in engine["passes"]:

@@ -41,10 +41,10 @@ def load_holders(settings: Settings, base_config: Any, base_files: Sequence[Path
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.device("meta"):
-            base = AutoModelForCausalLM.from_config(copy.deepcopy(base_config))
-        check_base(base, config.base_architecture or {}, base_files)
-        with torch.device("cpu"):
+        with torch.device("cpu"):  # vLLM builds a model under another device and dtype
+            with torch.device("meta"):
+                base = AutoModelForCausalLM.from_config(copy.deepcopy(base_config))
+            check_base(base, config.base_architecture or {}, base_files)
             model = PeftModel.from_pretrained(base, settings.adapter).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(dtype)
