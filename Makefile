@@ -20,13 +20,17 @@ else
 install = $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 endif
 
-.PHONY: demo test coverage fuzz lint lock resolve docs notebook clean
+.PHONY: demo test vllm coverage fuzz lint lock resolve docs notebook clean
 
 demo: $(DEMO)
 	$(BIN)/python recipes/demo/demo.py --out demo_output
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests
+
+# What is served by vLLM, in an environment of its own (`VLLM_VENV`); skipped where vLLM does not install.
+vllm:
+	PYTHON=$(PYTHON) .ci/vllm
 
 # The part of the suite that tests/conftest.py chooses, which has to reach the floors alone.
 coverage: $(INSTALLED)

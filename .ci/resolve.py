@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -34,6 +35,12 @@ HEADER = """\
 # Every version that is installed, for Python 3.11 to 3.14 on Linux and macOS; `make lock` writes this file.
 # pyproject.toml holds the lower bounds.
 """
+
+
+def pinned_extras() -> list[str]:
+    """The extras whose packages `constraints.txt` pins: all but vLLM's, which pins PyTorch and transformers itself."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [name for name in project["optional-dependencies"] if name != "vllm"]
 
 
 class ResolveError(Exception):
@@ -69,13 +76,14 @@ class Resolver:
         return done.stdout
 
     def locked(self, constraints: Path, upgrade: bool = False) -> str:
-        """The text of `constraints.txt`, for every extra, keeping the versions that `constraints` holds."""
+        """The text of `constraints.txt`, for `pinned_extras`, keeping the versions that `constraints` holds."""
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder) / "constraints.txt"
             if not upgrade:
                 target.write_text(constraints.read_text(encoding="utf-8"), encoding="utf-8")
             group = "pyproject.toml:measured"
-            universal = ("--universal", "--python-version", PYTHONS[0], "--all-extras", "--group", group)
+            extras = [word for name in pinned_extras() for word in ("--extra", name)]
+            universal = ("--universal", "--python-version", PYTHONS[0], *extras, "--group", group)
             self.compile(*universal, "--quiet", "--output-file", str(target))
             return HEADER + target.read_text(encoding="utf-8")
 

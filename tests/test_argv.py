@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from hf_depthroute.cli import app, main
 
-COMMANDS = ("train", "fit", "eval", "bench", "generate", "serve", "study", "report", "card", "doctor", "families")
+COMMANDS = (
+    *("train", "fit", "eval", "bench", "generate", "serve", "vllm-config", "study", "report", "card", "doctor"),
+    "families",
+)
 OPTIONS = (
     *("--model", "--adapter", "--dataset", "--out", "--config", "--budget", "--budgets", "--layers", "--gate"),
     *("--steps", "--length", "--dtype", "--shape", "--suite", "--compare", "--prompt", "--seed", "--threads"),

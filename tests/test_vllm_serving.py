@@ -6,10 +6,16 @@ environment of their own.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
+import re
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +53,21 @@ def generated(model: Any, given: list[list[int]]) -> list[list[int]]:
     return [output[0, len(prompt) :].tolist() for output, prompt in zip(outputs, given)]
 
 
-def serve(folder: Path, engines: list[dict[str, Any]]) -> list[Answer]:
-    """The answers of `vllm_worker.py`; its last lines where it fails."""
+def run_worker(folder: Path, engines: list[dict[str, Any]], **environment: str) -> subprocess.CompletedProcess[str]:
+    """`vllm_worker.py`, whose answer is `answer.json`."""
     request, answer = folder / "request.json", folder / "answer.json"
     answer.unlink(missing_ok=True)
     request.write_text(json.dumps(engines))
     worker = [sys.executable, str(Path(__file__).with_name("vllm_worker.py")), str(request), str(answer)]
-    ended = subprocess.run(worker, capture_output=True, text=True, timeout=SLOW * len(engines), cwd=folder)
+    how: dict[str, Any] = {"capture_output": True, "text": True, "cwd": folder, "env": os.environ | environment}
+    return subprocess.run(worker, timeout=SLOW * len(engines), **how)
+
+
+def serve(folder: Path, engines: list[dict[str, Any]]) -> list[Answer]:
+    """The answers of `vllm_worker.py`; its last lines where it fails."""
+    ended = run_worker(folder, engines)
     assert ended.returncode == 0, "\n".join((ended.stdout + ended.stderr).splitlines()[-40:])
-    found: list[Answer] = json.loads(answer.read_text())
+    found: list[Answer] = json.loads((folder / "answer.json").read_text())
     return found
 
 
@@ -163,6 +175,71 @@ def test_another_budget_is_that_of_set_budget(llama: Case) -> None:
     quarter, whole = serve(llama.folder, engines)
     assert quarter["tokens"] == [[expected]]
     assert whole["tokens"] == [[llama.dense]]
+
+
+def test_without_the_plugin_vllm_fails_and_serves_nothing(llama: Case) -> None:
+    engine = llama.engine([llama.together], {})
+    ended = run_worker(llama.folder, [engine], VLLM_PLUGINS="none")
+    assert ended.returncode != 0 and not (llama.folder / "answer.json").exists()
+    assert "DepthRoutedForCausalLM" in ended.stderr.strip().splitlines()[-1] or "DepthRouted" in ended.stderr
+
+
+def test_what_is_not_exact_is_refused_before_a_process_starts(llama: Case) -> None:
+    ended = run_worker(llama.folder, [llama.engine([llama.together], {"enable_lora": True})])
+    assert ended.returncode != 0 and not (llama.folder / "answer.json").exists()
+    assert "--enable-lora is not supported with a depth-routed adapter" in ended.stderr
+    assert "EngineCore" not in ended.stderr
+
+
+def post(port: int, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def get(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def test_a_server_answers_counts_rows_and_ends_on_sigterm(llama: Case, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--port", str(port), "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
+    command = [sys.executable, "-m", "hf_depthroute", "serve", str(llama.adapter), "--engine", "vllm", *options]
+    variables = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with open(tmp_path / "log", "w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | variables, cwd=tmp_path)
+    try:
+        for _ in range(SLOW):
+            with contextlib.suppress(OSError):
+                get(port, "/health")
+                break
+            assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
+            time.sleep(1)
+        assert [model["id"] for model in json.loads(get(port, "/v1/models"))["data"]] == ["adapter"]
+        prompt, expected = llama.prompts[7], llama.expected[7]
+        body = {"model": "adapter", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+        for _ in range(30):
+            answer = post(port, body | {"return_token_ids": True})
+            assert answer["choices"][0]["token_ids"] == expected
+            counters = re.findall(r'^depthroute:rows_total\{layer="(\d)"\} (\S+)', get(port, "/metrics"), re.MULTILINE)
+            if counters:
+                break
+            time.sleep(1)
+        assert [layer for layer, _ in counters] == ["1", "2", "4", "5"]
+        assert all(float(rows) > 0 for _, rows in counters)
+        server.terminate()
+        server.wait(timeout=60)
+    finally:
+        server.kill()
+        server.wait()
+    assert "Depth routing: " in (tmp_path / "log").read_text()
 
 
 HEAD = 32  # the smallest head of vLLM's attention on a CPU
