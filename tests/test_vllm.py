@@ -141,7 +141,9 @@ def engine(**changed: Any) -> Any:
         model_config=SimpleNamespace(
             quantization=None, enable_sleep_mode=False, trust_remote_code=False, runner_type="generate"
         ),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, enable_expert_parallel=False, enable_dbo=False),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, prefill_context_parallel_size=1, enable_expert_parallel=False, enable_dbo=False
+        ),
         load_config=SimpleNamespace(load_format="auto"),
         compilation_config=SimpleNamespace(cudagraph_mode=None, pass_config=SimpleNamespace(enable_sp=None)),
         speculative_config=None, lora_config=None, kv_transfer_config=None,
@@ -159,6 +161,7 @@ def engine(**changed: Any) -> Any:
     ("name", "value"),
     [
         ("parallel_config__pipeline_parallel_size", 2),
+        ("parallel_config__prefill_context_parallel_size", 2),
         ("parallel_config__enable_expert_parallel", True),
         ("parallel_config__enable_dbo", True),
         ("speculative_config", object()),

@@ -19,7 +19,7 @@ class RowCount:
     """The rows of one layer since the start. Adding waits for no device.
 
     Attributes:
-        rows: Of requests; prompts and generated tokens.
+        rows: Tokens of requests that it was given, prompts and generated ones.
         full: Int64 `[]`; those that ran in full.
     """
 

@@ -102,6 +102,10 @@ def check_engine(vllm_config: Any) -> None:
             "the adapter's layers would have to follow the base's over processes",
         ),
         "--enable-expert-parallel": (parallel.enable_expert_parallel, "there are no experts in a routed FFN"),
+        "--prefill-context-parallel-size": (
+            parallel.prefill_context_parallel_size > 1,
+            "a process holds a part of the rows only",
+        ),
         "--enable-dbo": (parallel.enable_dbo, "half batches have no forward context of their own here"),
         "--speculative-config": (
             vllm_config.speculative_config is not None,
