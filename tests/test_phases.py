@@ -397,6 +397,7 @@ def test_the_command_line_takes_it(adapter: Path) -> None:
     assert "--phases needs --tasks" in run("eval", adapter, "--dataset", "text", "--phases", "prefill").error
     assert "phases='some'" in run("bench", adapter, "--phases", "some").error
     assert "phases='some'" in run("serve", adapter, "--phases", "some").error
+    assert "budget=2.0" in run("serve", adapter, "--budget", "2").error
 
 
 def test_a_served_adapter_has_the_phases_that_were_asked_for(adapter: Path, tmp_path: Path) -> None:

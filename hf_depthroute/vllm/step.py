@@ -72,7 +72,7 @@ class FFNStep:
             out = executor_of(call).run(call)
         if self.count is not None and real is not None:
             self.count.add(None if call.decision is None else call.mask, real)
-        return out.clone() if out is stream else out
+        return out
 
 
 def _routed_ffn(stream: Tensor, layer_name: str) -> Tensor:
