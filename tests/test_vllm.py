@@ -128,7 +128,14 @@ def test_phases_are_those_in_force() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "error"), [("olmoe", ConfigError), ("granite", ConfigError), ("t5", UnsupportedModelError)]
+    ("family", "error"),
+    [
+        ("olmoe", ConfigError),
+        ("granite", ConfigError),
+        ("gpt2", ConfigError),
+        ("falcon", ConfigError),
+        ("t5", UnsupportedModelError),
+    ],
 )
 def test_a_base_that_vllm_runs_otherwise_is_refused(family: str, error: type[Exception]) -> None:
     with pytest.raises(error):

@@ -24,7 +24,7 @@ from ..files.shown import say
 from . import options as o
 from .errors import CliError
 
-_OWN = {"--hf-overrides": "the adapter is in it", "--hf_overrides": "the adapter is in it"}
+_OVERRIDES = ("--hf-overrides", "--hf_overrides")
 _LIMITS = {
     "max_prompt_tokens": "--max-model-len",
     "max_output_tokens": "--max-model-len",
@@ -112,8 +112,8 @@ def vllm_words(options: Any, others: list[str]) -> list[str]:
     from . import loading
 
     for word in others:
-        if (why := _OWN.get(word.split("=")[0])) is not None:
-            raise CliError(f"{word.split('=')[0]} cannot be given: {why}")
+        if word.split("=")[0] in _OVERRIDES:
+            raise CliError(f"{_OVERRIDES[0]} cannot be given: the adapter is in it")
     config = loading.load_adapter_config(options.adapter)
     changed = loading.changed_fields(config, options.budget, options.phases)
     check_adapter(config, options.phases)

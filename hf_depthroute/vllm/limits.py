@@ -19,6 +19,10 @@ _TARGETS = {
     "block": "the attention in it is one call for all rows of a batch in vLLM, so none can be left out",
     "experts": "vLLM runs the experts of a layer in one fused call of its own",
 }
+_BASES = {
+    "falcon": "its attention does not go through the interface that vLLM's Transformers backend needs",
+    "gpt2": "vLLM's Transformers backend does not load its transposed projections",
+}
 _LOADERS = ("auto", "safetensors")
 
 
@@ -74,9 +78,11 @@ def check_base_config(config: Any) -> None:
 
     Raises:
         UnsupportedModelError: The family is not supported by this library either, or the model has more than text.
-        ConfigError: It is a mixture of experts, or its logits are not those of vLLM.
+        ConfigError: It is a mixture of experts, its logits are not those of vLLM, or vLLM cannot build it.
     """
     family = row_of(config)
+    if config.model_type in _BASES:
+        _refuse("base", config.model_type, _BASES[config.model_type])
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     if any(getattr(config, name, None) for name in names):
         _refuse("base", config.model_type, "the experts of a mixture of experts are vLLM's own fused call")
