@@ -28,7 +28,7 @@ RECIPES = Path(__file__).parent
 README = RECIPES.parent / "README.md"
 RESULTS_PAGE = RECIPES.parent / "docs" / "results.md"
 GATE_PAGE = RECIPES.parent / "docs" / "how-to" / "pick-a-gate.md"
-RESULTS, GATES = "results", "gates"  # the names of the generated parts' markers
+RESULTS, GATES, NUMBERS = "results", "gates", "numbers"  # the names of the generated parts' markers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -492,6 +492,28 @@ def results() -> dict[Path, str]:
     }
 
 
+def numbers_block() -> str:
+    """The three numbers of the README's first screen: half of all FFN calls, in quality and in time."""
+    points = fit_report.summary(read("fit_router/results.json")["embedded"])
+    static, routed = points["static", 3], points["mlp", 3]
+    phases = [row for row in read("fit_router/phases.json")["rows"] if row["keep"] == 0.5]
+    behind = statistics.mean(row["prefill"]["more"] for row in phases)
+    demo = read("demo/results.json")
+    times = {row[0]: row[1:] for row in demo_report.times(demo)}
+    setting, threads = demo["bench_wide"]["setting"], demo["bench_wide"]["machine"]["threads"]
+    lines = [
+        f"* **Loss**: without any training, routers that skip {1 - routed['share']:.0%} of all FFN calls add "
+        f"{routed['more']:.3f} nats to a small Llama's loss; the best half of the layers left out for every token adds "
+        f"{static['more']:.3f} (`python recipes/fit_router/run.py`, {routed['seeds']} seeds).",
+        f'* **Prompts**: where only the prompt is routed that way (`phases="prefill"`), the text behind it loses '
+        f"{behind:.3f} nats (`python recipes/fit_router/phases.py`, {len(phases)} seeds).",
+        f"* **Time**: at the width of Qwen2.5-0.5B, prompts take {times['0.5'][2].split()[0]} of the dense time at "
+        f"budget 0.5, {times['0.25'][2].split()[0]} at 0.25 (random weights, {setting['dtype']}, {threads} threads; "
+        "`make demo`).",
+    ]
+    return part(lines, NUMBERS)
+
+
 def gate_block() -> str:
     """The comparison of gates in the documentation."""
     return part(gate_comparison(), GATES)
@@ -499,7 +521,8 @@ def gate_block() -> str:
 
 def main() -> None:
     parts = [(page, RESULTS, written) for page, written in results().items()]
-    for page, name, written in (*parts, (GATE_PAGE, GATES, gate_block())):
+    parts += [(GATE_PAGE, GATES, gate_block()), (README, NUMBERS, numbers_block())]
+    for page, name, written in parts:
         head, rest = page.read_text().split(f"<!-- {name} -->")
         page.write_text(head + written + rest.split(f"<!-- /{name} -->")[-1])
 

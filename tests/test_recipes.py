@@ -53,7 +53,9 @@ def test_embedded_base_card_is_made_from_its_files():
 
 
 def test_figures_of_the_readme_and_of_the_results_are_made_from_the_committed_results():
-    pages = load_script(RECIPES / "tables.py").results()
+    tables = load_script(RECIPES / "tables.py")
+    assert tables.numbers_block() in tables.README.read_text()
+    pages = tables.results()
     assert set(pages) == {ROOT / "README.md", ROOT / "docs" / "results.md"}
     for page, written in pages.items():
         assert written in page.read_text(), page
@@ -92,8 +94,9 @@ def test_comparison_of_gates_is_made_from_the_committed_results():
 
 def test_fitted_routers_lose_less_than_the_best_layers_left_out():
     folder = RECIPES / "fit_router"
-    report, results = load_script(folder / "report.py"), json.loads((folder / "results.json").read_text())
-    assert "\n".join(report.table(results)) + "\n" == (folder / "results.md").read_text()
+    report = load_script(folder / "report.py")
+    results, phases = (json.loads((folder / name).read_text()) for name in ("results.json", "phases.json"))
+    assert report.page(results, phases) == (folder / "results.md").read_text()
     for found in results.values():
         points = report.summary(found)
         for kind, count in points:

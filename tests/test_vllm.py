@@ -75,7 +75,6 @@ def test_the_command_line_names_base_and_adapter_wherever_it_is_typed(saved: Pat
     ("words", "said"),
     [
         (["vllm-config", "--budget", "0"], "budget=0.0"),
-        (["vllm-config", "--phases", "prefill"], "phases='prefill' is not served by vLLM"),
         (["vllm-config", "--phases", "decode"], "phases='decode'"),
         (["vllm-config", "--hf-overrides", "{}"], "--hf-overrides cannot be given: the adapter is in it"),
         (["vllm-config", "--hf-overrides={}"], "--hf-overrides cannot be given"),
@@ -104,7 +103,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "gate": {"gate": "exit", "target": "block", "branch": "none"},
     "causal_rule": {"causal_rule": "predictor"},
     "modules_to_save": {"modules_to_save": ["lm_head"]},
-    "phases": {"phases": "prefill"},
 }
 
 
@@ -119,12 +117,6 @@ def test_an_adapter_that_would_give_other_tokens_is_refused(field: str) -> None:
 def test_a_target_is_refused_with_its_reason(target: str) -> None:
     with pytest.raises(ConfigError, match=rf"target='{target}' is not served by vLLM: (vLLM|the attention)"):
         check_adapter(DepthRouteConfig(target=target))
-
-
-def test_phases_are_those_in_force() -> None:
-    check_adapter(DepthRouteConfig(phases="prefill"), phases="all")
-    with pytest.raises(ConfigError, match="phases='prefill'"):
-        check_adapter(DepthRouteConfig(), phases="prefill")
 
 
 @pytest.mark.parametrize(

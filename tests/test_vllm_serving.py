@@ -177,6 +177,25 @@ def test_another_budget_is_that_of_set_budget(llama: Case) -> None:
     assert whole["tokens"] == [[llama.dense]]
 
 
+def test_prompts_alone_are_routed_where_phases_say_so(llama: Case) -> None:
+    """Generated tokens and the last one of a prompt run in full: the rows that are chosen are prompts' only."""
+    from hf_depthroute import set_phases
+
+    base = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(llama.adapter)).eval()
+    set_phases(model, "prefill")
+    expected = generated(model, llama.prompts)
+    assert expected not in (llama.expected, llama.dense)
+    options = {"enable_prefix_caching": False, "max_num_batched_tokens": 2048}
+    (answer,) = serve(llama.folder, [llama.engine([llama.together, llama.alone], options, phases="prefill")])
+    for calls in answer["tokens"]:
+        assert [tokens for call in calls for tokens in call] == expected
+    (entered,), (counted,) = answer["entered"], answer["counted"]
+    generated_rows = 2 * len(llama.prompts) * NEW_TOKENS  # with the last one of each prompt
+    for index, (full, rows) in counted.items():
+        assert generated_rows < full == entered[index] < generated_rows + 0.8 * (rows - generated_rows)
+
+
 def test_without_the_plugin_vllm_fails_and_serves_nothing(llama: Case) -> None:
     engine = llama.engine([llama.together], {})
     ended = run_worker(llama.folder, [engine], VLLM_PLUGINS="none")

@@ -116,7 +116,7 @@ def vllm_words(options: Any, others: list[str]) -> list[str]:
             raise CliError(f"{_OVERRIDES[0]} cannot be given: the adapter is in it")
     config = loading.load_adapter_config(options.adapter)
     changed = loading.changed_fields(config, options.budget, options.phases)
-    check_adapter(config, options.phases)
+    check_adapter(config)
     base, base_config = loading.find_base(options.adapter, config, options.model)
     check_base_config(base_config)
     folder = loading.folder_of("adapter", options.adapter, loading.ADAPTER_FILES).resolve()

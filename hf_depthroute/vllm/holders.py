@@ -37,7 +37,7 @@ def load_holders(settings: Settings, base_config: Any, base_files: Sequence[Path
     """
     check_base_config(base_config)
     config = read_adapter(settings.adapter)
-    check_adapter(config, settings.phases)
+    check_adapter(config)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

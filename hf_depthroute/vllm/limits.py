@@ -37,7 +37,7 @@ def check_all(vllm_config: Any) -> None:
     hf_config = vllm_config.model_config.hf_config
     check_base_config(hf_config)
     settings = settings_of(hf_config)
-    check_adapter(read_adapter(settings.adapter), settings.phases)
+    check_adapter(read_adapter(settings.adapter))
 
 
 def read_adapter(folder: str) -> DepthRouteConfig:
@@ -47,8 +47,8 @@ def read_adapter(folder: str) -> DepthRouteConfig:
     return cast(DepthRouteConfig, DepthRouteConfig.from_pretrained(folder))
 
 
-def check_adapter(config: DepthRouteConfig, phases: str | None = None) -> None:
-    """Refuse an adapter that vLLM cannot serve exactly, with the phases in force where they are not its own.
+def check_adapter(config: DepthRouteConfig) -> None:
+    """Refuse an adapter that vLLM cannot serve exactly.
 
     Raises:
         ConfigError: What it is that cannot be served, and why.
@@ -65,12 +65,6 @@ def check_adapter(config: DepthRouteConfig, phases: str | None = None) -> None:
         _refuse("causal_rule", config.causal_rule, "only thresholds are")
     if config.modules_to_save:
         _refuse("modules_to_save", config.modules_to_save, "the base's weights are loaded by vLLM, not from an adapter")
-    if (phases or config.phases) != "all":
-        why = (
-            "vLLM runs generated tokens again as part of a prompt, after a preemption and where a conversation goes "
-            "on, and would route them then; pass --phases all"
-        )
-        _refuse("phases", phases or config.phases, why)
 
 
 def check_base_config(config: Any) -> None:

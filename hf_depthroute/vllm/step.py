@@ -48,17 +48,20 @@ class FFNStep:
         self.layer = layer
         self.count = count
 
-    def __call__(self, stream: Tensor, real: int | None) -> Tensor:
+    def __call__(self, stream: Tensor, batch: Any) -> Tensor:
         """The stream after the FFN, or after the cheap branch, `[1, N, d]`.
 
         Args:
             stream: In front of the FFN, `[1, N, d]`; it is not changed.
-            real: How many rows are tokens of requests, the first ones; None in a trial run, where that is not known.
+            batch: What vLLM's attention is told of the rows; None in a trial run, where that is not known.
         """
         layer: Any = self.layer
         holder: Routing = layer._modules[HOLDER]
-        rows = stream.shape[1]
-        plan = holder.plan(False, (1, rows))
+        rows, real = stream.shape[1], None if batch is None else batch.num_actual_tokens
+        if batch is not None and batch.max_query_len == 1:  # every request's next token: a batch of sequences
+            plan = holder.plan(False, (rows, 1))
+        else:
+            plan = holder.plan(False, (1, rows), None if batch is None else _last_rows(batch, rows))
         assert plan is not None
         token_mask = None
         if real is not None and real < rows:  # what a graph of a fixed size is filled up with
@@ -78,11 +81,15 @@ class FFNStep:
 def _routed_ffn(stream: Tensor, layer_name: str) -> Tensor:
     context = get_forward_context()
     metadata = context.attn_metadata
-    real = None
-    if metadata:  # one entry for each layer's attention, all of the same batch
-        real = next(iter(metadata.values())).num_actual_tokens
+    batch = next(iter(metadata.values())) if metadata else None  # one for each layer's attention, all of the same rows
     step: FFNStep = context.no_compile_layers[layer_name]
-    return step(stream, real)
+    return step(stream, batch)
+
+
+def _last_rows(batch: Any, rows: int) -> Tensor:
+    """Bool `[1, N]`: the last row of every request."""
+    ends = batch.query_start_loc[1:].long()
+    return torch.zeros(1, rows, dtype=torch.bool, device=ends.device).index_fill_(1, ends - 1, True)
 
 
 def _shape_only(stream: Tensor, layer_name: str) -> Tensor:

@@ -79,6 +79,24 @@ def said(point: dict[str, float]) -> str:
     return f"+{point['more']:.4f}{error} ({point['seeds']:.0f})"
 
 
+def phases_table(found: dict[str, Any]) -> list[str]:
+    """Loss of the text behind a prompt: everything routed, and the prompt only."""
+    lines = []
+    for keep in sorted({row["keep"] for row in found["rows"]}):
+        rows = [row for row in found["rows"] if row["keep"] == keep]
+        share = statistics.mean(row["share"] for row in rows)
+        points = [
+            {
+                "more": statistics.mean(row[kind]["more"] for row in rows),
+                "error": statistics.stdev(row[kind]["more"] for row in rows) / len(rows) ** 0.5 if rows[1:] else 0.0,
+                "seeds": len(rows),
+            }
+            for kind in ("all", "prefill")
+        ]
+        lines.append([f"{1 - share:.1%}", *map(said, points)])
+    return markdown_table(["skipped", "everything routed", "the prompt only"], lines)
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(1, len(results), figsize=(3.6 * len(results), 3.2), squeeze=False)
     for axis, (base, found) in zip(axes[0], results.items()):
@@ -103,12 +121,18 @@ def draw(results: dict[str, Any], path: Path) -> None:
     write_bytes(path, png_of(figure, dpi=130))
 
 
-def main() -> None:
-    results = json.loads((HERE / "results.json").read_text())
+def page(results: dict[str, Any], phases: dict[str, Any]) -> str:
+    """`results.md`."""
     parts = ["Without training:", "", *table(results), ""]
     if any(summary(found, trained=True) for found in results.values()):
         parts += [after_steps(results), "", *table(results, trained=True), ""]
-    write_text(HERE / "results.md", "\n".join(parts))
+    parts += [f"The text behind a routed prompt of {phases['prompt']} tokens:", "", *phases_table(phases), ""]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    results, phases = (json.loads((HERE / name).read_text()) for name in ("results.json", "phases.json"))
+    write_text(HERE / "results.md", page(results, phases))
     draw(results, HERE / "results.png")
 
 
