@@ -468,6 +468,9 @@ def fitted() -> Study:
     section = [intro, "", "Without training:", "", *fit_report.table(results)]
     if trained:
         section += ["", fit_report.after_steps(results), "", *fit_report.table(results, trained=True)]
+    phases = read("fit_router/phases.json")
+    behind = f"Loss of the 64 tokens behind a prompt of {phases['prompt']}, embedded base, without training:"
+    section += ["", behind, "", *fit_report.phases_table(phases)]
     return Study(
         "Routers without training", "fit_router", "python recipes/fit_router/run.py",
         "what leaving out the best layers adds to the loss, against MLP gates: " + "; ".join(said), section,
