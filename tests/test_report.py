@@ -9,7 +9,7 @@ def results():
 
     timed = {"ratio": 0.8, "full_ratio": 0.5, "flops_routed_over_dense": 0.79, "eta": 0.95, "tokens_per_s": 100.0}
     part = {"dense_ms": 10.0, "budgets": {"0.5": timed}}
-    log = [{"step": s, "loss_lm": 3.0 - s, "gate_prob/layer_4": 0.5, "gate_prob/layer_5": 0.6} for s in (1, 2)]
+    log = [{"step": s, "loss_distill": 3.0 - s, "gate_prob/layer_4": 0.5, "gate_prob/layer_5": 0.6} for s in (1, 2)]
     bench = {
         "prefill": part,
         "decode": part,

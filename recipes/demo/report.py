@@ -141,12 +141,12 @@ def _speed_rows(results: Mapping[str, Any]) -> list[list[str]]:
 
 
 def plot_training(path: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
-    """Language-model loss over steps, and the mean gate probability of each routed layer."""
-    rows = [row for row in log_history if "loss_lm" in row]
+    """Divergence from the dense base over steps, and the mean gate probability of each routed layer."""
+    rows = [row for row in log_history if "loss_distill" in row]
     steps = [row["step"] for row in rows]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    left.plot(steps, [row["loss_lm"] for row in rows])
-    left.set(xlabel="optimizer step", ylabel="training loss (nats)", title="Language-model loss")
+    left.plot(steps, [row["loss_distill"] for row in rows])
+    left.set(xlabel="optimizer step", ylabel="training loss (nats)", title="Divergence from the dense base")
     for key in sorted(k for k in rows[-1] if k.startswith("gate_prob/")):
         right.plot(steps, [row[key] for row in rows], label=key.removeprefix("gate_prob/").replace("_", " "))
     right.set(xlabel="optimizer step", ylabel="mean gate probability", ylim=(0, 1.02), title="Gate probability")
