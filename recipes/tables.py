@@ -448,17 +448,20 @@ def fitted() -> Study:
     results = read("fit_router/results.json")
 
     def less(found: dict[str, Any], trained: bool) -> str:
-        """The shares skipped, and the parts spared there."""
+        """The parts spared, by the number of layers' worth of calls skipped."""
         points = fit_report.summary(found, trained)
-        counts = sorted(count for kind, count in points if kind == "mlp")
-        skipped = " / ".join(f"{1 - points['static', count]['share']:.0%}" for count in counts)
-        spared = " / ".join(f"{fit_report.spared(points, points['mlp', count]):.0%}" for count in counts)
-        return f"{spared} less at {skipped} skipped"
+        routed = [points["mlp", count] for count in sorted(count for kind, count in points if kind == "mlp")]
+        return " / ".join(f"{fit_report.spared(points, point):.0%}" for point in routed)
 
     said, trained = [], [base for base, found in results.items() if fit_report.summary(found, trained=True)]
     for base, found in results.items():
-        after = f" ({less(found, True)} with both sides trained)" if base in trained else ""
-        said.append(f"{fit_report.TITLES[base]} {less(found, False)}{after}")
+        skipped = [
+            f"{1 - row['share']:.0%}"
+            for (kind, _), row in sorted(fit_report.summary(found).items())
+            if kind == "static"
+        ]
+        after = f", {less(found, True)} with both sides trained" if base in trained else ""
+        said.append(f"{fit_report.TITLES[base]} {less(found, False)} less at {' / '.join(skipped)} skipped{after}")
     intro = (
         "`fit_router` beside the best of all subsets of FFNs to leave out, with the same branches fitted on the same "
         "16,384 tokens. Loss over the dense base in nats, on text that neither side saw: mean ± standard error over "
@@ -507,9 +510,9 @@ def numbers_block() -> str:
     lines = [
         f"* **Loss**: without any training, routers that skip {1 - routed['share']:.0%} of all FFN calls add "
         f"{routed['more']:.3f} nats to a small Llama's loss; the best half of the layers left out for every token adds "
-        f"{static['more']:.3f} (`python recipes/fit_router/run.py`, {routed['seeds']} seeds).",
+        f"{static['more']:.3f} (`python recipes/fit_router/run.py`; seeds: {routed['seeds']}).",
         f'* **Prompts**: where only the prompt is routed that way (`phases="prefill"`), the text behind it loses '
-        f"{behind:.3f} nats (`python recipes/fit_router/phases.py`, {len(phases)} seeds).",
+        f"{behind:.3f} nats (`python recipes/fit_router/phases.py`; seeds: {len(phases)}).",
         f"* **Time**: at the width of Qwen2.5-0.5B, prompts take {times['0.5'][2].split()[0]} of the dense time at "
         f"budget 0.5, {times['0.25'][2].split()[0]} at 0.25 (random weights, {setting['dtype']}, {threads} threads; "
         "`make demo`).",

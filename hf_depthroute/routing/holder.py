@@ -207,8 +207,9 @@ class Routing(nn.Module, BaseTunerLayer):
         A gate that is not trained is a given: no gradient goes through its scores into the layers before it.
         """
         gate = self.depth_route_gate[plan.adapter]
-        trained = any(parameter.requires_grad for parameter in gate.parameters())
-        out: dict[str, torch.Tensor] = gate(x if trained else x.detach())
+        if torch.is_grad_enabled() and not any(parameter.requires_grad for parameter in gate.parameters()):
+            x = x.detach()
+        out: dict[str, torch.Tensor] = gate(x)
         if plan.adapter in self.depth_route_predictor:
             out["predicted"] = self.depth_route_predictor[plan.adapter](x.detach())["scores"]
         return out
