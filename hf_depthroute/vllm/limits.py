@@ -10,13 +10,14 @@ from .. import registration as registration
 from ..base.families import row_of
 from ..config.adapter import DepthRouteConfig
 from ..config.rules import ConfigError
+from ..execution.sites import SITES, FFNSite
+from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from .settings import settings_of
 
-_TARGETS = {
+_PARTS = {  # that a target may skip
     "attention": "vLLM's attention reads and writes its paged cache in one call for all rows of a batch, so none can "
     "be left out",
-    "block": "the attention in it is one call for all rows of a batch in vLLM, so none can be left out",
     "experts": "vLLM runs the experts of a layer in one fused call of its own",
 }
 _BASES = {
@@ -54,9 +55,9 @@ def check_adapter(config: DepthRouteConfig) -> None:
         ConfigError: What it is that cannot be served, and why.
     """
     gate = traits_of(config.gate)
-    if config.target != "ffn":
-        why = _TARGETS.get(config.target, "only the FFN's rows can be left out there")
-        _refuse("target", config.target, why)
+    if type(SITES[config.target]) is not FFNSite:  # what the operator runs
+        reasons = [_PARTS[part] for part in TARGETS[config.target].skips if part in _PARTS]
+        _refuse("target", config.target, next(iter(reasons), "only the FFN's rows can be left out there"))
     if config.granularity != "token":
         _refuse("granularity", config.granularity, "a batch there is one row that holds tokens of many requests")
     if gate.static or gate.exits or gate.reads_logits:
