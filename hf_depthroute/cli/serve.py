@@ -23,19 +23,13 @@ from ..files.shown import reason, say
 from . import options as o
 from .errors import CliError
 from .serve_limits import Guard, Limits, error_body, limited_managers
-from .serve_vllm import serve_vllm
+from .serve_vllm import ServedAdapter, serve_vllm
 
 _BASE_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 @dataclass(kw_only=True)
-class ServeOptions:
-    context: typer.Context
-    adapter: o.Adapter = ""
-    model: o.BaseModel = None
-    adapter_option: o.OldAdapter = None
-    phases: o.Phases = None
-    budget: o.Budget = None
+class ServeOptions(ServedAdapter):
     engine: Annotated[str, "What serves: transformers or vllm."] = "transformers"
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt; a longer one gets 400.")] = 16_384
     max_output_tokens: Annotated[int, typer.Option(min=1, help="Longest answer; asking for more gets 400.")] = 4096
@@ -43,7 +37,6 @@ class ServeOptions:
         int, typer.Option(min=1, help="Requests at one time, running and waiting; one more gets 429.")
     ] = 32
     trust_remote_code: o.TrustRemoteCode = False
-    debug: o.Debug = False
 
 
 @o.command

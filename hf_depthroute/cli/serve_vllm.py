@@ -33,7 +33,9 @@ _LIMITS = {
 
 
 @dataclass(kw_only=True)
-class VllmConfigOptions:
+class ServedAdapter:
+    """What every command that serves is told of the adapter."""
+
     context: typer.Context
     adapter: o.Adapter = ""
     model: o.BaseModel = None
@@ -44,7 +46,7 @@ class VllmConfigOptions:
 
 
 @o.command
-def vllm_config(options: VllmConfigOptions) -> None:
+def vllm_config(options: ServedAdapter) -> None:
     """Print the `vllm serve ...` that serves a routed model.
 
     Every other option is added to it, and is one of `vllm serve` (see its --help). The adapter is checked, not loaded.

@@ -68,7 +68,9 @@ def _tiles(report: RunReport, number: int) -> Iterable[tuple[str, str, str]]:
     yield "Routed loss", f"{row['loss']:.3f}", change
     static = report.static(report.budgets[number])
     if static is not None:
-        instead = f"{static['loss'] - dense['loss']:+.3f}; the same layers for every token, as many calls run"
+        instead = (
+            f"{static['loss'] - dense['loss']:+.3f}; the same layers for every token, fitted branches, as many calls"
+        )
         yield "Loss of layers left out", f"{static['loss']:.3f}", instead
     yield "Run full", f"{row['full_ratio']:.1%}", f"{asked}layers from {min(shares):.0%} to {max(shares):.0%}"
     yield "Arithmetic", f"{report.costs[number].computed:.1%}", "of the dense model's FLOPs"

@@ -26,7 +26,7 @@ from .step import NAME, OPERATOR, FFNStep, served_forward
 
 
 class DepthRoutedForCausalLM(TransformersForCausalLM):
-    """The architecture that vLLM is told to build (`settings.ARCHITECTURE`).
+    """The architecture that vLLM is told to build (`hf_depthroute_vllm.ARCHITECTURE`).
 
     Args:
         vllm_config: vLLM's configuration; the model's own holds the `Settings`.

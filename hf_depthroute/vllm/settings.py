@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from hf_depthroute_vllm import ARCHITECTURE
+
 from ..config.rules import ConfigError
 
-ARCHITECTURE = "DepthRoutedForCausalLM"
 FIELD = "depth_route"  # of the model's configuration
 
 

@@ -32,7 +32,7 @@ import torch
 HERE = Path(__file__).parent
 EMBEDDED = HERE.parent / "embedded_base" / "model"
 BATCH = 8
-RATES = (5e-4, 1e-3, 2e-3)
+LOWEST_RATE = 2.5e-4
 
 
 @dataclass
@@ -231,7 +231,7 @@ def rate_of(found: dict[str, Any], kind: str) -> float:
 
 
 def tune(name: str, base: Base, seed: int, gates: list[str], steps: int, results: Results) -> None:
-    """Two layers' worth of calls skipped, trained with every learning rate of `RATES`."""
+    """Two layers' worth of calls skipped, trained with learning rates that double until the loss rises."""
     dense = float(row_losses(base.model(), base.text.choose).mean())
     depth = base.model().config.num_hidden_layers
     layers = tuple(results.once(name, "subset 2", lambda: best_subset(base, 2))["layers"])
@@ -242,8 +242,11 @@ def tune(name: str, base: Base, seed: int, gates: list[str], steps: int, results
         return {"rate": rate, "steps": steps, "more": float(row_losses(model, base.text.choose).mean()) - dense}
 
     for kind in ("static", *gates):
-        for rate in RATES:
-            results.once(name, f"tuning {kind} {rate:g}", lambda k=kind, r=rate: measured(k, r))
+        rate, losses = LOWEST_RATE, [float("inf")]
+        while losses[-1] == min(losses):
+            row = results.once(name, f"tuning {kind} {rate:g}", lambda k=kind, r=rate: measured(k, r))
+            losses.append(row["more"])
+            rate *= 2
 
 
 def study(name: str, base: Base, seeds: list[int], gates: list[str], steps: int, results: Results) -> None:
