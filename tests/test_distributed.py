@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONFAULTHANDLER": "1",
     }
     save_base(folder / "base")
     write_text(folder / "text.txt", lines=200)
@@ -42,9 +44,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ["--config_file", str(RECIPE / "ddp.yaml"), "--main_process_port", "0"]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *options]
     command = [*launcher, str(TESTS / "distributed_worker.py"), str(folder)]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = run(command, environment, folder)
+    if "SIGSEGV" in done.stderr:  # PyTorch's: seen once, in FSDP2 on processors, and not again in hundreds of runs
+        warnings.warn(f"a process crashed, and is run again:\n{done.stderr}", stacklevel=1)
+        done = run(command, environment, folder)
+    assert done.returncode == 0, done.stderr
     return folder
+
+
+def run(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=280)
 
 
 def assert_equal_one_process(results: Path, scenario: Any) -> None:
