@@ -45,7 +45,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *options]
     command = [*launcher, str(TESTS / "distributed_worker.py"), str(folder)]
     done = run(command, environment, folder)
-    if "SIGSEGV" in done.stderr:  # PyTorch's: seen once, in FSDP2 on processors, and not again in hundreds of runs
+    if "SIGSEGV" in done.stderr:  # seen once, in FSDP2 on processors; the cause is not known
         warnings.warn(f"a process crashed, and is run again:\n{done.stderr}", stacklevel=1)
         done = run(command, environment, folder)
     assert done.returncode == 0, done.stderr

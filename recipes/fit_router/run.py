@@ -11,7 +11,7 @@ by the same least squares. Static dropping gets the best of all subsets of layer
 routers get one threshold from that text; the loss is that of a third text. With `--steps` the branches of both sides
 are trained from there, on 8 x 128 tokens a step, to the predictions of the dense base; the gates stay as they were
 fitted. The learning rate of each side is the one with the lowest loss on the text to choose on (`--tune`), with another
-seed. What `results.json` holds is not measured again.
+seed. What `results.json` holds is not measured again, unless it was trained at another rate or for other steps.
 """
 
 from __future__ import annotations
@@ -212,12 +212,14 @@ class Results:
         self.path = path
         self.found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
 
-    def once(self, base: str, key: str, measure: Callable[[], dict[str, Any]], needs: str = "") -> dict[str, Any]:
-        """What is known of `key`, measured where it, or its entry `needs`, is not known."""
+    def once(
+        self, base: str, key: str, measure: Callable[[], dict[str, Any]], trained: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What is known of `key`, measured where it is not, or was not trained with the values of `trained`."""
         from hf_depthroute.files.staged import write_text
 
         known = self.found.setdefault(base, {})
-        if key not in known or (needs and needs not in known[key]):
+        if key not in known or (trained and not trained.items() <= known[key].get("trained", {}).items()):
             known[key] = measure()
             write_text(self.path, json.dumps(self.found, indent=1) + "\n")
             print(base, key, known[key], flush=True)
@@ -252,7 +254,9 @@ def tune(name: str, base: Base, seed: int, gates: list[str], steps: int, results
 def study(name: str, base: Base, seeds: list[int], gates: list[str], steps: int, results: Results) -> None:
     dense = row_losses(base.model(), base.text.report)
     depth = base.model().config.num_hidden_layers
-    needs = "trained" if steps else ""
+
+    def with_training(kind: str) -> dict[str, Any] | None:
+        return {"steps": steps, "rate": rate_of(results.found[name], kind)} if steps else None
 
     def measured(model: Any) -> dict[str, Any]:
         more = row_losses(model, base.text.report) - dense
@@ -261,11 +265,11 @@ def study(name: str, base: Base, seeds: list[int], gates: list[str], steps: int,
     def and_trained(model: Any, kind: str, seed: int) -> dict[str, Any]:
         """What is known of the model, and after training where that is asked for; shares of routers only."""
         found = measured(model)
-        if not steps:
+        how = with_training(kind)
+        if how is None:
             return found
-        rate = rate_of(results.found[name], kind)
-        trained(model, base, seed, steps, rate)
-        after = {"steps": steps, "rate": rate} | measured(model)
+        trained(model, base, seed, **how)
+        after = how | measured(model)
         return found | {
             "trained": after | ({} if kind == "static" else {"share": share_of_calls(model, base.text.report)})
         }
@@ -290,10 +294,11 @@ def study(name: str, base: Base, seeds: list[int], gates: list[str], steps: int,
     for seed in seeds:
         for count in base.dropped:
             subset = results.once(name, f"subset {count}", lambda count=count: best_subset(base, count))
-            results.once(name, f"static {count} {seed}", lambda s=seed, u=subset: static(u["layers"], s), needs)
+            key, how = f"static {count} {seed}", with_training("static")
+            results.once(name, key, lambda s=seed, u=subset: static(u["layers"], s), how)
             for gate in gates:
-                keep = 1 - count / depth
-                results.once(name, f"{gate} {count} {seed}", lambda g=gate, k=keep, s=seed: routed(g, k, s), needs)
+                key, keep, how = f"{gate} {count} {seed}", 1 - count / depth, with_training(gate)
+                results.once(name, key, lambda g=gate, k=keep, s=seed: routed(g, k, s), how)
 
 
 def main() -> None:
