@@ -31,7 +31,7 @@ report
 study
 card
 registration
-vllm
+play vllm
 cli
 __init__ __main__
 """

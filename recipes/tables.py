@@ -20,6 +20,7 @@ from aux_losses.paper.claims import judge
 from aux_losses.paper.values import fixed, spread, values
 from demo import report as demo_report
 from fit_router import report as fit_report
+from vllm_load import report as vllm_report
 
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.report.study_results import read_results
@@ -480,8 +481,38 @@ def fitted() -> Study:
     )  # fmt: skip
 
 
+def served() -> Study:
+    """vLLM under load, dense and routed, and half an hour of clients that leave."""
+    load, soak = read("vllm_load/load.json"), read("vllm_load/soak.json")
+    setting, machine = load["setting"], load["machine"]
+
+    by_prompt: dict[int, list[float]] = {}
+    for (prompt, _), ratios in vllm_report.ratios(load, "all", "total_token_throughput").items():
+        by_prompt.setdefault(prompt, []).append(statistics.median(ratios))
+    more = ", ".join(f"{statistics.median(cells):.2f} at {prompt:,}" for prompt, cells in by_prompt.items())
+    brief = (
+        f"FFNs of all layers at budget {setting['budget']}, 1 to 16 clients: tokens/s over dense, by prompt tokens: "
+        f"{more}; of {soak['read']:,} answers among clients that leave, {soak['wrong']} were wrong"
+    )
+    section = [
+        "One vLLM engine, a dense server and routed ones side by side, under `vllm bench serve`: random weights at the "
+        f"width of Qwen2.5-0.5B, {setting['layers']} layers, every FFN routed at budget {setting['budget']}, "
+        f"{setting['dtype']}, {setting['output']} tokens to write, {machine['threads']} CPU threads, which the load "
+        "generator shares. Over the dense server's, medians of rounds (lowest - highest); `prompts only` is "
+        "`--phases prefill`.",
+        "",
+        *vllm_report.load_table(load),
+        "",
+        "Among clients that stop reading or vanish:",
+        "",
+        *vllm_report.soak_lines(soak),
+    ]
+    return Study("Served by vLLM", "vllm_load", "python recipes/vllm_load/load.py", brief, section)
+
+
 def studies() -> list[Study]:
-    return [fitted(), quality(), speed(), demo(), pareto(), token_selective(), moe(), kv_cache(), aux_losses()]
+    own = [fitted(), quality(), speed(), demo(), served(), pareto(), token_selective(), moe()]
+    return [*own, kv_cache(), aux_losses()]
 
 
 def results() -> dict[Path, str]:

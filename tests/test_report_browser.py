@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,6 @@ from report_pages import BUDGETS, HOSTILE, LAYERS, planted_report, planted_trace
 from hf_depthroute.report.pieces import text_pieces
 from hf_depthroute.report.run_page import render_page
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the page is looked at with playwright (dev extra)")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-if CHROMIUM is None:
-    pytest.skip("no Chromium on this machine: apt-get install chromium", allow_module_level=True)
-ARGUMENTS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-]
 MINUS = "\u2212"
 REPORT, TRACES, TOKENIZER = planted_report()
 RUNS = REPORT.tokens["texts"][0]["runs"]
@@ -43,14 +34,6 @@ CONTRASTS = """() => {
     return [e.className + e.tagName, (high + 0.05) / (low + 0.05)];
   });
 }"""  # WCAG contrast of each text over what is behind it, tokens at their strongest shade
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,12 @@ def test_the_command_line_names_base_and_adapter_wherever_it_is_typed(saved: Pat
     assert settings_of(SimpleNamespace(**overrides)) == Settings(str(saved / "adapter"), budget=0.25)
 
 
+def test_generated_tokens_are_routed_where_phases_say_so(saved: Path) -> None:
+    ended = command_line.run("vllm-config", saved / "adapter", "--phases", "all")
+    overrides = json.loads(shlex.split(ended.out)[-1])
+    assert settings_of(SimpleNamespace(**overrides)) == Settings(str(saved / "adapter"), phases="all")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -25,6 +25,7 @@ from .evaluate import evaluate
 from .families import families
 from .fit import fit
 from .generate import generate
+from .play import play
 from .report import report
 from .serve import serve
 from .serve_vllm import vllm_config
@@ -66,6 +67,7 @@ app.command("fit")(fit)
 app.command("eval")(evaluate)
 app.command("bench")(bench)
 app.command("generate")(generate)
+app.command("play")(play)
 _PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("serve", context_settings=_PASSES_ON)(serve)
 app.command("vllm-config", context_settings=_PASSES_ON)(vllm_config)

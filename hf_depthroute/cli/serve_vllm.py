@@ -117,8 +117,8 @@ def vllm_words(options: Any, others: list[str]) -> list[str]:
         if word.split("=")[0] in _OVERRIDES:
             raise CliError(f"{_OVERRIDES[0]} cannot be given: the adapter is in it")
     config = loading.load_adapter_config(options.adapter)
-    changed = loading.changed_fields(config, options.budget, options.phases)
     check_adapter(config)
+    changed = loading.changed_fields(config, options.budget, options.phases)
     base, base_config = loading.find_base(options.adapter, config, options.model)
     check_base_config(base_config)
     folder = loading.folder_of("adapter", options.adapter, loading.ADAPTER_FILES).resolve()

@@ -66,13 +66,10 @@ class FFNStep:
         token_mask = None
         if real is not None and real < rows:  # what a graph of a fixed size is filled up with
             token_mask = (torch.arange(rows, device=stream.device) < real)[None]
-        own = stream if holder.family.parallel else stream.clone()  # it may be overwritten
-        if plan.rule == "full":
-            call = call_on_stream(layer, plan, _SITE, own, token_mask, {}, decides=False)
-            out = call.full()
-        else:
-            call = call_on_stream(layer, plan, _SITE, own, token_mask, {})
-            out = executor_of(call).run(call)
+        full = plan.rule == "full"
+        own = stream if full or holder.family.parallel else stream.clone()  # an executor may overwrite it
+        call = call_on_stream(layer, plan, _SITE, own, token_mask, {}, decides=not full)
+        out = call.full() if full else executor_of(call).run(call)
         if self.count is not None and real is not None:
             self.count.add(None if call.decision is None else call.mask, real)
         return out

@@ -1,0 +1,127 @@
+"""The page: a prompt, a budget, and two texts that appear token by token, coloured by the layers that ran."""
+
+from __future__ import annotations
+
+import html
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from peft import PeftModel
+
+from ..inference.calibration import set_budget
+from ..report.pieces import text_pieces
+from .writing import Text, write
+
+if TYPE_CHECKING:
+    import gradio
+
+_MAX_PROMPT, _MAX_NEW_TOKENS = 2048, 256
+_WAITING = 16  # people in the line; the model writes for one at a time
+_STYLE = """
+.text { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.9;
+  font-family: ui-monospace, Consolas, monospace; }
+.text span { --share: 0; padding: .15em 0; border-bottom: 3px solid rgb(194 106 0 / var(--share));
+  background: rgb(245 158 11 / calc(var(--share) * .45)); }
+.text .written { font-weight: 600; }
+"""
+_LEGEND = (
+    "The stronger the shade and the underline of a token, the more layers ran in full for it; point at it to see how "
+    "many. What was written is bold, and the last token has not been read yet. Routed model and base take turns, so "
+    "their speeds compare; one run of one text is no measurement."
+)
+
+
+def make_page(model: PeftModel, tokenizer: Any, title: str) -> gradio.Blocks:
+    """The page of a routed model, ready for `launch`.
+
+    Args:
+        model: In eval mode, with a router that can run (trained with thresholds, fitted or calibrated). The page sets
+            its budget.
+        tokenizer: The base's.
+        title: What the model is called.
+    """
+    import gradio
+
+    config: Any = model.peft_config[model.active_adapter]
+    positions = getattr(model.config, "max_position_embeddings", None)
+    free = threading.Lock()  # a run that is stopped is left in the middle of a step, which still ends
+
+    def run(prompt: str, budget: float | None, new_tokens: int) -> Iterator[tuple[str, str, str, str]]:
+        ids = tokenizer(prompt, return_token_type_ids=False)["input_ids"]
+        if not ids:
+            raise gradio.Error("The prompt has no tokens; type something.", print_exception=False)
+        longest = _MAX_PROMPT if positions is None else min(_MAX_PROMPT, positions - new_tokens)
+        if len(ids) > longest:
+            why = f"The prompt has {len(ids)} tokens; at most {max(0, longest)} can be read here."
+            raise gradio.Error(why, print_exception=False)
+        if budget is not None:
+            with free:
+                try:
+                    set_budget(model, budget)
+                except ValueError as error:  # thresholds that were never fitted
+                    raise gradio.Error(str(error), print_exception=False) from error
+        steps = write(model, ids, int(new_tokens))
+        while True:
+            with free:
+                step = next(steps, None)
+            if step is None:
+                return
+            routed, dense = step
+            yield said(routed), coloured(routed, tokenizer), said(dense), coloured(dense, tokenizer)
+
+    with gradio.Blocks(title=title, analytics_enabled=False) as page:
+        gradio.HTML(f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>")
+        prompt = gradio.Textbox(label="Prompt", value="Once upon a time", lines=4, max_lines=12)
+        with gradio.Row():
+            # Nothing to move where a rule decides that knows no budget.
+            budget = gradio.Slider(
+                min(0.05, config.budget), 1, value=config.budget, step=0.05, visible=config.takes_budget(),
+                label="Budget: share of tokens that run a routed layer in full",
+            )  # fmt: skip
+            length = gradio.Slider(1, _MAX_NEW_TOKENS, value=64, step=1, label="New tokens")
+        with gradio.Row():
+            start = gradio.Button("Write", variant="primary")
+            stop = gradio.Button("Stop")
+        with gradio.Row():
+            columns = []
+            for name in ("Routed", "Base"):
+                with gradio.Column():
+                    gradio.HTML(f"<h2>{name}</h2>")
+                    columns += [gradio.HTML(elem_id=f"{name.lower()}-facts"), gradio.HTML(elem_id=name.lower())]
+        gradio.HTML(f"<p>{_LEGEND}</p>")
+        given = [prompt, budget, length] if config.takes_budget() else [prompt, gradio.State(None), length]
+        writing = gradio.on(
+            [start.click, prompt.submit, budget.release], run, given, columns, concurrency_limit=1,
+            trigger_mode="once", show_progress="hidden",
+        )  # fmt: skip
+        stop.click(None, cancels=[writing], queue=False)
+    page.queue(max_size=_WAITING)
+    return page
+
+
+def coloured(text: Text, tokenizer: Any) -> str:
+    """The text as HTML: a span for each token, shaded by the share of layers that ran for it."""
+    pieces, counts = text_pieces(tokenizer, text.ids, text.prompt)
+    spans, at = [], 0
+    for piece, count in zip(pieces, counts):
+        runs = text.layers[at : at + count]
+        kind = ' class="written"' if at >= text.prompt else ""
+        how = ""
+        if runs:
+            full = sum(runs) / len(runs)
+            how = f' style="--share: {full / text.depth:.3f}" title="{full:g} of {text.depth} layers"'
+        spans.append(f"<span{kind}{how}>{html.escape(piece)}</span>")
+        at += count
+    return f'<div class="text">{"".join(spans)}</div>'
+
+
+def said(text: Text) -> str:
+    """Speed and share in one line."""
+    speed = text.tokens_per_second
+    parts = [
+        f"{text.written} new" + (f", {speed:.1f} tokens/s" if speed is not None else ""),
+        f"prompt of {text.prompt} tokens in {1000 * text.prompt_seconds:.0f} ms",
+        f"{text.share:.0%} of the layers in full",
+    ]
+    return f"<p>{'; '.join(parts)}</p>"

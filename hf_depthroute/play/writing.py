@@ -1,0 +1,131 @@
+"""Texts that grow by one greedy token a step, with the time of each step and the layers that ran for each token.
+
+Shapes: T tokens of a text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from ..base.families import find_layers
+from ..routing.trace import RouteTrace, record_routes
+
+
+@dataclass
+class Text:
+    """A text so far.
+
+    Attributes:
+        ids: `[T]`, those of the prompt and those that were written.
+        prompt: Tokens of the prompt.
+        depth: Layers of the model.
+        layers: Layers that ran in full, for each token that the model has read: all but the last one. Where experts are
+            routed, a layer counts by the share of a token's experts that ran.
+        prompt_seconds: Time of the pass over the prompt.
+        seconds: Time of all steps after it.
+        ended: The last token is one that ends a text.
+    """
+
+    ids: list[int]
+    prompt: int
+    depth: int
+    layers: list[float] = field(default_factory=list)
+    prompt_seconds: float = 0.0
+    seconds: float = 0.0
+    ended: bool = False
+
+    @property
+    def written(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.ids) - self.prompt
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Speed of the steps after the pass over the prompt; None before the first of them."""
+        return (self.written - 1) / self.seconds if self.seconds else None
+
+    @property
+    def share(self) -> float:
+        """Share of the layers that ran in full, over the tokens that were read."""
+        return sum(self.layers) / (self.depth * len(self.layers))
+
+
+def write(model: PeftModel, ids: Sequence[int], new_tokens: int) -> Iterator[tuple[Text, Text]]:
+    """What the routed model and its base have written after each step; the same two objects every time.
+
+    The two take turns, so that their times can be compared, and each reads the prompt once before, because a first pass
+    takes longer. What the routers decide is seen in a second, equal step, because recording takes time.
+
+    Args:
+        model: In eval mode. Nothing else may use it while a step runs.
+        ids: `[T]`, the prompt; at least one token.
+        new_tokens: How many are written at most; a text also ends where `generate` ends it.
+    """
+    depth = len(find_layers(model.get_base_model()))
+    routed, dense = Text(list(ids), len(ids), depth), Text(list(ids), len(ids), depth)
+    timed, seen, plain = _Reader(model), _Reader(model), _Reader(model)
+    with torch.no_grad():
+        _Reader(model).read(ids)
+        with model.disable_adapter():
+            _Reader(model).read(ids)
+    while (routed.written < new_tokens and not routed.ended) or (dense.written < new_tokens and not dense.ended):
+        with torch.no_grad():
+            if not routed.ended:
+                before = list(routed.ids)
+                timed.extend(routed)
+                with record_routes(model) as trace:
+                    seen.read(before)
+                routed.layers += layers_run(trace, depth)
+            if not dense.ended:
+                dense.layers += [float(depth)] * (len(dense.ids) - plain.done)
+                plain.extend(dense, model.disable_adapter())
+        yield routed, dense
+
+
+def layers_run(trace: RouteTrace, depth: int) -> list[float]:
+    """How many of a model's `depth` layers ran in full for each token of a pass over one text, `[T]`."""
+    runs = [record.mask[0].float().cpu() for record in trace.values()]
+    shares = torch.stack([run if run.ndim == 1 else run.mean(-1) for run in runs])
+    full: list[float] = (depth - len(runs) + shares.sum(0)).tolist()
+    return full
+
+
+class _Reader:
+    """A model's passes over a text that grows.
+
+    Attributes:
+        done: Tokens that the cache holds.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.done = 0
+        self._model = model
+        self._cache: Any = None
+
+    def read(self, ids: Sequence[int]) -> int:
+        """The likeliest next token, after what is new in `ids`."""
+        new = torch.tensor([ids[self.done :]], device=self._model.device)
+        out = self._model(input_ids=new, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._cache, self.done = out.past_key_values, len(ids)
+        return int(out.logits[0, -1].argmax())
+
+    def extend(self, text: Text, how: AbstractContextManager[Any] | None = None) -> None:
+        """Add a token to `text`, and the time of its step."""
+        with how or nullcontext():
+            start = time.perf_counter()
+            token = self.read(text.ids)
+            took = time.perf_counter() - start
+        if text.written:
+            text.seconds += took
+        else:
+            text.prompt_seconds = took
+        text.ids.append(token)
+        ends = self._model.generation_config.eos_token_id
+        text.ended = token in (ends if isinstance(ends, list) else [ends])

@@ -1,0 +1,112 @@
+"""The load of vLLM's own `bench serve` on one base, dense and routed, in turn.
+
+    python recipes/vllm_load/load.py
+    python recipes/vllm_load/report.py
+
+Runs in an environment with vLLM (`make vllm` makes `.venv-vllm`). The base has random weights at the width of
+Qwen2.5-0.5B, and a router of every FFN that is calibrated on random tokens. vLLM's random prompts are runs of token ids
+in ascending order, so what really runs in full is counted. One server for each way to serve is up all the time; a cell
+of the table goes to one after the other, in every round in another order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from servers import Server, dense, routed, running
+
+HERE = Path(__file__).parent
+TOKENIZER = HERE.parent / "embedded_base" / "model"
+WIDTHS = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+OUTPUT = 32  # generated tokens of a request
+NAME = "load"
+FIGURES = ("total_token_throughput", "median_ttft_ms", "median_tpot_ms")
+
+
+def make_models(folder: Path, layers: int, budget: float) -> tuple[Path, Path]:
+    """The base and the adapter in `folder`; those of a run before are taken as they are."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model
+
+    folder = folder / f"{layers}-{budget:g}"
+    base, adapter = folder / "base", folder / "adapter"
+    if not (adapter / "adapter_config.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, trust_remote_code=False)
+        torch.manual_seed(0)
+        sizes = WIDTHS | {"num_hidden_layers": layers, "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
+        model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **sizes)).eval()
+        model.save_pretrained(base)
+        tokenizer.save_pretrained(base)
+        routed_model = get_depth_routed_model(model, DepthRouteConfig(layers="all", budget=budget)).eval()
+        calibrate(routed_model, [{"input_ids": torch.randint(3, len(tokenizer), (4, 512))}])
+        routed_model.save_pretrained(adapter)
+    return base, adapter
+
+
+def bench(server: Server, base: Path, prompt: int, clients: int, requests: int, seed: int) -> dict[str, float]:
+    """vLLM's figures for `requests` random prompts of `prompt` tokens, `clients` of them at a time."""
+    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    words = {
+        "base-url": server.url, "model": base, "served-model-name": NAME, "tokenizer": base, "dataset-name": "random",
+        "random-input-len": prompt, "random-output-len": OUTPUT, "num-prompts": requests, "max-concurrency": clients,
+        "num-warmups": 1, "seed": seed, "temperature": 1,
+    }  # fmt: skip
+    options = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    found = main(parser.parse_args([*options, "--ignore-eos", "--disable-tqdm"]))
+    assert found["completed"] == requests
+    return {name: found[name] for name in FIGURES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=HERE / "load.json")
+    parser.add_argument("--work", type=Path, default=HERE / "work", help="for the base, the adapter and logs")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--budget", type=float, default=0.5)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[32, 512, 2000], help="tokens")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16], help="requests at a time")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    from hf_depthroute.bench.timing import describe_machine
+    from hf_depthroute.files.staged import write_text
+
+    args.work.mkdir(parents=True, exist_ok=True)
+    base, adapter = make_models(args.work, args.layers, args.budget)
+    words = {"dense": dense(base)}
+    words |= {name: routed(base, adapter, name) for name in ("all", "prefill")}
+    # Random prompts of one seed begin alike, so cells of one round would find each other's in the cache.
+    options = ["--served-model-name", NAME, "--dtype", args.dtype, "--max-model-len", "2304"]
+    options += ["--no-enable-prefix-caching"]
+    setting = {"layers": args.layers, "budget": args.budget, "dtype": args.dtype, "output": OUTPUT, **WIDTHS}
+    found: dict[str, Any] = {"machine": describe_machine(torch.device("cpu")), "setting": setting, "cells": []}
+    with running(words, options, args.work, args.threads) as servers:
+        for turn in range(args.rounds):
+            for prompt in args.prompts:
+                for clients in args.clients:
+                    order = list(servers)[turn % 3 :] + list(servers)[: turn % 3]
+                    requests = max(6, 2 * clients) if prompt < 2000 else max(4, clients)
+                    cell: dict[str, Any] = {"prompt": prompt, "clients": clients, "requests": requests, "round": turn}
+                    for name in order:
+                        cell[name] = bench(servers[name], base, prompt, clients, requests, turn)
+                    found["cells"].append(cell)
+                    print(json.dumps(cell), flush=True)
+                    found["rows_full"] = {n: servers[n].rows_full() for n in ("all", "prefill")}
+                    write_text(args.out, json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()

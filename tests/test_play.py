@@ -1,0 +1,149 @@
+"""`hf-depthroute play` and the Space: what is written, what is counted, and the page in headless Chromium."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import run
+from models import build_routed, routed, tokens
+from peft import PeftModel
+from text_models import save_base, word_tokenizer
+
+from hf_depthroute import record_routes
+from hf_depthroute.play.page import coloured, said
+from hf_depthroute.play.writing import Text, layers_run, write
+
+SPACE = Path(__file__).parents[1] / "recipes" / "space" / "app.py"
+
+
+@pytest.mark.parametrize(
+    "family, kind", [("llama", "mlp"), ("gpt2", "block"), ("llama", "attention"), ("olmoe", "experts")]
+)
+def test_both_texts_are_those_of_generate(family: str, kind: str) -> None:
+    model = build_routed(family, kind)
+    ids = tokens(1, 7)
+    greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
+    expected = model.generate(input_ids=ids, **greedy)[0].tolist()
+    with model.disable_adapter():
+        base = model.generate(input_ids=ids, **greedy)[0].tolist()
+    steps = [(len(written.ids), written, dense) for written, dense in write(model, ids[0].tolist(), 9)]
+    assert [length for length, *_ in steps] == list(range(8, 17))
+    _, written, dense = steps[-1]
+    assert (written.ids, dense.ids) == (expected, base)
+
+
+def test_layers_are_those_that_run_over_the_whole_text() -> None:
+    model = build_routed("llama", "mlp")
+    for written, dense in write(model, tokens(1, 7)[0].tolist(), 9):
+        assert len(written.layers) == len(dense.layers) == len(written.ids) - 1
+    with torch.no_grad(), record_routes(model) as trace:
+        model(input_ids=torch.tensor([written.ids[:-1]]))
+    assert written.layers == layers_run(trace, written.depth)
+    assert len(set(written.layers)) > 1 and max(written.layers) <= written.depth
+    assert set(dense.layers) == {float(dense.depth)} and dense.share == 1
+    routed_layers = list(trace.values())
+    full = sum(float(record.mask.float().mean()) for record in routed_layers) + written.depth - len(routed_layers)
+    assert written.share == pytest.approx(full / written.depth)
+
+
+def test_a_text_ends_where_generate_ends_it_and_the_other_goes_on() -> None:
+    model = build_routed("llama", "mlp")
+    ids = tokens(1, 7)
+    greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    with model.disable_adapter():
+        base = model.generate(input_ids=ids, **greedy)[0, 7:].tolist()
+    own = model.generate(input_ids=ids, **greedy)[0, 7:].tolist()
+    end = next(token for token in own if token not in base)
+    model.generation_config.eos_token_id = [end]
+    *_, (written, dense) = write(model, ids[0].tolist(), 12)
+    assert written.ids[7:] == own[: own.index(end) + 1] and written.ended
+    assert dense.ids[7:] == base and not dense.ended
+
+
+def test_a_step_is_timed_and_the_prompt_apart() -> None:
+    (first, _), *_, (last, dense) = list(write(build_routed("llama", "mlp"), tokens(1, 7)[0].tolist(), 6))
+    assert first is last and last.prompt_seconds > 0 and last.seconds > 0
+    assert last.tokens_per_second == 5 / last.seconds and dense.tokens_per_second == 5 / dense.seconds
+
+
+def test_what_is_drawn_is_the_text_and_never_markup() -> None:
+    text = Text([4, 5, 6], prompt=2, depth=4, layers=[1.0, 4.0], prompt_seconds=0.002)
+    page = coloured(text, word_tokenizer())
+    assert re.findall(r'title="(.*?)"', page) == ["1 of 4 layers", "4 of 4 layers"]
+    assert re.findall("--share: ([0-9.]+)", page) == ["0.250", "1.000"]
+    assert page.count('class="written"') == 1
+    assert said(text) == "<p>1 new; prompt of 2 tokens in 2 ms; 62% of the layers in full</p>"
+
+    class Hostile:
+        def decode(self, ids: list[int], **how: Any) -> str:
+            return "".join(["<script>alert(1)</script>", "&amp;", '" onclick="x'][i] for i in ids)
+
+    page = coloured(Text([0, 1, 2], prompt=1, depth=4, layers=[1.0, 2.0]), Hostile())
+    assert "<script" not in page and "&amp;amp;" in page and '" onclick' not in page
+
+
+def test_without_gradio_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    ended = run("play", "adapter")
+    assert (ended.code, ended.error) == (2, 'play needs Gradio; install it with: pip install "hf-depthroute[play]"')
+
+
+@pytest.fixture
+def files(tmp_path: Path, saved_adapter: Callable[[PeftModel], Path]) -> tuple[Path, Path]:
+    """A base with a tokenizer, and an adapter that routes it."""
+    from transformers import AutoModelForCausalLM
+
+    base = save_base(tmp_path / "base")
+    return base, saved_adapter(routed(AutoModelForCausalLM.from_pretrained(base)))
+
+
+def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Type, write, move the budget, forget the prompt; nothing is asked of another host."""
+    pytest.importorskip("gradio", reason="the page is made with Gradio (extra play)")
+    expect = pytest.importorskip("playwright.sync_api").expect
+    base, adapter = files
+    monkeypatch.setenv("ADAPTER", str(adapter))
+    monkeypatch.setenv("MODEL", str(base))
+    spec = importlib.util.spec_from_file_location("space_app", SPACE)
+    assert spec is not None and spec.loader is not None
+    app = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(app)
+    app.model.generation_config.eos_token_id = None  # whatever a random model says
+    _, url, _ = app.demo.launch(prevent_thread_lock=True, quiet=True, server_port=None, ssr_mode=False)
+    try:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        asked, errors = [], []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(url)
+        page.get_by_label("Prompt").fill("the cat sat on the mat")
+        page.get_by_label("number input for New tokens").fill("12")
+        page.get_by_role("button", name="Write").click()
+        expect(page.locator("#routed-facts")).to_contain_text("12 new,", timeout=60_000)
+        routed_text, dense_text = (page.locator(f"#{name} .text") for name in ("routed", "base"))
+        assert routed_text.locator(".written").count() == dense_text.locator(".written").count() == 12
+        assert routed_text.text_content().startswith("the cat sat on the mat")
+        expect(page.locator("#base-facts")).to_contain_text("100% of the layers in full")
+        shares = {span.get_attribute("title") for span in routed_text.locator("span[title]").all()}
+        assert len(shares) > 1, "tokens differ in the layers that run for them"
+        slider = page.get_by_label("number input for Budget")
+        slider.fill("1")
+        slider.press("Enter")
+        slider.blur()
+        page.get_by_role("button", name="Write").click()
+        done = re.compile("12 new.*100% of the layers in full")
+        expect(page.locator("#routed-facts")).to_contain_text(done, timeout=60_000)
+        page.wait_for_timeout(1000)  # the last event of the run: until then a click is not heard
+        page.get_by_label("Prompt").fill("")
+        page.get_by_role("button", name="Write").click()
+        expect(page.get_by_text("The prompt has no tokens").first).to_be_visible(timeout=60_000)
+        assert errors == []
+        assert {address.split("/")[2] for address in asked if not address.startswith("data:")} == {url.split("/")[2]}
+    finally:
+        app.demo.close(verbose=False)
