@@ -132,7 +132,8 @@ class DepthRouteModel(BaseTuner):
         if any(hasattr(parameter, "ds_id") for parameter in layers[0].parameters()):
             raise ConfigError(
                 "DeepSpeed ZeRO-3 has split the base's weights already, so the adapter cannot be sized by them; "
-                "load the base whole (zero3_init_flag: false), inject, and let ZeRO-3 split both"
+                "load it and inject before the Accelerator or the TrainingArguments are made (after that transformers "
+                "splits what it loads, with zero3_init_flag: false too), and let ZeRO-3 split both"
             )
         if not isinstance(config, DepthRouteConfig):
             raise ConfigError(f"adapter {name!r}: expected a DepthRouteConfig, got {type(config).__name__}")

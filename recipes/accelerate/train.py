@@ -52,17 +52,19 @@ def make_loader(args: argparse.Namespace) -> Any:
 
 
 def train(args: argparse.Namespace) -> None:
+    set_seed(args.seed)
+    # Before the Accelerator: once it has a ZeRO-3 configuration, transformers splits every model that it loads.
+    base = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False)
+    config = DepthRouteConfig(layers=args.layers, target=args.target, gate=args.gate, budget=args.budget)
+    model = get_depth_routed_model(base, config).train()
+
     accelerator = Accelerator(
         cpu=args.cpu,
         gradient_accumulation_steps=args.accumulate,
         dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True),
     )
-    set_seed(args.seed)
     with accelerator.main_process_first():  # the others find the tokens in the cache
         loader = make_loader(args)
-    base = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False)
-    config = DepthRouteConfig(layers=args.layers, target=args.target, gate=args.gate, budget=args.budget)
-    model = get_depth_routed_model(base, config).train()
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=args.lr, weight_decay=0.01)
