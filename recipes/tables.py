@@ -486,10 +486,14 @@ def served() -> Study:
     load, soak = read("vllm_load/load.json"), read("vllm_load/soak.json")
     setting, machine = load["setting"], load["machine"]
 
+    cells = {
+        cell: statistics.median(found)
+        for cell, found in vllm_report.ratios(load, "all", "total_token_throughput").items()
+    }
     by_prompt: dict[int, list[float]] = {}
-    for (prompt, _), ratios in vllm_report.ratios(load, "all", "total_token_throughput").items():
-        by_prompt.setdefault(prompt, []).append(statistics.median(ratios))
-    more = ", ".join(f"{statistics.median(cells):.2f} at {prompt:,}" for prompt, cells in by_prompt.items())
+    for (prompt, _), ratio in cells.items():
+        by_prompt.setdefault(prompt, []).append(ratio)
+    more = ", ".join(f"{min(ratios):.2f} to {max(ratios):.2f} at {prompt:,}" for prompt, ratios in by_prompt.items())
     brief = (
         f"FFNs of all layers at budget {setting['budget']}, 1 to 16 clients: tokens/s over dense, by prompt tokens: "
         f"{more}; of {soak['read']:,} answers among clients that leave, {soak['wrong']} were wrong"
