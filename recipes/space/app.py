@@ -11,8 +11,9 @@ adapter = os.environ.get("ADAPTER") or ""
 if not adapter:
     raise SystemExit("Set the variable ADAPTER to the Hub id or folder of a depth-routed adapter.")
 base = os.environ.get("MODEL") or PeftConfig.from_pretrained(adapter).base_model_name_or_path
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, device_map="auto"), adapter).eval()
-demo = make_page(model, AutoTokenizer.from_pretrained(base), adapter)
+model = AutoModelForCausalLM.from_pretrained(base, device_map="auto", trust_remote_code=False)
+tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+demo = make_page(PeftModel.from_pretrained(model, adapter).eval(), tokenizer, adapter)
 
 if __name__ == "__main__":
     demo.launch()
