@@ -505,7 +505,7 @@ def served() -> Study:
         "generator shares. Over the dense server's, medians of rounds (lowest - highest); `prompts only` is "
         "`--phases prefill`.",
         "",
-        *vllm_report.load_table(load),
+        *vllm_report.load_lines(load),
         "",
         "Among clients that stop reading or vanish:",
         "",

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,7 +111,7 @@ def files(tmp_path: Path, saved_adapter: Callable[[PeftModel], Path]) -> tuple[P
 
 
 def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Type, write, move the budget, forget the prompt; nothing is asked of another host."""
+    """Type, write, stop, move the budget, forget the prompt; nothing is asked of another host."""
     pytest.importorskip("gradio", reason="the page is made with Gradio (extra play)")
     expect = pytest.importorskip("playwright.sync_api").expect
     base, adapter = files
@@ -122,28 +129,67 @@ def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypa
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(url)
+        facts = page.locator("#routed-facts")
+        routed_text, dense_text = (page.locator(f"#{name} .text") for name in ("routed", "base"))
+
+        def write_until(seen: Any, text: Any) -> None:
+            """Click until `seen` has the text: while a run lasts, clicks are not heard."""
+            for _ in range(30):
+                page.get_by_role("button", name="Write").click()
+                with contextlib.suppress(AssertionError):
+                    expect(seen).to_contain_text(text, timeout=2000)
+                    return
+            expect(seen).to_contain_text(text)
+
         page.get_by_label("Prompt").fill("the cat sat on the mat")
         page.get_by_label("number input for New tokens").fill("12")
-        page.get_by_role("button", name="Write").click()
-        expect(page.locator("#routed-facts")).to_contain_text("12 new,", timeout=60_000)
-        routed_text, dense_text = (page.locator(f"#{name} .text") for name in ("routed", "base"))
+        write_until(facts, "12 new,")
         assert routed_text.locator(".written").count() == dense_text.locator(".written").count() == 12
         assert routed_text.text_content().startswith("the cat sat on the mat")
         expect(page.locator("#base-facts")).to_contain_text("100% of the layers in full")
         shares = {span.get_attribute("title") for span in routed_text.locator("span[title]").all()}
         assert len(shares) > 1, "tokens differ in the layers that run for them"
+        whole = routed_text.text_content()
+        page.get_by_label("number input for New tokens").fill("50")
+        write_until(facts, re.compile("[1-4][0-9] new,"))
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_label("number input for New tokens").fill("12")
+        write_until(facts, "12 new,")
+        assert routed_text.text_content() == whole, "what was stopped is not in the way"
         slider = page.get_by_label("number input for Budget")
         slider.fill("1")
         slider.press("Enter")
         slider.blur()
-        page.get_by_role("button", name="Write").click()
-        done = re.compile("12 new.*100% of the layers in full")
-        expect(page.locator("#routed-facts")).to_contain_text(done, timeout=60_000)
-        page.wait_for_timeout(1000)  # the last event of the run: until then a click is not heard
+        write_until(facts, re.compile("12 new.*100% of the layers in full"))
         page.get_by_label("Prompt").fill("")
-        page.get_by_role("button", name="Write").click()
-        expect(page.get_by_text("The prompt has no tokens").first).to_be_visible(timeout=60_000)
+        write_until(page.locator("body"), "The prompt has no tokens")
         assert errors == []
         assert {address.split("/")[2] for address in asked if not address.startswith("data:")} == {url.split("/")[2]}
     finally:
         app.demo.close(verbose=False)
+
+
+def test_the_command_serves_the_page_until_ctrl_c(files: tuple[Path, Path]) -> None:
+    pytest.importorskip("gradio", reason="the page is made with Gradio (extra play)")
+    base, adapter = files
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["play", str(adapter), "--model", str(base), "--port", str(port)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "hf_depthroute", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A test run in the background of a shell ignores Ctrl-C, and its children inherit that.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    ) as server:  # fmt: skip
+        try:
+            assert server.stdout is not None
+            assert f"open http://127.0.0.1:{port}" in server.stdout.readline()
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=60) as answer:
+                assert b'"title":"adapter"' in answer.read()
+            ended = run(*words)
+            assert ended.code == 2 and ended.error.endswith(f"--port {port}: cannot listen there; choose others")
+            server.send_signal(signal.SIGINT)
+            _, said_last = server.communicate(timeout=60)
+        finally:
+            server.kill()
+    assert (server.returncode, said_last) == (130, "error: interrupted\n")

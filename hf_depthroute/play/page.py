@@ -40,6 +40,9 @@ def make_page(model: PeftModel, tokenizer: Any, title: str) -> gradio.Blocks:
             its budget.
         tokenizer: The base's.
         title: What the model is called.
+
+    Raises:
+        ImportError: Gradio (the extra `play`) is not installed.
     """
     import gradio
 

@@ -33,8 +33,8 @@ def said(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
 
 
-def load_table(found: dict[str, Any]) -> list[str]:
-    """Throughput and latencies over those of the dense server."""
+def load_lines(found: dict[str, Any]) -> list[str]:
+    """Throughput and latencies over those of the dense server, and what really ran in full."""
     heads = ["prompt", "clients", "dense: tokens/s"]
     columns: list[Callable[[tuple[int, int]], str]] = []
     for way, title in WAYS.items():
@@ -46,7 +46,8 @@ def load_table(found: dict[str, Any]) -> list[str]:
     for cell in ratios(found, "all", "median_ttft_ms"):
         dense = [c["dense"]["total_token_throughput"] for c in found["cells"] if (c["prompt"], c["clients"]) == cell]
         rows.append([*map(str, cell), f"{statistics.median(dense):.0f}", *(column(cell) for column in columns)])
-    return markdown_table(heads, rows)
+    shares = ", ".join(f"{title} {found['rows_full'][way]:.1%}" for way, title in WAYS.items())
+    return [*markdown_table(heads, rows), "", f"Rows that ran the routed layers in full, over all cells: {shares}."]
 
 
 def soak_lines(found: dict[str, Any]) -> list[str]:
@@ -72,7 +73,7 @@ def page(load: dict[str, Any], soak: dict[str, Any]) -> str:
     lines = [
         "Over the dense server's, medians of rounds (lowest - highest):",
         "",
-        *load_table(load),
+        *load_lines(load),
         "",
         *soak_lines(soak),
     ]
