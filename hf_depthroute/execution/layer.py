@@ -119,12 +119,14 @@ def call_on_stream(
     token_mask: Tensor | None,
     kwargs: Kwargs,
     decides: bool = True,
+    normed: Tensor | None = None,
 ) -> RoutedCall:
-    """As `routed_call`, from the stream in front of the routed part, `[B, T, d]`."""
+    """As `routed_call`, from the stream in front of the routed part, `[B, T, d]`, and its norm where that is known."""
     holder: Routing = layer._modules[HOLDER]
     reads_stream = plan.config.gate_input == "residual"
     # A gathered FFN needs the norm of the rows that it runs on, and of no others, unless the gate reads it.
-    normed = None if reads_stream and not layer.training else site.norm(layer, holder.family, stream)
+    if normed is None and (layer.training or not reads_stream):
+        normed = site.norm(layer, holder.family, stream)
     decision = None
     if decides:
         gate_input = stream if reads_stream or normed is None else normed

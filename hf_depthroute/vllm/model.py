@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.models.transformers import TransformersForCausalLM
+from vllm.platforms import current_platform
 
 from ..adapter.injection import swap
 from ..base.families import find_decoder, row_of
@@ -55,6 +58,7 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
             if index not in holders:
                 continue
             setattr(layer, HOLDER, holders[index].to(self.device_config.device))
+            _uncompiled(getattr(layer, family.ffn))
             name = f"{prefix}depth_route.{index}"
             setattr(layer, NAME, name)
             compilation.static_forward_context[name] = FFNStep(layer, counts.get(index))
@@ -65,6 +69,13 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
         """The base's weights; those of the adapter are there already, and vLLM asks for all names."""
         loaded: set[str] = super().load_weights(weights)
         return loaded | {name for name, _ in self.named_parameters() if f".{HOLDER}." in name}
+
+
+def _uncompiled(ffn: nn.Module) -> None:
+    """On a CPU, let vLLM's activations run as they are: looking up what was compiled takes longer than they do."""
+    for module in ffn.modules():
+        if isinstance(module, CustomOp) and current_platform.is_cpu():
+            module._forward_method = module.forward_cpu
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from ..base.sublayers import ffn_map
 from ..execution.call import RoutedCall
 from ..execution.executors import executor_of
 from ..execution.layer import call_on_stream
@@ -48,11 +49,12 @@ class FFNStep:
         self.layer = layer
         self.count = count
 
-    def __call__(self, stream: Tensor, batch: Any) -> Tensor:
+    def __call__(self, stream: Tensor, normed: Tensor, batch: Any) -> Tensor:
         """The stream after the FFN, or after the cheap branch, `[1, N, d]`.
 
         Args:
             stream: In front of the FFN, `[1, N, d]`; it is not changed.
+            normed: What the FFN reads, `[1, N, d]`.
             batch: What vLLM's attention is told of the rows; None in a trial run, where that is not known.
         """
         layer: Any = self.layer
@@ -63,24 +65,26 @@ class FFNStep:
         else:
             plan = holder.plan(False, (1, rows), None if batch is None else _last_rows(batch, rows))
         assert plan is not None
-        token_mask = None
-        if real is not None and real < rows:  # what a graph of a fixed size is filled up with
-            token_mask = (torch.arange(rows, device=stream.device) < real)[None]
-        full = plan.rule == "full"
-        own = stream if full or holder.family.parallel else stream.clone()  # an executor may overwrite it
-        call = call_on_stream(layer, plan, _SITE, own, token_mask, {}, decides=not full)
-        out = call.full() if full else executor_of(call).run(call)
+        if plan.rule == "full":
+            mask, out = None, stream + ffn_map(layer, holder.family)(normed)
+        else:
+            token_mask = None
+            if real is not None and real < rows:  # what a graph of a fixed size is filled up with
+                token_mask = (torch.arange(rows, device=stream.device) < real)[None]
+            own = stream if holder.family.parallel else stream.clone()  # an executor may overwrite it
+            call = call_on_stream(layer, plan, _SITE, own, token_mask, {}, normed=normed)
+            mask, out = call.mask, executor_of(call).run(call)
         if self.count is not None and real is not None:
-            self.count.add(None if call.decision is None else call.mask, real)
+            self.count.add(mask, real)
         return out
 
 
-def _routed_ffn(stream: Tensor, layer_name: str) -> Tensor:
+def _routed_ffn(stream: Tensor, normed: Tensor, layer_name: str) -> Tensor:
     context = get_forward_context()
     metadata = context.attn_metadata
     batch = next(iter(metadata.values())) if metadata else None  # one for each layer's attention, all of the same rows
     step: FFNStep = context.no_compile_layers[layer_name]
-    return step(stream, batch)
+    return step(stream, normed, batch)
 
 
 def _last_rows(batch: Any, rows: int) -> Tensor:
@@ -89,7 +93,7 @@ def _last_rows(batch: Any, rows: int) -> Tensor:
     return torch.zeros(1, rows, dtype=torch.bool, device=ends.device).index_fill_(1, ends - 1, True)
 
 
-def _shape_only(stream: Tensor, layer_name: str) -> Tensor:
+def _shape_only(stream: Tensor, normed: Tensor, layer_name: str) -> Tensor:
     return torch.empty_like(stream)
 
 
@@ -104,7 +108,8 @@ def served_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         return layer._base_forward(hidden_states, **kwargs)
     family, h = holder.family, hidden_states
     stream = h if family.parallel else attended(layer, family, h, h, kwargs)
-    out = torch.ops.hf_depthroute.routed_ffn(stream, getattr(layer, NAME))
+    normed = _SITE.norm(layer, family, stream)  # here a compiler joins it to what is around it
+    out = torch.ops.hf_depthroute.routed_ffn(stream, normed, getattr(layer, NAME))
     if family.parallel:
         out = attended(layer, family, out, h, kwargs)
     return (out, None) if family.returns_weights else out
