@@ -496,7 +496,8 @@ def served() -> Study:
     more = ", ".join(f"{min(ratios):.2f} to {max(ratios):.2f} at {prompt:,}" for prompt, ratios in by_prompt.items())
     brief = (
         f"FFNs of all layers at budget {setting['budget']}, 1 to 16 clients: tokens/s over dense, by prompt tokens: "
-        f"{more}; of {soak['read']:,} answers among clients that leave, {soak['wrong']} were wrong"
+        f"{more}; of {soak['routed']['read']:,} answers among clients that leave, {soak['routed']['wrong']} were "
+        "wrong"
     )
     section = [
         "One vLLM engine, a dense server and routed ones side by side, under `vllm bench serve`: random weights at the "
@@ -506,6 +507,10 @@ def served() -> Study:
         "`--phases prefill`.",
         "",
         *vllm_report.load_lines(load),
+        "",
+        "The same client on `transformers serve`, whose requests wait for one another:",
+        "",
+        *vllm_report.load_lines(read("vllm_load/load_transformers.json")),
         "",
         "Among clients that stop reading or vanish:",
         "",

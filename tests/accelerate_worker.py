@@ -21,18 +21,18 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "accelerate"
-OPTIONS = "--cpu --gate jepa --length 16 --batch-size 4 --accumulate 2 --steps 4 --save-every 2 --log-every 4"
+OPTIONS = "--gate jepa --length 16 --batch-size 4 --accumulate 2 --steps 4 --save-every 2 --log-every 4"
 
 
-def run_recipe(data: Path, out: Path, *more: str) -> None:
-    """Train on the model and the text in `data`."""
+def run_recipe(data: Path, out: Path, *more: str, cpu: bool = True) -> None:
+    """Train on the model and the text in `data`; `cpu` asks Accelerate for processors."""
     sys.path.insert(0, str(RECIPE))
     try:
         import train  # type: ignore[import-not-found]
 
         options = ["--model", str(data / "base"), "--dataset", str(data / "text.txt"), "--out", str(out)]
         forget()
-        train.train(train.parse([*OPTIONS.split(), *options, *more]))
+        train.train(train.parse([*OPTIONS.split(), *options, *more, *(["--cpu"] if cpu else [])]))
     finally:
         sys.path.remove(str(RECIPE))
         forget()

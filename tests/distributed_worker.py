@@ -19,18 +19,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate_worker import run_recipes
-from models import build_routed, decoder_layers
+from models import build_base, build_routed, decoder_layers, tokens
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import Row, adapter_state, gradients, make_trainer, rows, stacked, step_logs
 from transformers import Trainer
 
-from hf_depthroute import DepthRouteCallback, DepthRouteTrainer, record_routes, replay_routes
+from hf_depthroute import (
+    DepthRouteCallback,
+    DepthRouteConfig,
+    DepthRouteTrainer,
+    fit_router,
+    record_routes,
+    replay_routes,
+)
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, routings
 from hf_depthroute.training.base_routers import observe_routers
 from hf_depthroute.training.forks import observe_prefix
 from hf_depthroute.training.losses import observe_exits, routing_losses
 from hf_depthroute.training.oracle import prefix_utility
+from hf_depthroute.training.record import remembered
 from hf_depthroute.training.trainer import RoutingArguments
 
 Result = dict[str, Any]
@@ -211,11 +219,22 @@ def accelerate_loop() -> Result:
     }
 
 
+def fitted(rank: int, world: int) -> Result:
+    """A router that is fitted, not trained; eleven rows, so that the shares differ in size."""
+    batches = [{"input_ids": part} for part in tokens(11, 96).split(4)]
+    found: Result = {}
+    for gate in ("affine", "mlp"):
+        model = fit_router(build_base("llama"), batches, 0.6, DepthRouteConfig(layers="all", gate=gate))
+        record = remembered(model, "default").training or {}
+        found[gate] = {"state": adapter_state(model), "fit": record["fit"]}
+    return found
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     found = {"accelerate_loop": accelerate_loop()}  # comes first: it starts the process group
     rank, world = dist.get_rank(), dist.get_world_size()
-    for scenario in (*STEPS, *SHARDED, *RUNS):
+    for scenario in (*STEPS, *SHARDED, *RUNS, fitted):
         found[scenario.__name__] = scenario(rank, world)
         gc.collect()  # here and now: what is left of wrapped models holds threads and the process group
     run_recipes(folder, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import warnings
@@ -14,7 +15,7 @@ import pytest
 import torch
 from accelerate.utils import compare_versions
 from accelerate_worker import RECIPE, run_recipe
-from distributed_worker import RUNS, SHARDED, STEPS, Result
+from distributed_worker import RUNS, SHARDED, STEPS, Result, fitted
 from models import build_routed
 from safetensors.torch import load_file
 from text_models import save_base, write_text
@@ -156,7 +157,30 @@ def test_the_accelerate_recipe_trains_the_adapter_of_one_process(one_process: Pa
     """On two processes, whole or split, and from a checkpoint."""
     if run == "resumed" and compare_versions("accelerate", "<", "1.13"):
         pytest.skip("accelerate before 1.13 does not load the optimizer's state under FSDP2")
-    expected, found = one_process / "one", one_process / run
+    assert_same_run(one_process / "one", one_process / run)
+
+
+def test_the_accelerate_recipe_trains_the_adapter_of_one_process_under_zero_3(results: Path) -> None:
+    pytest.importorskip("deepspeed")
+    run_recipe(results, results / "one-batch", "--accumulate", "1")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(RECIPE / "zero3.yaml")]
+    command = [*launcher, "--main_process_port", str(free_port()), str(TESTS / "zero3_worker.py"), str(results)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS), environment.get("PYTHONPATH", "")])
+    done = run(command, environment, results)
+    assert done.returncode == 0, done.stderr
+    for name in ("zero3", "zero3-resumed"):
+        assert_same_run(results / "one-batch", results / name)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def assert_same_run(expected: Path, found: Path) -> None:
     losses = json.loads((expected / "losses.json").read_text())
     assert len(losses) == 4 and len(set(losses)) == 4
     assert json.loads((found / "losses.json").read_text()) == pytest.approx(losses, abs=1e-5)
@@ -174,3 +198,29 @@ def test_every_configuration_of_the_recipe_is_one_that_accelerate_reads() -> Non
         "fsdp2": "DistributedType.FSDP",
         "zero3": "DistributedType.DEEPSPEED",
     }
+
+
+@pytest.mark.parametrize("gate", ["affine", "mlp"])
+def test_two_processes_fit_the_router_of_one(results: Path, gate: str) -> None:
+    expected = fitted(0, 1)[gate]
+    first, second = (found[gate] for found in load(results, "fitted"))
+    assert_same_tensors(first["state"], second["state"])
+    assert first["fit"] == second["fit"]
+    assert_same_tensors(expected["state"], first["state"], tolerance=1e-3)
+    assert expected["fit"]["loss_of_rounds"] == pytest.approx(first["fit"]["loss_of_rounds"], abs=1e-4)
+    assert expected["fit"]["layers"].keys() == first["fit"]["layers"].keys()
+    for index, layer in expected["fit"]["layers"].items():
+        assert layer == pytest.approx(first["fit"]["layers"][index], abs=2e-3)
+
+
+def test_the_command_fits_in_two_processes_and_writes_once(results: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(RECIPE / "ddp.yaml")]
+    options = ["--model", results / "base", "--dataset", results / "text.txt", "--length", 64, "--blocks", 16]
+    words = ["fit", *options, "--keep", 0.6, "--gate", "affine", "--out", tmp_path / "fitted"]
+    command = [*launcher, "--main_process_port", "0", "-m", "hf_depthroute", *map(str, words)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = run(command, environment, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("saved ") + done.stdout.count("saved ") == 1
+    record = json.loads((tmp_path / "fitted" / "training.json").read_text())
+    assert record["fit"]["tokens"] + record["fit"]["held_out_tokens"] == 16 * 64

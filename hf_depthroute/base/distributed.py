@@ -1,6 +1,11 @@
-"""Sums over the processes of a data-parallel group; of one process alone, its own."""
+"""Sums and rows over the processes of a data-parallel group; of one process alone, its own."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,3 +21,57 @@ def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
     if world_size() > 1:
         dist.all_reduce(values)
     return values
+
+
+_sharing: ContextVar[bool] = ContextVar("sharing", default=False)
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    """In this block every process holds a share of the rows, and `total` and what is `of_all` are of all processes.
+
+    Outside of it, and in one process, they give back what they are given.
+    """
+    token = _sharing.set(True)
+    try:
+        yield
+    finally:
+        _sharing.reset(token)
+
+
+def _shares() -> bool:
+    return _sharing.get() and world_size() > 1
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """The sum of all processes' `values`."""
+    return sum_over_processes(values.clone()) if _shares() else values
+
+
+def each_of_all(value: Any) -> list[Any]:
+    """The values of all processes."""
+    if not _shares():
+        return [value]
+    values = [value] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def rows_of_all(rows: torch.Tensor) -> torch.Tensor:
+    """The rows of all processes `[N, ...]`, one process after the other; how many each has may differ."""
+    return torch.cat([part.to(rows.device) for part in each_of_all(rows.cpu())]) if _shares() else rows
+
+
+def own_share(count: int) -> slice:
+    """Which of `count` rows this process has: shares lie one after the other, as `rows_of_all` puts them together."""
+    if not _shares():
+        return slice(0, count)
+    rank, processes = dist.get_rank(), world_size()
+    return slice(count * rank // processes, count * (rank + 1) // processes)
+
+
+def own_rows(count: int) -> tuple[slice, int]:
+    """Where the `count` rows of this process lie among those of all, and how many there are."""
+    counts = each_of_all(count)
+    before = sum(counts[: dist.get_rank()]) if _shares() else 0
+    return slice(before, before + count), sum(counts)

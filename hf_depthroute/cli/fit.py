@@ -48,7 +48,8 @@ def fit(options: FitOptions) -> None:
     """Make an adapter without training: about a minute for a small model, 13 forward passes of the text for any.
 
     Branches are fitted by least squares, gates by regression on the error that their branch leaves, and one threshold
-    over all layers runs the share --keep in full. Writes the adapter, the tokenizer and training.json to --out.
+    over all layers runs the share --keep in full. Writes the adapter, the tokenizer and training.json to --out. With
+    accelerate launch -m hf_depthroute fit ..., every process takes its share of the text.
 
     \b
     Example:
@@ -58,6 +59,9 @@ def fit(options: FitOptions) -> None:
     from . import loading
 
     loading.quiet(options.debug)
+    import torch
+    from accelerate import PartialState
+
     from ..config.adapter import DepthRouteConfig
     from ..data.text import pack
     from ..training.fit_router import fit_router
@@ -70,6 +74,8 @@ def fit(options: FitOptions) -> None:
         branch_rank=options.branch_rank, seed=options.seed,
     )  # fmt: skip
     loading.check_dtype(options.dtype, loading.DTYPES)
+    # One of several under accelerate launch: each with a GPU of its own, or all on processors.
+    process = PartialState(cpu=not torch.cuda.is_available())
     source = loading.Source(options, config, *loading.find_base("", config, options.model))
     loading.check_length(options.length, source.base_config)
     tokenizer = source.tokenizer()
@@ -77,9 +83,14 @@ def fit(options: FitOptions) -> None:
     batches = loading.to_batches(packed, options.batch_size, options.blocks)
     base = source.base_model()
     try:
-        model: Any = fit_router(base, batches, options.keep, config, rounds=options.rounds, progress=True)
+        model: Any = fit_router(
+            base, batches, options.keep, config, rounds=options.rounds, progress=process.is_main_process
+        )
     except ValueError as error:
         raise CliError(f"fit: {reason(error)}") from error
+    process.destroy_process_group()
+    if not process.is_main_process:
+        return
     record = dict(remembered(model, "default").training or {})
     record["command"] = o.command_words(options.context, leave_out=("out", "overwrite"))
     found = record["fit"]

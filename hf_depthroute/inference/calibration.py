@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from ..base.contexts import evaluating
+from ..base.distributed import each_of_all, rows_of_all
 from ..config.adapter import DepthRouteConfig, check_budget, check_phases
-from ..data.batches import model_inputs, token_mask
+from ..data.batches import device_of, model_inputs, token_mask
 from ..parts.traits import traits_of
 from ..routing.thresholds import NOT_FITTED, Measured, quantile_table, quantile_tables
 from ..routing.trace import count_routes, overridden, record_routes, routings
@@ -70,7 +71,7 @@ def calibrate(
     configs = _budgeted_configs(holders)
     budget = check_budget(configs[0].budget if budget is None else budget)
     kept = list(model_inputs(model, batches))
-    if not any(token_mask(batch).any() for batch in kept):
+    if not _holds_tokens(kept):
         raise ValueError("calibrate: batches is empty" if not kept else "calibrate: batches holds no real token")
     for config in configs:
         config.budget = budget
@@ -119,7 +120,7 @@ def calibrate_budgets(
     own, kept = configs[0].budget, list(model_inputs(model, batches))
     if not is_calibrated(model):
         raise ValueError(f"calibrate_budgets: {NOT_FITTED}")
-    if not any(token_mask(batch).any() for batch in kept):
+    if not _holds_tokens(kept):
         raise ValueError("calibrate_budgets: batches holds no real token")
     knots: list[dict[float, float]] = [{1 - own: float(holder.active_quantiles()(own))} for holder in holders]
     measured = [holder.active_quantiles().measured for holder in holders]
@@ -246,16 +247,23 @@ def use_selection(model: nn.Module, rule: str) -> Iterator[None]:
         yield
 
 
+def _holds_tokens(batches: list[dict[str, torch.Tensor]]) -> bool:
+    return any(each_of_all(any(bool(token_mask(batch).any()) for batch in batches)))
+
+
 def _collect(model: nn.Module, batches: list[dict[str, torch.Tensor]], by_sequence: bool) -> dict[int, torch.Tensor]:
     """Scores of all real tokens (pairs, sequences), in one dimension per layer."""
-    scores: dict[int, list[torch.Tensor]] = {}
+    nothing = torch.empty(0, device=device_of(model))
+    scores = {holder.layer_index: [nothing] for holder in active_routings(model)}
     for batch in batches:
         with record_routes(model) as trace:
             model(**batch, use_cache=False)
         for index, record in trace.items():
             once = (record.real.any(dim=1), 0)  # a sequence's score is the same at every position
-            scores.setdefault(index, []).append(record.scores[once if by_sequence else record.real])
-    return {index: torch.cat(parts) for index, parts in scores.items()}
+            scores[index].append(record.scores[once if by_sequence else record.real])
+    return {
+        index: rows_of_all(torch.cat([part.to(parts[-1].device) for part in parts])) for index, parts in scores.items()
+    }
 
 
 def _together(scores: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..base.cache import without_cache
 from ..base.contexts import evaluating
+from ..base.distributed import each_of_all, total
 from ..base.families import find_layers
 from ..data.batches import model_inputs, token_mask
 from ..execution.layer import DECODE_STEPS, LAST_TOKENS, TOKEN_MASK, routed_call
@@ -43,11 +44,11 @@ def fit_branch(branch: Any, x_Nd: torch.Tensor, y_Nd: torch.Tensor, ridge: float
     Returns:
         `sum |y - branch(x)|^2 / sum |y|^2`; 0 where there is nothing to imitate.
     """
-    rank = branch.up.out_features
-    if len(x_Nd) >= 2 * max(rank, x_Nd.shape[1]):
+    rank, count = branch.up.out_features, sum(each_of_all(len(x_Nd)))
+    if count >= 2 * max(rank, x_Nd.shape[1]):
         gram, cross = moments(x_Nd, y_Nd)
         directions = leading_directions(gram, cross, min(rank, len(cross.T)), ridge)
-        sizes = ((directions @ gram) * directions).sum(1).div(len(x_Nd)).sqrt().clamp(min=1e-30)
+        sizes = ((directions @ gram) * directions).sum(1).div(count).sqrt().clamp(min=1e-30)
         branch.up.weight[: len(directions)].copy_(directions / sizes[:, None] * _SPREAD)
         if branch.up.bias is not None:
             branch.up.bias.zero_()
@@ -58,8 +59,9 @@ def fit_branch(branch: Any, x_Nd: torch.Tensor, y_Nd: torch.Tensor, ridge: float
     branch.down.weight.copy_(weights[:rank].T)
     if branch.down.bias is not None:
         branch.down.bias.copy_(weights[rank])
-    square = y_Nd.double().square().sum()
-    return float((y_Nd - features @ weights).double().square().sum() / square) if square > 0 else 0.0
+    square = total(y_Nd.double().square().sum())
+    missed = total((y_Nd - features @ weights).double().square().sum())
+    return float(missed / square) if square > 0 else 0.0
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """Least squares for parts that nothing trains: a map from features, and directions of a given rank.
 
+Where every process holds a share of the rows (`distributed.sharing`), sums are over all of them.
+
 Shapes: N rows, d features, m outputs, r rank.
 """
 
@@ -9,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..base.distributed import own_rows, total
+
 
 def moments(x_Nd: torch.Tensor, y_Nm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`x^T x` `[d, d]` and `x^T y` `[d, m]`, float64."""
     x = x_Nd.double()
-    return x.T @ x, x.T @ y_Nm.double()
+    return total(x.T @ x), total(x.T @ y_Nm.double())
 
 
 def ridge_weights(gram_dd: torch.Tensor, cross_dm: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -64,12 +68,14 @@ def regress(module: nn.Module, x_Nd: torch.Tensor, y_N: torch.Tensor, steps: int
     optimizer = torch.optim.AdamW(parameters, lr=2e-3, weight_decay=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     generator = torch.Generator().manual_seed(seed)
+    own, size = own_rows(len(x_Nd))
     for _ in range(steps):
-        rows = torch.randint(len(x_Nd), (1024,), generator=generator).to(x_Nd.device)
-        loss = F.mse_loss(module(x_Nd[rows])["scores"], y_N[rows])
-        grads = torch.autograd.grad(loss, parameters)
-        for parameter, grad in zip(parameters, grads):
-            parameter.grad = grad
+        rows = torch.randint(size, (1024,), generator=generator)
+        rows = (rows[(own.start <= rows) & (rows < own.stop)] - own.start).to(x_Nd.device)
+        loss = F.mse_loss(module(x_Nd[rows])["scores"], y_N[rows], reduction="sum") / 1024
+        grads = total(nn.utils.parameters_to_vector(torch.autograd.grad(loss, parameters)))
+        for parameter, grad in zip(parameters, grads.split([parameter.numel() for parameter in parameters])):
+            parameter.grad = grad.view_as(parameter)
         optimizer.step()
         scheduler.step()
     for parameter, before in zip(parameters, wanted):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..base.distributed import each_of_all
 from .holder import Routing
 
 
@@ -153,7 +154,12 @@ class RouteCounter:
 
     def full_ratio(self) -> dict[int, float]:
         """`{layer_index: fraction of real tokens that ran full}`, over everything counted."""
-        return {index: float(full / seen.clamp(min=1)) for index, (full, seen) in sorted(self._counts.items())}
+        sums: dict[int, tuple[int, int]] = {}
+        for counts in each_of_all({index: (int(full), int(seen)) for index, (full, seen) in self._counts.items()}):
+            for index, (full, seen) in counts.items():
+                others = sums.get(index, (0, 0))
+                sums[index] = full + others[0], seen + others[1]
+        return {index: full / max(seen, 1) for index, (full, seen) in sorted(sums.items())}
 
 
 @contextmanager

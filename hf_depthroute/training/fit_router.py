@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
+from ..base.distributed import each_of_all, own_share, rows_of_all, sharing, world_size
 from ..base.families import find_layers
 from ..base.readout import predicting, token_losses
 from ..config.adapter import ConfigError, DepthRouteConfig
@@ -91,7 +92,10 @@ def fit_router(
 
     About 13 forward passes of the text with two rounds, whatever the number of layers, and the gates' regression. In
     memory are the base and a few times the hidden states of the text at one layer. Nothing is random but for the
-    configuration's seed. One process: start it without `accelerate launch`.
+    configuration's seed.
+
+    Under `accelerate launch` every process calls it with the whole of `batches` and a model of its own. Each takes its
+    share of the rows, sums are over all, and every process gets the router of one process but for rounding.
 
     Args:
         model: A transformers model of a supported family, not routed; it may be offloaded by accelerate. It is changed
@@ -108,7 +112,7 @@ def fit_router(
     Raises:
         ConfigError: `keep` is out of range, too low for the layers in `config`, or `config` has a gate or a branch
             that is not fitted; the model is untouched.
-        ValueError: `batches` holds fewer than 512 real tokens.
+        ValueError: `batches` holds fewer than 512 real tokens, or fewer rows to fit on than there are processes.
     """
     started = time.time()
     if rounds < 1:
@@ -118,29 +122,30 @@ def fit_router(
     tokens = sum(int(token_mask(batch).sum()) for batch in text)
     if tokens < 2 * _FEWEST:
         raise ValueError(f"fit_router: batches holds {tokens} tokens to fit on; {2 * _FEWEST} is the least")
+    if (rows := sum(len(batch["input_ids"]) for batch in text)) < world_size():
+        raise ValueError(f"fit_router: batches holds {rows} rows to fit on, for {world_size()} processes")
     routed = get_depth_routed_model(model, config)
-    with (
-        torch.no_grad(),
-        evaluating(routed),
-        tqdm(total=rounds * len(find_layers(routed)), disable=not progress) as bar,
-    ):
-        fit = _Fit(routed, text, held_out, bar)
+    bar = tqdm(total=rounds * len(find_layers(routed)), disable=not progress)
+    with torch.no_grad(), evaluating(routed), bar, sharing():
+        every_token = max(_RATE_TOKENS, tokens // len(find_layers(routed)))  # one pass of the text for all layers
+        fit = _Fit(routed, _share(text), _share(_first_tokens(held_out, every_token)), bar)
+        own = _share(held_out)
         best: tuple[float, dict[int, dict[str, Any]], dict[int, LayerFit]] | None = None
         losses = []
         for number in range(rounds):
             fit.round(first=number == 0)
-            fit.calibrate(held_out)
-            losses.append(_loss(routed, held_out))
+            fit.calibrate(own)
+            losses.append(_loss(routed, own))
             if best is None or losses[-1] < best[0]:
                 best = losses[-1], _state(routed), copy.deepcopy(fit.layers)
         assert best is not None
         _restore(routed, best[1])
         with full_depth(routed):
-            dense_loss = _loss(routed, held_out)
-    layers = best[2]
-    routed = _without_dense(routed, [index for index, layer in layers.items() if layer.share >= DENSE])
-    calibrate(routed, held_out)
-    calibrate_budgets(routed, _first_tokens(held_out, _BUDGET_TOKENS))
+            dense_loss = _loss(routed, own)
+        layers = best[2]
+        routed = _without_dense(routed, [index for index, layer in layers.items() if layer.share >= DENSE])
+        calibrate(routed, own)
+        calibrate_budgets(routed, _share(_first_tokens(held_out, _BUDGET_TOKENS)))
     record = {
         "fit": {
             "keep": keep,
@@ -188,11 +193,20 @@ def _split(batches: Batches) -> tuple[Batches, Batches]:
         return batches, batches
     held = torch.arange(sum(sizes)) % min(5, sum(sizes)) == min(5, sum(sizes)) - 1
 
-    def taken(rows: torch.Tensor) -> Batches:
-        parts = zip(batches, rows.split(sizes))
-        return [{n: v[part.to(v.device)] for n, v in batch.items()} for batch, part in parts if part.any()]
+    return _taken(batches, ~held), _taken(batches, held)
 
-    return taken(~held), taken(held)
+
+def _taken(batches: Batches, rows_R: torch.Tensor) -> Batches:
+    """The rows in a bool mask over those of all batches, in batches as they were."""
+    parts = zip(batches, rows_R.split([len(batch["input_ids"]) for batch in batches]))
+    return [{n: v[part.to(v.device)] for n, v in batch.items()} for batch, part in parts if part.any()]
+
+
+def _share(batches: Batches) -> Batches:
+    """This process's share of the rows."""
+    own_R = torch.zeros(sum(len(batch["input_ids"]) for batch in batches), dtype=torch.bool)
+    own_R[own_share(len(own_R))] = True
+    return _taken(batches, own_R)
 
 
 def _first_tokens(batches: Batches, count: int) -> Batches:
@@ -217,13 +231,12 @@ class _Fit:
         for holder in self.holders.values():  # nothing is decided by it, and nothing warns that it is missing
             holder.active_quantiles().set(quantile_table(torch.zeros(1)))
         self.layers = {index: LayerFit(1.0, 0.0, 0.0, 0.0) for index in self.holders}
-        every = sum(map(torch.numel, self.walk.real)) // len(self.walk.layers)  # one pass of the text for all layers
-        self.held_out = _first_tokens(held_out, max(_RATE_TOKENS, every))
+        self.held_out = held_out  # that rates are measured on
         self.rates = dict.fromkeys(self.holders, 1.0)  # nats for the square of an error
         self.threshold = 0.0  # of the gates as they are
         self.next_threshold = 0.0  # the same, of the gates that a round has fitted so far
         self._factor, self._middle = 1.0, 0.0
-        self._predicted: dict[int, torch.Tensor] = {}  # scores `[N]`
+        self._predicted: dict[int, torch.Tensor] = {}  # scores `[N]`, of the rows of all processes
 
     def round(self, first: bool) -> None:
         """Fit every layer, the first time on the stream of the base, then on that of the routed model."""
@@ -233,7 +246,7 @@ class _Fit:
             cheap_N = None if first else self._scores(index, rows) < self.threshold
             self._fit_layer(index, rows, cheap_N)
             scores_N = self._scores(index, rows)
-            self._predicted[index] = scores_N.cpu()
+            self._predicted[index] = rows_of_all(scores_N.cpu())
             return rows.outputs(None if first else scores_N >= self.next_threshold)
 
         walk_layers(self.walk, visit, self.bar.update)
@@ -272,10 +285,11 @@ class _Fit:
                         routed = self.model(**batch, use_cache=False).logits
                     holder._disable_adapters = True
                     record = trace[index]
-                    measured[index].append(_divergences(dense, routed, real))
+                    measured[index].append(_divergences(dense, routed, real).cpu())
                     predicted[index] += float(record.scores[record.real & ~record.mask].clamp(min=0).pow(4).sum())
-        tokens = sum(int(token_mask(batch).sum()) for batch in self.held_out)
-        nats = {index: torch.cat(rows) for index, rows in measured.items()}
+        tokens = sum(each_of_all(sum(int(token_mask(batch).sum()) for batch in self.held_out)))
+        nats = {index: rows_of_all(torch.cat([torch.empty(0), *rows])) for index, rows in measured.items()}
+        predicted = {index: sum(each_of_all(nats)) for index, nats in predicted.items()}
         all_nats, all_predicted = sum(float(rows.mean()) for rows in nats.values()), sum(predicted.values()) / tokens
         common = all_nats / all_predicted if all_nats > 0 and all_predicted > 0 else 1.0
         for index, nats_R in nats.items():
@@ -303,9 +317,10 @@ class _Fit:
             cheap_N = _cheaper_half(rows.gate, rows.errors(branch))
         found.branch_r2 = _fit_branch(branch, rows, cheap_N)
         wanted_N = rows.errors(branch).sqrt()
-        mean, spread = wanted_N.mean(), wanted_N.std().clamp(min=1e-30)
+        of_all_N = rows_of_all(wanted_N)
+        mean, spread = of_all_N.mean(), of_all_N.std().clamp(min=1e-30)
         gate.fit(rows.gate, (wanted_N - mean) / spread, self.config.seed + index)
-        found.gate_r2 = float(1 - F.mse_loss(self._scores(index, rows), (wanted_N - mean) / spread))
+        found.gate_r2 = float(1 - F.mse_loss(rows_of_all(self._scores(index, rows)), (of_all_N - mean) / spread))
         _rescale(gate, float(spread) * self.rates[index] ** 0.25, -float(mean / spread))
 
     def _scores(self, index: int, rows: _Rows) -> torch.Tensor:
@@ -354,18 +369,20 @@ class _Rows:
 
 def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor | None) -> float:
     """Fit the branch on the tokens in `chosen_N`, on all of them where those are few; the share explained."""
-    if chosen_N is not None and int(chosen_N.sum()) < max(_FEWEST, 2 * branch.up.out_features):
+    if chosen_N is not None and sum(each_of_all(int(chosen_N.sum()))) < max(_FEWEST, 2 * branch.up.out_features):
         chosen_N = None
     chosen = slice(None) if chosen_N is None else chosen_N
     x_Nd = rows.normed[chosen]
-    return 1 - fit_branch(branch, x_Nd, rows.update[chosen], max(_PENALTY, 0.1 * x_Nd.shape[1] / len(x_Nd)))
+    penalty = max(_PENALTY, 0.1 * x_Nd.shape[1] / sum(each_of_all(len(x_Nd))))
+    return 1 - fit_branch(branch, x_Nd, rows.update[chosen], penalty)
 
 
 def _cheaper_half(x_Nd: torch.Tensor, y_N: torch.Tensor) -> torch.Tensor:
     """Bool `[N]`: where a linear prediction of `y` is low."""
     x = torch.cat([x_Nd, torch.ones_like(x_Nd[:, :1])], dim=1)
     predicted_N = x @ ridge_weights(*moments(x, y_N[:, None]), _PENALTY).to(x).squeeze(1)
-    return predicted_N <= predicted_N.kthvalue((len(predicted_N) + 1) // 2).values
+    of_all_N = rows_of_all(predicted_N)
+    return predicted_N <= of_all_N.kthvalue((len(of_all_N) + 1) // 2).values
 
 
 def _rescale(gate: Any, factor: float, shift: float) -> None:
@@ -376,13 +393,13 @@ def _rescale(gate: Any, factor: float, shift: float) -> None:
 
 def _row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
     """The mean next-token loss of each row, nats, `[R]`."""
-    rows = []
+    rows = [torch.empty(0, dtype=torch.float64)]
     for batch in batches:
         counted = predicting(batch["input_ids"], batch.get("attention_mask"))
         logits = model(**batch, use_cache=False).logits[:, :-1]
         losses = token_losses(logits[counted], batch["input_ids"][:, 1:][counted]).double()
         sums = losses.new_zeros(counted.shape).masked_scatter(counted, losses).sum(1)
-        rows.append(sums / counted.sum(1).clamp(min=1))
+        rows.append((sums / counted.sum(1).clamp(min=1)).cpu())
     return torch.cat(rows)
 
 
@@ -400,7 +417,7 @@ def _divergences(dense_BTV: torch.Tensor, routed_BTV: torch.Tensor, real_BT: tor
 
 
 def _loss(model: nn.Module, batches: Batches) -> float:
-    return float(_row_losses(model, batches).mean())
+    return float(rows_of_all(_row_losses(model, batches)).mean())
 
 
 def _state(model: nn.Module) -> dict[int, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Tables of `load.json` and `soak.json`.
+"""Tables of `load.json`, `load_transformers.json` and `soak.json`.
 
 python recipes/vllm_load/report.py
 """
@@ -37,7 +37,8 @@ def load_lines(found: dict[str, Any]) -> list[str]:
     """Throughput and latencies over those of the dense server, and what really ran in full."""
     heads = ["prompt", "clients", "dense: tokens/s"]
     columns: list[Callable[[tuple[int, int]], str]] = []
-    for way, title in WAYS.items():
+    ways = {way: title for way, title in WAYS.items() if way in found["cells"][0]}
+    for way, title in ways.items():
         for figure, name in FIGURES.items():
             heads.append(f"{title}: {name}")
             of_cells = ratios(found, way, figure)
@@ -46,44 +47,54 @@ def load_lines(found: dict[str, Any]) -> list[str]:
     for cell in ratios(found, "all", "median_ttft_ms"):
         dense = [c["dense"]["total_token_throughput"] for c in found["cells"] if (c["prompt"], c["clients"]) == cell]
         rows.append([*map(str, cell), f"{statistics.median(dense):.0f}", *(column(cell) for column in columns)])
-    shares = ", ".join(f"{title} {found['rows_full'][way]:.1%}" for way, title in WAYS.items())
-    return [*markdown_table(heads, rows), "", f"Rows that ran the routed layers in full, over all cells: {shares}."]
+    lines = markdown_table(heads, rows)
+    if "rows_full" in found:
+        shares = ", ".join(f"{title} {found['rows_full'][way]:.1%}" for way, title in ways.items())
+        lines += ["", f"Rows that ran the routed layers in full, over all cells: {shares}."]
+    return lines
 
 
-def soak_lines(found: dict[str, Any]) -> list[str]:
-    """What half an hour of clients that leave came to."""
-    samples = found["samples"]
-    requests = sum(found[end] for end in ("read", "stopped", "vanished"))
-    settled = [s["mib"] for s in samples if s["seconds"] >= 300] or [s["mib"] for s in samples]
-    last = samples[-1]
+def soak_lines(found: dict[str, dict[str, Any]]) -> list[str]:
+    """What half an hour of clients that leave came to, for each server."""
+    rows: dict[str, list[str]] = {}
+    for server in found.values():
+        samples, last = server["samples"], server["samples"][-1]
+        settled = [s["mib"] for s in samples if s["seconds"] >= 300] or [s["mib"] for s in samples]
+        cells = {
+            "answers read": f"{server['read']:,}",
+            "left in the middle": f"{server['stopped']:,}",
+            "left before the first byte": f"{server['vanished']:,}",
+            "answers that differ from the prompt's alone": f"{server['wrong']:,}",
+            "afterwards, alone again": "the same" if server["same_afterwards"] else "others",
+            "memory after 5 minutes, MiB": f"{settled[0]:,.0f}",
+            "memory at the end, MiB": f"{settled[-1]:,.0f}",
+            "requests that run afterwards": f"{last['running']:.0f}",
+            "cache that is taken afterwards": f"{last['cache_used']:.0%}",
+        }
+        for name, cell in cells.items():
+            rows.setdefault(name, []).append(cell)
+    routed = found["routed"]
+    last = routed["samples"][-1]
     return [
-        f"* {found['minutes']:g} minutes, {found['clients']} clients, {requests:,} requests: {found['read']:,} answers "
-        f"read, {found['stopped']:,} left in the middle, {found['vanished']:,} before the first byte.",
-        f"* Answers that differ from those that the same prompt got alone: {found['wrong']} of {found['read']:,}; "
-        f"afterwards, alone again: {'the same' if found['same_afterwards'] else 'others'}.",
-        f"* Memory of all processes: {settled[0]:,.0f} MiB after 5 minutes, {settled[-1]:,.0f} MiB at the end.",
-        f"* Afterwards {last['running']:.0f} requests run and {last['cache_used']:.0%} of the cache is taken.",
-        f"* {last['rows_full']:,.0f} of {last['rows']:,.0f} rows of {found['layers']} routed layers ran in full; the "
-        f"layers were given {'the same number' if found['layers_agree'] else 'different numbers'} of rows.",
+        *markdown_table(["", *found], [[name, *cells] for name, cells in rows.items()]),
+        "",
+        f"{routed['minutes']:g} minutes, {routed['clients']} clients for each server. {last['rows_full']:,.0f} of "
+        f"{last['rows']:,.0f} rows of {routed['layers']} routed layers ran in full; the layers were given "
+        f"{'the same number' if routed['layers_agree'] else 'different numbers'} of rows.",
     ]
 
 
-def page(load: dict[str, Any], soak: dict[str, Any]) -> str:
+def page(load: dict[str, Any], other: dict[str, Any], soak: dict[str, Any]) -> str:
     """`results.md`."""
-    lines = [
-        "Over the dense server's, medians of rounds (lowest - highest):",
-        "",
-        *load_lines(load),
-        "",
-        *soak_lines(soak),
-    ]
+    over = "Over the dense server's, medians of rounds (lowest - highest):"
+    lines = [f"vLLM. {over}", "", *load_lines(load), ""]
+    lines += [f"`transformers serve`. {over}", "", *load_lines(other), "", *soak_lines(soak)]
     return "\n".join([*lines, ""])
 
 
 def main() -> None:
-    write_text(
-        HERE / "results.md", page(*(json.loads((HERE / f"{name}.json").read_text()) for name in ("load", "soak")))
-    )
+    names = ("load", "load_transformers", "soak")
+    write_text(HERE / "results.md", page(*(json.loads((HERE / f"{name}.json").read_text()) for name in names)))
 
 
 if __name__ == "__main__":

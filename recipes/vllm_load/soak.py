@@ -1,10 +1,10 @@
-"""Half an hour of clients that read, stop reading and vanish: what a routed server answers, and what it keeps.
+"""Half an hour of clients that read, stop reading and vanish: what servers answer, and what they keep.
 
     python recipes/vllm_load/soak.py
 
 Runs in an environment with vLLM. The base is the one that comes with this project, its router fitted. Every whole
 answer is compared with the one that the same prompt got alone, before. One of three clients goes away: in the middle of
-its stream, or before it has read anything.
+its stream, or before it has read anything. The dense server has as many clients of its own, at the same time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from servers import Server, routed, running
+from servers import Server, dense, routed, running
 
 HERE = Path(__file__).parent
 BASE = HERE.parent / "embedded_base" / "model"
@@ -120,7 +120,7 @@ async def soak(server: Server, prompts: list[list[int]], minutes: float) -> dict
             while time.monotonic() < until:
                 await asyncio.sleep(min(EVERY, max(0.0, until - time.monotonic())))
                 samples.append(await asyncio.to_thread(seen, server, began))
-                print(json.dumps(samples[-1] | found), flush=True)
+                print(json.dumps({"port": server.port} | samples[-1] | found), flush=True)
         after = [await answer_to(session, server.url, prompt) == answer for prompt, answer in known]
         for _ in range(60):  # what vanished is noticed at the next token
             last = await asyncio.to_thread(seen, server, began)
@@ -130,6 +130,11 @@ async def soak(server: Server, prompts: list[list[int]], minutes: float) -> dict
     layers = server.metrics("depthroute:rows_total")
     facts = {"same_afterwards": all(after), "layers": len(layers), "layers_agree": len(set(layers)) == 1}
     return {"minutes": minutes, "clients": CLIENTS, **found, **facts, "samples": [*samples, last]}
+
+
+async def soak_all(servers: dict[str, Server], prompts: list[list[int]], minutes: float) -> dict[str, dict[str, Any]]:
+    found = await asyncio.gather(*(soak(server, prompts, minutes) for server in servers.values()))
+    return dict(zip(servers, found))
 
 
 def main() -> None:
@@ -145,8 +150,9 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     adapter, prompts = make_adapter(args.work)
     options = ["--dtype", "float32", "--max-model-len", "512", "--served-model-name", NAME]
-    with running({"routed": routed(BASE, adapter, "all")}, options, args.work, args.threads) as servers:
-        found = asyncio.run(soak(servers["routed"], prompts, args.minutes))
+    words = {"dense": dense(BASE), "routed": routed(BASE, adapter, "all")}
+    with running(words, options, args.work, args.threads) as servers:
+        found = asyncio.run(soak_all(servers, prompts, args.minutes))
     write_text(args.out, json.dumps(found, indent=1) + "\n")
 
 
