@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -225,40 +227,73 @@ def get(port: int, path: str) -> str:
     return text
 
 
-def test_a_server_answers_counts_rows_and_ends_on_sigterm(llama: Case, tmp_path: Path) -> None:
+@contextlib.contextmanager
+def server(case: Case, log: Path, *more: str) -> Iterator[int]:
+    """The port of a server, which ends on SIGTERM."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--port", str(port), "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
-    command = [sys.executable, "-m", "hf_depthroute", "serve", str(llama.adapter), "--engine", "vllm", *options]
+    options = ["--port", str(port), "--dtype", "float32", "--max-model-len", "512", "--enforce-eager", *more]
+    command = [sys.executable, "-m", "hf_depthroute", "serve", str(case.adapter), "--engine", "vllm", *options]
     variables = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with open(tmp_path / "log", "w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | variables, cwd=tmp_path)
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | variables, cwd=log.parent)
     try:
         for _ in range(SLOW):
             with contextlib.suppress(OSError):
                 get(port, "/health")
                 break
-            assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
+            assert process.poll() is None, log.read_text()[-4000:]
             time.sleep(1)
+        yield port
+        process.terminate()
+        process.wait(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def complete(port: int, prompt: list[int]) -> list[int]:
+    body = {"model": "adapter", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    tokens: list[int] = post(port, body | {"return_token_ids": True})["choices"][0]["token_ids"]
+    return tokens
+
+
+def rows_counted(port: int) -> dict[str, float]:
+    """Rows of every routed layer, as the Prometheus endpoint has them; none before the first count."""
+    found = re.findall(r'^depthroute:rows_total\{layer="(\d)"\} (\S+)', get(port, "/metrics"), re.MULTILINE)
+    return {layer: float(rows) for layer, rows in found}
+
+
+def test_a_server_answers_counts_rows_and_ends_on_sigterm(llama: Case, tmp_path: Path) -> None:
+    with server(llama, tmp_path / "log") as port:
         assert [model["id"] for model in json.loads(get(port, "/v1/models"))["data"]] == ["adapter"]
-        prompt, expected = llama.prompts[7], llama.expected[7]
-        body = {"model": "adapter", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
         for _ in range(30):
-            answer = post(port, body | {"return_token_ids": True})
-            assert answer["choices"][0]["token_ids"] == expected
-            counters = re.findall(r'^depthroute:rows_total\{layer="(\d)"\} (\S+)', get(port, "/metrics"), re.MULTILINE)
-            if counters:
+            assert complete(port, llama.prompts[7]) == llama.expected[7]
+            if counted := rows_counted(port):
                 break
             time.sleep(1)
-        assert [layer for layer, _ in counters] == ["1", "2", "4", "5"]
-        assert all(float(rows) > 0 for _, rows in counters)
-        server.terminate()
-        server.wait(timeout=60)
-    finally:
-        server.kill()
-        server.wait()
+        assert sorted(counted) == ["1", "2", "4", "5"]
+        assert all(rows > 0 for rows in counted.values())
     assert "Depth routing: " in (tmp_path / "log").read_text()
+
+
+def test_two_data_parallel_copies_answer_alike(llama: Case, tmp_path: Path) -> None:
+    """vLLM shares requests out between them; each says what it ran."""
+    with server(llama, tmp_path / "log", "--data-parallel-size", "2") as port:
+        with ThreadPoolExecutor(len(llama.prompts)) as clients:
+            assert list(clients.map(lambda prompt: complete(port, prompt), llama.prompts)) == llama.expected
+        for _ in range(30):
+            with ThreadPoolExecutor(2) as clients:
+                assert (
+                    list(clients.map(lambda _: complete(port, llama.prompts[7]), range(2))) == [llama.expected[7]] * 2
+                )
+            copies = set(re.findall(r"EngineCore_DP(\d).*Depth routing: ", (tmp_path / "log").read_text()))
+            if len(copies) == 2:
+                break
+            time.sleep(1)
+        assert copies == {"0", "1"}
+        assert sorted(rows_counted(port)) == ["1", "2", "4", "5"]
 
 
 HEAD = 32  # the smallest head of vLLM's attention on a CPU
