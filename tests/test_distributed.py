@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -17,6 +16,7 @@ from accelerate.utils import compare_versions
 from accelerate_worker import RECIPE, run_recipe
 from distributed_worker import RUNS, SHARDED, STEPS, Result, fitted
 from models import build_routed
+from ports import free_port
 from safetensors.torch import load_file
 from text_models import save_base, write_text
 from training import adapter_state, assert_same_tensors
@@ -171,13 +171,6 @@ def test_the_accelerate_recipe_trains_the_adapter_of_one_process_under_zero_3(re
     assert done.returncode == 0, done.stderr
     for name in ("zero3", "zero3-resumed"):
         assert_same_run(results / "one-batch", results / name)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 def assert_same_run(expected: Path, found: Path) -> None:

@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -20,6 +19,7 @@ import torch
 from command_line import run
 from models import build_routed, routed, tokens
 from peft import PeftModel
+from ports import free_port
 from text_models import save_base, word_tokenizer
 
 from hf_depthroute import record_routes
@@ -172,9 +172,7 @@ def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypa
 def test_the_command_serves_the_page_until_ctrl_c(files: tuple[Path, Path]) -> None:
     pytest.importorskip("gradio", reason="the page is made with Gradio (extra play)")
     base, adapter = files
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = ["play", str(adapter), "--model", str(base), "--port", str(port)]
     with subprocess.Popen(
         [sys.executable, "-m", "hf_depthroute", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

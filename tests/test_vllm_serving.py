@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ import pytest
 import torch
 from models import make_consequential, randomised
 from peft import PeftModel
+from ports import free_port
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_depthroute import DepthRouteConfig, calibrate, fit_router, get_depth_routed_model
@@ -230,9 +230,7 @@ def get(port: int, path: str) -> str:
 @contextlib.contextmanager
 def server(case: Case, log: Path, *more: str) -> Iterator[int]:
     """The port of a server, which ends on SIGTERM."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = ["--port", str(port), "--dtype", "float32", "--max-model-len", "512", "--enforce-eager", *more]
     command = [sys.executable, "-m", "hf_depthroute", "serve", str(case.adapter), "--engine", "vllm", *options]
     variables = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
