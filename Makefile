@@ -20,7 +20,7 @@ else
 install = $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 endif
 
-.PHONY: demo test vllm coverage fuzz lint lock resolve docs notebook clean
+.PHONY: demo test vllm coverage floor fuzz lint lock resolve docs notebook clean
 
 demo: $(DEMO)
 	$(BIN)/python recipes/demo/demo.py --out demo_output
@@ -36,6 +36,10 @@ vllm:
 coverage: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-report=json tests
 	$(BIN)/python .ci/coverage_floor.py coverage.json
+
+# The same part on the oldest packages that pyproject.toml admits, in an environment of its own (`FLOOR_VENV`).
+floor:
+	PYTHON=$(PYTHON) TORCH=$(TORCH) .ci/floor
 
 # Damaged adapters; longer by hand: `make fuzz FUZZ_SECONDS=600`.
 FUZZ_SECONDS ?= 60
