@@ -53,15 +53,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "attention": {"gate": "mlp", "target": "attention"},
     "block": {"gate": "mlp", "target": "block"},
     "experts": {"gate": "mlp", "target": "experts"},
+    "memory": {"target": "memory", "memory_slots": 4096, "memory_width": 4},
 }
 # Every family with every kind; the gates differ in the score only, so the last three families take one of them.
 MODELS = [
     (family, kind)
     for family in FAMILY_NAMES
     for kind in KINDS
+    if kind != "memory"  # it skips nothing: `MEMORIES`
     if not (kind == "experts" and family not in MOE_FAMILIES)
     and not (kind == "jepa" and family in ("mixtral", "qwen2_moe", "qwen3_moe"))
 ]
+MEMORIES = [(family, "memory") for family in FAMILY_NAMES]
 # Every family, and every kind on the families that differ most: for what does not depend on the two together.
 COVERING = [
     (family, kind)
@@ -235,6 +238,9 @@ def make_consequential(model: nn.Module, adapter_name: str = "default", seed: in
     model.eval()
     with torch.no_grad():
         for holder in holders:
+            if adapter_name in holder.depth_route_memory:
+                table = holder.depth_route_memory[adapter_name].table
+                table.copy_(torch.randn(table.shape, generator=generator))
             if adapter_name in holder.depth_route_branch:
                 down = holder.depth_route_branch[adapter_name].down.weight
                 down.copy_(0.5 * torch.randn(down.shape, generator=generator))

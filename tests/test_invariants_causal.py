@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import ATTENTIONS, GATES, MODELS, build_base, routed, tokens
+from models import ATTENTIONS, GATES, MEMORIES, MODELS, build_base, routed, tokens
 from peft import PeftModel
 from protocol import (
     assert_first_flips_are_close,
@@ -27,7 +27,7 @@ from hf_depthroute.routing.trace import RouteTrace, record_routes, replay_routes
 LENGTH = 12
 Run = tuple[torch.Tensor, RouteTrace]
 every_model = pytest.mark.parametrize(
-    ("family", "kind", "attention"), [(f, k, a) for f, k in MODELS for a in ATTENTIONS]
+    ("family", "kind", "attention"), [(f, k, a) for f, k in [*MODELS, *MEMORIES] for a in ATTENTIONS]
 )
 
 
@@ -156,7 +156,7 @@ def base_gap(model: PeftModel, ids: torch.Tensor, name: str) -> float:
     ("family", "kind", "attention", "continuation"),
     [
         (family, kind, attention, name)
-        for family, kind in MODELS
+        for family, kind in [*MODELS, *MEMORIES]
         for name in CONTINUATIONS
         for attention in (ATTENTIONS if name in BOTH_ATTENTIONS else ATTENTIONS[:1])
     ],
@@ -182,7 +182,7 @@ def assert_continuation_equals_prefill(model: PeftModel, continuation: str, own_
     assert_free(model, trace, free_trace)
 
 
-@pytest.mark.parametrize(("family", "kind"), MODELS)
+@pytest.mark.parametrize(("family", "kind"), [*MODELS, *MEMORIES])
 def test_bfloat16_decode_flips_only_close_decisions(family: str, kind: str) -> None:
     model, ids = shared(family, kind, "sdpa", torch.bfloat16), tokens(3, LENGTH)
     name = "dynamic cache, token by token"

@@ -13,6 +13,7 @@ import torch
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..files.shown import shown
 from ..parts.gates import GATES
+from ..parts.memory import NgramMemory
 from ..parts.targets import TARGETS
 from ..routing.thresholds import NOT_FITTED
 from .files import (
@@ -26,6 +27,7 @@ from .files import (
     tensors_hash,
 )
 
+_TABLE = "memory.table"
 _UPDATES = ".depth_route_quantiles.updates"
 _PART = re.compile(r"(\d+)\.routing\.depth_route_([a-z]+)\.(.+)")
 
@@ -114,6 +116,18 @@ def _examine_layers(tensors: dict[str, torch.Tensor], config: DepthRouteConfig) 
                 return
     yield from _examine_parts(first, config)
     yield "ok", f"{len(routed)} layers with {len(first)} tensors each"
+    if TARGETS[config.target].reads_ids:
+        yield from _examine_slots(tensors)
+
+
+def _examine_slots(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """How much of every layer's table training has reached: a slot is zero until then."""
+    shares = []
+    for name, value in sorted(tensors.items()):
+        found = _PART.search(name)
+        if found is not None and f"{found[2]}.{found[3]}" == _TABLE:
+            shares.append(f"layer {found[1]} {float(value.ne(0).any(dim=-1).float().mean()):.1%}")
+    yield "ok", f"memory: slots that training has reached: {', '.join(shares)}"
 
 
 def _examine_parts(shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig) -> Iterator[tuple[str, str]]:
@@ -123,6 +137,7 @@ def _examine_parts(shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig)
         return
     with torch.device("meta"):
         gate, wider = (GATES[config.gate](width, config, scores).state_dict() for scores in (1, 2))
+        memory = NgramMemory(width, config).state_dict() if TARGETS[config.target].reads_ids else {}
     wanted = {f"gate.{name}": tuple(value.shape) for name, value in gate.items()}
     per_expert = {f"gate.{name}" for name in gate if gate[name].shape != wider[name].shape}  # their number is not known
     held = {name: shape for name, shape in shapes.items() if name.startswith("gate.")}
@@ -132,6 +147,11 @@ def _examine_parts(shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig)
             yield "fault", f"gate {config.gate!r}: {name} {there}; config and weights do not belong together"
         elif held[name] != wanted[name] and not (TARGETS[config.target].per_pair and name in per_expert):
             yield "fault", f"{name} has shape {held[name]}, the config says {wanted[name]}"
+    wanted = {f"memory.{name}": tuple(value.shape) for name, value in memory.items()}
+    held = {name: shape for name, shape in shapes.items() if name.startswith("memory.")}
+    for name in sorted(wanted.keys() | held.keys()):
+        if wanted.get(name) != held.get(name):
+            yield "fault", f"{name} has shape {held.get(name)}, the config says {wanted.get(name)}"
     has_branch, up = any(name.startswith("branch.") for name in shapes), shapes.get("branch.up.weight")
     if has_branch != (config.branch == "lowrank"):
         yield "fault", f"branch={config.branch!r}, and the weights hold {'one' if has_branch else 'none'}"

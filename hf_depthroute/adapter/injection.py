@@ -15,7 +15,8 @@ from ..base.cache import is_paged
 from ..base.families import find_decoder, find_family
 from ..config.adapter import ConfigError
 from ..execution.decode import decode_steps, decodes
-from ..execution.layer import DECODE_STEPS, LAST_TOKENS, TOKEN_MASK, routed_forward
+from ..execution.layer import DECODE_STEPS, LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_forward
+from ..parts.memory import suffixes
 from ..routing.holder import HOLDER, Routing
 from ..routing.misuse import warn_of_training
 
@@ -82,6 +83,9 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     found: dict[str, Any] = {} if real is None else {TOKEN_MASK: real}
     if inputs.shape[1] > 1 and any(h.active_config().phases == "prefill" for h in _active(decoder)):
         found[LAST_TOKENS] = last_tokens_of(inputs, real, kwargs)
+    order = _ngram_order(getattr(decoder, family.layers))
+    if order:
+        found[NGRAMS] = ngrams_of(inputs, order, real, kwargs)
     if decodes(decoder, inputs) and (real is None or real.all()):
         found[DECODE_STEPS] = decode_steps(getattr(decoder, family.layers), inputs.shape[0])
     if not family.passes_keywords:
@@ -109,6 +113,17 @@ def _splits_a_packed_row(decoder: nn.Module, inputs: torch.Tensor, kwargs: dict[
 def _active(decoder: nn.Module) -> list[Routing]:
     holders = [layer._modules.get(HOLDER) for layer in getattr(decoder, find_family(decoder).layers)]
     return [holder for holder in holders if holder is not None and holder.adapter() is not None]
+
+
+def _ngram_order(layers: Any) -> int:
+    """The longest n-gram that the active adapter looks up; 0 where it looks none up."""
+    for layer in layers:
+        holder: Routing | None = layer._modules.get(HOLDER)
+        if holder is not None and len(holder.depth_route_memory):
+            name = holder.adapter()
+            if name is not None and name in holder.depth_route_memory:
+                return holder.config(name).ngram_order
+    return 0
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -153,6 +168,32 @@ def last_tokens_of(inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs
     if kwargs.get("attention_mask") is None and positions is not None and positions.ndim == 2:
         last[:, :-1] |= positions[:, 1:] <= positions[:, :-1]
     return last
+
+
+def ngrams_of(
+    inputs: torch.Tensor, order: int, token_mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """`parts.memory.suffixes` of a call of the decoder stack, int64 `[B, T, order]`.
+
+    A document starts where `position_ids` do not grow, or where `cu_seq_lens_q` says so.
+
+    Raises:
+        ConfigError: The call has no token ids, or is one of continuous batching.
+    """
+    if inputs.is_floating_point():
+        raise ConfigError("target='memory' looks token ids up, and inputs_embeds holds none; pass input_ids")
+    if is_paged(kwargs):
+        raise ConfigError(
+            "target='memory' does not know a request's earlier tokens in continuous batching; generate without it"
+        )
+    starts = None
+    ends, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+    if ends is not None:
+        starts = torch.zeros_like(inputs, dtype=torch.bool)
+        starts.view(-1)[ends[:-1].long()] = True
+    elif positions is not None and positions.ndim == 2 and inputs.shape[1] > 1:
+        starts = nn.functional.pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).expand_as(inputs)
+    return suffixes(inputs, order, token_mask, starts)
 
 
 @functools.cache

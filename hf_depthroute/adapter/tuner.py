@@ -21,6 +21,7 @@ from ..base.readout import ReadOut
 from ..base.sublayers import width_of
 from ..config.adapter import ConfigError, DepthRouteConfig, register_peft_type
 from ..parts.gates import default_hidden
+from ..parts.memory import embedding_width, hash_count
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..routing.holder import HOLDER, Routing
@@ -40,6 +41,7 @@ from .loading import (
 from .modules_to_save import check_modules_to_save, unwrap
 from .peft_hooks import install
 
+_MEMORY_NUMBERS = 1 << 30  # in the tables of all layers
 _SMALL_WIDTH = 256  # parts of any model may be this wide; above it, four times the model's width
 
 
@@ -229,10 +231,12 @@ class DepthRouteModel(BaseTuner):
 def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], config: DepthRouteConfig) -> None:
     """Raise `ConfigError` where a layer lacks what the configuration routes, or a part would be absurdly wide."""
     width = width_of(layers[0], family)
+    widest = max(4 * width, _SMALL_WIDTH)
     for name in ("gate_hidden", "branch_rank", "context_dim", "summary_dim", "action_dim"):
-        widest = max(4 * width, _SMALL_WIDTH)
         if (getattr(config, name) or 0) > widest:
             raise ConfigError(f"{name}={getattr(config, name)} must be at most {widest} on a model of width {width}")
+    if TARGETS[config.target].reads_ids:
+        _check_memory(config, len(routed), widest)
     check_modules_to_save(model, layers, config.modules_to_save or ())
     if traits_of(config.gate).reads_logits and model.get_output_embeddings() is None:
         raise ConfigError(f"gate={config.gate!r} needs a model with an LM head")
@@ -246,6 +250,22 @@ def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], con
         for expert in (config.dropped_experts or [[]] * len(routed))[place]:
             if expert >= count:
                 raise ConfigError(f"dropped_experts: layer {index} has experts 0 to {count - 1}, not {expert}")
+
+
+def _check_memory(config: DepthRouteConfig, layers: int, widest: int) -> None:
+    """Raise `ConfigError` where a memory would look up too much for a token, or hold too much in all its layers."""
+    embedding = embedding_width(config)
+    if embedding > widest:
+        raise ConfigError(
+            f"memory_width={config.memory_width}: {hash_count(config)} hashes look up {embedding} numbers for a token; "
+            f"on this model at most {widest}"
+        )
+    numbers = layers * config.memory_slots * config.memory_width
+    if numbers > _MEMORY_NUMBERS:
+        raise ConfigError(
+            f"memory_slots={config.memory_slots}: {numbers:,} numbers in {layers} layers; at most {_MEMORY_NUMBERS:,}, "
+            "4 GiB in float32"
+        )
 
 
 def _check_name_is_free(model: nn.Module, name: str) -> None:

@@ -1,9 +1,10 @@
-"""Decisions about whole sequences, kept with the KV cache; where the attention is skipped, no keys and values.
+"""What is kept with the KV cache: decisions about whole sequences, and the tokens that a memory has read.
 
-A sequence is decided once, when its prompt enters an empty cache. The decision has to follow whatever is then done to
-the cache: reordered for beam search, repeated, selected, reset. So it lives in the cache's own layer object.
+A sequence is decided once, when its prompt enters an empty cache; where its attention is skipped, there are no keys and
+values. What is kept has to follow whatever is then done to the cache: reordered for beam search, repeated, selected,
+cropped, reset. So it lives in the cache's own layer object.
 
-Shapes: B sequences of the cache, T new positions.
+Shapes: B sequences of the cache, T new positions, P positions held, M tokens.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ from transformers.cache_utils import DynamicLayer
 _CACHES = ("past_key_values", "layer_past")  # what families call it
 
 
-class _Decided:
-    """Mixin of a cache layer: `keep`, bool `[B]`, true for the sequences that run the routed part in full."""
+class _Keeping:
+    """Mixin of a cache layer.
 
-    keep: torch.Tensor | None
+    Attributes:
+        keep: Bool `[B]`, true for the sequences that run the routed part in full.
+        tokens: Int64 `[B, P, M]`, at every position the last tokens, as `parts.memory.suffixes` has them.
+    """
+
+    keep: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -30,6 +37,8 @@ class _Decided:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
         if self.keep is not None:
             self.keep = self.keep.repeat_interleave(repeats)
+        if self.tokens is not None:
+            self.tokens = self.tokens.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)  # type: ignore[misc]
@@ -37,11 +46,18 @@ class _Decided:
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
-        self.keep = None
+        self.keep = self.tokens = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+        if self.tokens is not None and tokens_to_remove:
+            self.tokens = self.tokens[:, : -abs(tokens_to_remove)]
 
     def _take(self, indices: torch.Tensor) -> None:
         if self.keep is not None:
             self.keep = self.keep[indices.to(self.keep.device)]
+        if self.tokens is not None:
+            self.tokens = self.tokens[indices.to(self.tokens.device)]
 
 
 class SkippingLayer(DynamicLayer):
@@ -127,17 +143,40 @@ def remember(cache: Any, index: int, keep: torch.Tensor, skips_attention: bool) 
     elif skips_attention and type(layer) is DynamicLayer and layer.get_seq_length() == 0:
         cache.layers[index] = SkippingLayer(keep)
     else:
-        if not isinstance(layer, _Decided | SkippingLayer):
-            cls = _deciding(layer.__class__)
-            state, layer = layer.__dict__, cls.__new__(cls)
-            layer.__dict__ = state
-            cache.layers[index] = layer
-        layer.keep = keep
+        _keeping_layer(cache, index).keep = keep
 
 
 def remembered(cache: Any, index: int) -> torch.Tensor | None:
     """The decision of layer `index`, bool `[B]`; None before there is one."""
     return getattr(cache_layer(cache, index), "keep", None)
+
+
+def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
+    """Store the last tokens at every new position, int64 `[B, T, M]`, of layer `index`.
+
+    Where the layer can be cropped, those of all positions stay; else the last position's do, in a shape that stays.
+    """
+    layer = _keeping_layer(cache, index)
+    if layer.tokens is not None and isinstance(layer, DynamicLayer):
+        tokens = torch.cat([layer.tokens.to(tokens.device), tokens], dim=1)
+    layer.tokens = tokens if isinstance(layer, DynamicLayer) else tokens[:, -1:]
+
+
+def last_tokens(cache: Any, index: int) -> torch.Tensor | None:
+    """The last tokens of every sequence in layer `index`, int64 `[B, M]`; None where the cache is empty.
+
+    Raises:
+        ValueError: The cache holds tokens that were not stored with it.
+    """
+    layer = cache_layer(cache, index)
+    tokens: torch.Tensor | None = getattr(layer, "tokens", None)
+    if tokens is not None and tokens.shape[1]:
+        return tokens[:, -1]
+    if layer is not None and int(layer.get_seq_length()):
+        raise ValueError(
+            "this KV cache was filled without the adapter's memory, which has to know its tokens; start a new cache"
+        )
+    return None
 
 
 def kv_cache_bytes(cache: Any) -> int:
@@ -146,10 +185,21 @@ def kv_cache_bytes(cache: Any) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
+def _keeping_layer(cache: Any, index: int) -> Any:
+    """Layer `index` of a cache, as one that keeps more than keys and values."""
+    layer = cache_layer(cache, index)
+    if not isinstance(layer, _Keeping | SkippingLayer):
+        cls = _keeping(layer.__class__)
+        state, layer = layer.__dict__, cls.__new__(cls)
+        layer.__dict__ = state
+        cache.layers[index] = layer
+    return layer
+
+
 @functools.cache
-def _deciding(base: Any) -> Any:
-    """The subclass of a cache layer's class that carries a decision."""
-    return type(base.__name__, (_Decided, base), {"_layer_type": None, "__module__": base.__module__})
+def _keeping(base: Any) -> Any:
+    """The subclass of a cache layer's class that keeps more than keys and values."""
+    return type(base.__name__, (_Keeping, base), {"_layer_type": None, "__module__": base.__module__})
 
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

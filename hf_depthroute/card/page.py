@@ -86,7 +86,8 @@ def make_card(
     title = model_name or (repo_id or "").split("/")[-1] or of_base
     body = _environment().get_template("model_card.md.jinja").render(
         title=title, adapter=repo_id or PLACEHOLDER, facts=facts, config=config,
-        static=traits_of(config.gate).static, decides=TARGETS[config.target].decides[config.granularity],
+        static=traits_of(config.gate).static, soft=traits_of(config.gate).soft,
+        decides=TARGETS[config.target].decides[config.granularity],
         base=base or None, base_id=base_id(facts), results=found, tables=tables,
         training=tables.training(record, trained_on), changed=changed, version=__version__,
     )  # fmt: skip

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from ..config.adapter import DepthRouteConfig
+from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from .escaping import Safe, clean, code, row, shown_path
 from .facts import Facts, is_number
@@ -34,12 +36,15 @@ def routed_rows(facts: Facts) -> list[Safe]:
     told = traits_of(c.gate)
     reads = "" if told.static or told.reads_logits or told.reads else f", reads {code(c.gate_input)}"
     budget = Safe(f"{c.budget:g}")
-    if not c.takes_budget():
+    if told.soft:
+        budget = Safe("none")
+    elif not c.takes_budget():
         budget = Safe(f"{c.budget:g} in training; inference follows another rule")
     rows: list[tuple[str, object]] = [
         ("layers", Safe(", ".join(map(str, layers)) + depth)),
         ("target", code(c.target)),
         ("one decision for each", code(c.granularity)),
+        *_memory(c),
         ("gate", Safe(f"{code(c.gate)}{reads}")),
         ("branch", Safe(f"{code(c.branch)}, rank {c.branch_rank}") if c.branch == "lowrank" else code(c.branch)),
         ("budget", budget),
@@ -51,10 +56,19 @@ def routed_rows(facts: Facts) -> list[Safe]:
     return [row(["", ""]), row(["---", "---"]), *(row(cells) for cells in rows)]
 
 
+def _memory(c: DepthRouteConfig) -> list[tuple[str, object]]:
+    if not TARGETS[c.target].reads_ids:
+        return []
+    hashes = f"{c.memory_heads} hashes of every order, 2 to {c.ngram_order}"
+    return [("table of a layer", Safe(f"{c.memory_slots:,} slots of {c.memory_width}")), ("n-grams", Safe(hashes))]
+
+
 def _inference(facts: Facts) -> str:
     c = facts.config
     if traits_of(c.gate).static:
         return "every token skips the routed layers"
+    if traits_of(c.gate).soft:
+        return "the gate weighs the memory of every token, as in training"
     if c.fixed_threshold is not None:
         return f"score at or above {c.fixed_threshold:g}"
     return "the causal predictor" if c.causal_rule == "predictor" else "score at or above the layer's threshold"

@@ -11,9 +11,10 @@ import peft
 from peft import PeftConfig
 
 from ..parts.gates import GATES
+from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..version import __version__
-from .fields import RoutingFields, with_help
+from .fields import MEMORY_FIELDS, RoutingFields, with_help
 from .rules import FORMAT_VERSION, ConfigError, check_complete, check_given, check_known, module_of, package_of, require
 from .rules import check_budget as check_budget
 from .rules import check_phases as check_phases
@@ -60,6 +61,8 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
         saved = super().to_dict() | {"library_version": __version__, "weights_hash": None}
         if self.phases == "all":  # so that versions without the field read what they can run, and nothing else
             del saved["phases"]
+        if not TARGETS[self.target].reads_ids:  # the same
+            saved = {name: value for name, value in saved.items() if name not in MEMORY_FIELDS}
         module = module_of(GATES[self.gate])
         if module is None:  # the fields are unknown to versions that had no gates from outside
             return {name: value for name, value in saved.items() if name not in ("gate_package", "gate_module")}
@@ -83,6 +86,9 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
     def _fill_in(self) -> None:
         """The defaults that depend on other fields; the saved configuration holds what they came to."""
         self.task_type = self.task_type or "CAUSAL_LM"  # PEFT wraps a model by it
+        for name, value in TARGETS[self.target].fixed.items():
+            if getattr(self, name) == getattr(RoutingFields, name):
+                setattr(self, name, value)
         gate = traits_of(self.gate)
         self.gate_input = gate.reads or self.gate_input
         if self.gate_temperature is None:

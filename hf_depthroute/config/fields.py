@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 Owner = TypeVar("Owner", bound=type)
+MEMORY_FIELDS = ("memory_slots", "memory_width", "memory_heads", "ngram_order")
 
 
 def with_help(owner: Owner) -> Owner:
@@ -37,7 +38,9 @@ class RoutingFields:
             is saved.
         target: What an easy token skips: `"ffn"`, `"attention"`, `"block"` (both) or `"experts"`. Of the attention it
             skips its query, its softmax and the output projection; keys and values are always written. The experts are
-            those of a mixture-of-experts layer, one (token, expert) pair at a time.
+            those of a mixture-of-experts layer, one (token, expert) pair at a time. `"memory"` skips nothing of the
+            base: what a table of hashed n-grams holds for a token is added in front of the attention, times the gate's
+            `p`.
         granularity: What one decision covers: a `"token"`, or a `"sequence"`. A sequence is decided on its prompt, and
             the decision is kept with the KV cache; where it skips the attention, no keys and values are written.
         gate: What scores a token: `"mlp"`, `"jepa"`, `"linear"`, `"affine"`, `"halting"`, `"random"`, `"exit"` or
@@ -45,8 +48,8 @@ class RoutingFields:
             them; `"linear"` (Router-Tuning): one row, starts dense; `"affine"`: one row and a bias; `"halting"` (TSA):
             reads the stream between two blocks, scales both updates of the block; and to compare with: `"random"`: a
             frozen random projection; `"exit"`: the LM head's confidence, and a token that has left stays out;
-            `"none"`: static, the routed layers are skipped by every token. Any other row of `gates.GATES` is a value
-            too.
+            `"none"`: static, the routed layers are skipped by every token. Target memory has a gate of its own,
+            `"memory"`. Any other row of `gates.GATES` is a value too.
         gate_hidden: Width of the MLP gate's hidden layer; by default a quarter of the model's width.
         gate_input: What the gate reads: `"normed"` (what the sublayer sees) or `"residual"` (the stream in front of
             its norm, as in arXiv:2604.17228). On the pretrained base of `recipes/stories260k` `"normed"` ended at a
@@ -82,7 +85,11 @@ class RoutingFields:
         expert_gates: Target experts: `"per_expert"` (one row per expert, as in Router-Tuning) or `"per_layer"`.
         dropped_experts: Target experts, gate `"none"`: the experts that are dropped, a list per routed layer; on the
             command line such as 0,3/1,2.
-        seed: Seed of the adapter's initial weights, independent of the global generator.
+        memory_slots: Target memory: slots of a layer's table, shared out evenly over the hashes.
+        memory_width: Target memory: width of a slot.
+        memory_heads: Target memory: hash heads, that is, hashes of every order.
+        ngram_order: Target memory: the longest n-gram that is hashed; the shortest has two tokens.
+        seed: Seed of the adapter's initial weights, independent of the global generator, and of the memory's hashes.
         modules_to_save: Names of base modules that train and are saved in full, as in PEFT; on the command line
             comma-separated.
     """
@@ -108,5 +115,9 @@ class RoutingFields:
     causal_rule: str = "quantile"
     expert_gates: str = "per_expert"
     dropped_experts: list[list[int]] | None = None
+    memory_slots: int = 500_000
+    memory_width: int = 32
+    memory_heads: int = 4
+    ngram_order: int = 3
     seed: int = 0
     modules_to_save: list[str] | None = None

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from ..files.shown import OneLine
 from ..files.suggestions import closest
 from ..parts.gates import GATES
+from ..parts.memory import LEAST_SLOTS, hash_count
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
+from .fields import MEMORY_FIELDS, RoutingFields
 
 if TYPE_CHECKING:
     from .adapter import DepthRouteConfig
@@ -46,6 +48,12 @@ OTHER_METHODS = {
     "init_lora_weights": "that is LoRA's; seed sets the initial weights here",
 }
 
+_MEMORY_LIMITS = (
+    ("memory_slots", LEAST_SLOTS, 1 << 26),
+    ("memory_width", 1, 65536),
+    ("memory_heads", 1, 16),
+    ("ngram_order", 2, 5),
+)
 _VERSION = re.compile(r"[A-Za-z0-9.+:_-]{1,128}")
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,255}")
@@ -60,6 +68,9 @@ class ConfigError(OneLine, ValueError):
 def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
     """What is wrong between fields, one line each."""
     gate, target = traits_of(c.gate), TARGETS[c.target]
+    for name, value in target.fixed.items():
+        if getattr(c, name) != value:
+            yield f"{name}={getattr(c, name)!r}: with target={c.target!r} it is always {value!r}; leave it out"
     targets, granularities = gate.targets or tuple(TARGETS), gate.granularities or tuple(CHOICES["granularity"])
     if c.target not in targets or c.granularity not in granularities:
         things = " or ".join(TARGETS[name].called for name in targets)
@@ -82,6 +93,16 @@ def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
             yield f"layers={reprlib.repr(c.layers)} must ascend, because dropped_experts has one list for each of them"
     elif c.dropped_experts is not None:
         yield "dropped_experts goes with target='experts' and gate='none'"
+    if target.reads_ids:
+        hashes = hash_count(c)
+        if c.memory_slots < LEAST_SLOTS * hashes:
+            least = f"{LEAST_SLOTS * hashes}, {LEAST_SLOTS} for each of {hashes} hashes"
+            yield f"memory_slots={c.memory_slots} must be at least {least}"
+    else:
+        reading = _any_of(name for name, row in TARGETS.items() if row.reads_ids)
+        for name in MEMORY_FIELDS:
+            if getattr(c, name) != getattr(RoutingFields, name):
+                yield f"{name}={getattr(c, name)!r} goes with target={reading}"
     if c.selection == "topk" and (c.granularity == "sequence" or c.budget_scope == "global"):
         yield "selection='topk' ranks the tokens of one sequence in one layer; use 'threshold' or 'controller' here"
     if gate.selections and c.selection not in gate.selections:
@@ -182,6 +203,8 @@ def check_complete(c: DepthRouteConfig) -> None:
     for name in ("gate_hidden", "branch_rank"):
         if getattr(c, name) is not None:
             _check_int(name, getattr(c, name), low=1, high=262144)
+    for name, low, high in _MEMORY_LIMITS:
+        _check_int(name, getattr(c, name), low=low, high=high)
     _check_int("seed", c.seed, low=0, high=2**63 - 1)
     rule = c.layers is None or (isinstance(c.layers, str) and _LAYER_RULE.fullmatch(c.layers))
     what = "must be 'last:N', 'every:N', 'before_last:N', 'before_last:half', 'all' or a list of distinct layer indices"

@@ -18,7 +18,16 @@ from ..config.adapter import DepthRouteConfig, check_budget
 from ..inference.calibration import active_routings
 from ..parts.traits import traits_of
 from ..routing.holder import Routing
-from .roofline import attention_sizes, branch_weights, count_work, gate_weights, matrices, runs_full, skips_sequences
+from .roofline import (
+    attention_sizes,
+    branch_weights,
+    count_work,
+    gate_weights,
+    matrices,
+    memory_weights,
+    runs_full,
+    skips_sequences,
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,8 @@ class RouteCost:
         flops_dense: The base model.
         flops_routed: With routers and cheap branches, at the given share of full tokens.
         flops_ideal: The same share, with routers and branches that cost nothing.
-        ffn_ratio: Mean over routed layers of the cost of the routed part, in FFNs as above; 1 is the dense part.
+        ffn_ratio: Mean over routed layers of the cost of the routed part, in FFNs as above; 1 is the dense part. With
+            target memory, which skips nothing, the unit is its `W_V`.
         parameters_base: The number of the base model's parameters.
         parameters_adapter: The adapter's, the frozen projection included.
         parameters_trainable: The part of the adapter that trains.
@@ -96,7 +106,7 @@ def route_cost(
             ratios.append(1.0)
             continue
         share, layer = full_ratio[holder.layer_index], layers[holder.layer_index]
-        part = sum(m.left_out * m.per_token for m in matrices(layer, config, family, holder))
+        part = sum(m.left_out * m.per_token for m in matrices(layer, config, family, holder)) + memory_weights(holder)
         gate, branch = gate_weights(holder, length), (1 - share) * branch_weights(holder, config)
         ratios.append(share + (branch + gate) / max(part, 1.0))
         gates, branches = gates + 2.0 * gate, branches + 2.0 * branch

@@ -20,6 +20,7 @@ from ..base.projections import STYLES
 from ..config.adapter import DepthRouteConfig
 from ..inference.calibration import active_routings
 from ..parts.gates import MLPGate
+from ..parts.memory import NgramMemory
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..routing.holder import HOLDER, Routing
@@ -174,6 +175,14 @@ def branch_weights(holder: Routing, config: Any) -> float:
     return sum(matrix.per_token for branch in branches for matrix in matrices(branch, config))
 
 
+def memory_weights(holder: Routing) -> float:
+    """Weights that a memory multiplies a token with, beside its gate's; 0 where there is none."""
+    name = holder.active_name()
+    if name not in holder.depth_route_memory:
+        return 0.0
+    return float(cast(NgramMemory, holder.depth_route_memory[name]).weights_per_token())
+
+
 def attention_sizes(config: Any) -> tuple[float, int]:
     """FLOPs of one query and one key (both products, all heads) in an attention layer, and values cached per token.
 
@@ -268,7 +277,7 @@ def _product(matrix: Matrix, tokens: int, rows: float, passes: float) -> tuple[f
 def _count_router(
     work: Work, holder: Routing, config: Any, tokens: int, length: int, cheap: float, again: float
 ) -> None:
-    """The gate on every token, the branch on the share `cheap`; their parameters are read on every pass."""
+    """The gate and the memory on every token, the branch on the share `cheap`; their weights are read on every pass."""
     name = holder.active_name()
     for group in (holder.depth_route_gate, holder.depth_route_predictor, holder.depth_route_branch):
         if name not in group:
@@ -282,3 +291,8 @@ def _count_router(
             seen = tokens / length if holder.active_config().granularity == "sequence" else tokens
         width = next(p.element_size() for p in module.parameters()) if held else 4
         work.add("router", again * 2.0 * seen * met, again * (held + 2 * width * seen * holder.width))
+    if name in holder.depth_route_memory:
+        memory = cast(NgramMemory, holder.depth_route_memory[name])
+        met, size = memory.weights_per_token(), memory.table.element_size()
+        moved = size * (met + tokens * (memory.value.in_features + holder.width))  # of the table, the rows looked up
+        work.add("router", again * 2.0 * tokens * met, again * moved)

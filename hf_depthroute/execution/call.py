@@ -149,7 +149,7 @@ class Executor(Protocol):
 
 
 class Site:
-    """One target: what of a decoder layer is routed. One object serves all layers.
+    """One target: what of a decoder layer is routed. One object serves all layers, unless `of_call` makes others.
 
     It splits the layer's forward pass into what comes in front of the routed part, the part itself, and the rest:
 
@@ -157,7 +157,24 @@ class Site:
 
     A target has to have `norm` and `full`, and `enter` and `finish` where something stands in front or behind. The
     methods below them compute every token's both paths; a target that can save work says how.
+
+    Attributes:
+        attends_behind: Whether `finish` runs the attention, with the layer's keyword arguments.
     """
+
+    attends_behind = False
+
+    def of_call(self, holder: Routing, plan: RoutePlan, h: Tensor, ngrams: Tensor | None, kwargs: Kwargs) -> Site:
+        """The site of one forward pass, where a target reads more than the stream.
+
+        Args:
+            holder: The layer's adapter state.
+            plan: How it routes.
+            h: The layer's input, `[B, T, d]`.
+            ngrams: Int64 `[B, T, N]`, from `parts.memory.suffixes`; None where no layer asked for them.
+            kwargs: What the decoder layer was called with.
+        """
+        return self
 
     def enter(self, layer: Any, family: Family, h: Tensor, kwargs: Kwargs) -> Tensor:
         """The stream in front of the routed part, from the layer's input, each `[B, T, d]`."""

@@ -31,6 +31,7 @@ from .sites import SITES
 
 TOKEN_MASK = "depth_route_token_mask"  # keyword that carries the 2D attention mask to the layers
 LAST_TOKENS = "depth_route_last_tokens"  # keyword that carries which tokens `phases="prefill"` runs full
+NGRAMS = "depth_route_ngrams"  # keyword that carries the n-grams that end at each token, for target memory
 DECODE_STEPS = "depth_route_decode_steps"  # keyword that carries the layers' `DecodeStep`s, by layer
 
 
@@ -47,6 +48,7 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     last_tokens: Tensor | None = kwargs.pop(LAST_TOKENS, None)
     if steps is not None and layer in steps:
         kwargs.pop(TOKEN_MASK, None)  # every token is real
+        kwargs.pop(NGRAMS, None)
         return steps[layer](layer, hidden_states, kwargs)
     if holder is not None and holder.family.returns_weights and kwargs.get("output_attentions"):
         raise ValueError(f"{type(layer).__name__}: a routed layer of this family has no attention weights to return")
@@ -73,7 +75,7 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
 
 def _run(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
     """The layer's output `[B, T, d]`, then mask, scores, probs and the plan's extras when a trace is recorded."""
-    token_mask = kwargs.pop(TOKEN_MASK, None)
+    token_mask, ngrams = kwargs.pop(TOKEN_MASK, None), kwargs.pop(NGRAMS, None)
     if plan is None:
         return (layer._base_forward(hidden_states, **kwargs),)
     if plan.rule == "full":  # the base's layer; what is recorded has no scores
@@ -82,7 +84,7 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, **kwargs: An
             return (out,)
         mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool) if token_mask is None else token_mask
         return out, mask, *[torch.full_like(mask, torch.nan, dtype=torch.float32)] * (2 + len(plan.extras))
-    call = routed_call(layer, plan, hidden_states, token_mask, kwargs)
+    call = routed_call(layer, plan, hidden_states, token_mask, kwargs, ngrams=ngrams)
     out = executor_of(call).run(call)
     if plan.config.granularity == "sequence":
         remember_sequences(call, skips_attention=False)
@@ -94,7 +96,13 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, **kwargs: An
 
 
 def routed_call(
-    layer: Any, plan: RoutePlan, hidden_states: Tensor, token_mask: Tensor | None, kwargs: Kwargs, decides: bool = True
+    layer: Any,
+    plan: RoutePlan,
+    hidden_states: Tensor,
+    token_mask: Tensor | None,
+    kwargs: Kwargs,
+    decides: bool = True,
+    ngrams: Tensor | None = None,
 ) -> RoutedCall:
     """What the routed part of `layer` is given: the stream in front of it and, unless told otherwise, the decision.
 
@@ -105,9 +113,11 @@ def routed_call(
         token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
         kwargs: What the layer was called with, for its parts.
         decides: Whether the gate is asked.
+        ngrams: Int64 `[B, T, N]`, the n-grams that end at each token; for targets that read token ids.
     """
-    site = SITES[plan.config.target]
-    stream = site.enter(layer, layer._modules[HOLDER].family, hidden_states, kwargs)
+    holder: Routing = layer._modules[HOLDER]
+    site = SITES[plan.config.target].of_call(holder, plan, hidden_states, ngrams, kwargs)
+    stream = site.enter(layer, holder.family, hidden_states, kwargs)
     return call_on_stream(layer, plan, site, stream, token_mask, kwargs, decides)
 
 

@@ -22,6 +22,7 @@ from .experts import routed_pairs
 from .gathered import CPU_SLICE, add_cheap, gathered_update, in_slices
 from .kernels import swiglu_rows
 from .kernels.eligible import is_swiglu
+from .memory import MemorySite
 
 
 class FFNSite(Site):
@@ -214,6 +215,7 @@ SITES: dict[str, Site] = {
     "attention": AttentionSite(),
     "block": BlockSite(),
     "experts": ExpertsSite(),
+    "memory": MemorySite(),
 }
 
 

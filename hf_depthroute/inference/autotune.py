@@ -84,7 +84,7 @@ def tune_execution(
 
     Raises:
         ValueError: No routed adapter is active; decisions are about sequences or exits, which have to hold through a
-            generation; `floor` is not in (0, 1]; or there is no such executor.
+            generation; the target is memory; `floor` is not in (0, 1]; or there is no such executor.
     """
     holders = active_routings(model)
     config = holders[0].active_config()
@@ -92,6 +92,8 @@ def tune_execution(
     if config.granularity == "sequence" or gate.exits or gate.static:
         about = "decisions of whole sequences and of early exit hold through a generation"
         raise ValueError(f"tune_execution: {about} and cannot depend on the shape")
+    if gate.soft:
+        raise ValueError(f"tune_execution: target={config.target!r} skips nothing, so there is nothing to choose")
     if not 0 < floor <= 1:
         raise ValueError(f"tune_execution: floor must be in (0, 1], not {floor}")
     for name in executors or ():

@@ -16,7 +16,9 @@ from torch import nn
 from ..base.contexts import evaluating
 from ..base.distributed import each_of_all, rows_of_all
 from ..config.adapter import DepthRouteConfig, check_budget, check_phases
+from ..config.rules import require
 from ..data.batches import device_of, model_inputs, token_mask
+from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..routing.thresholds import NOT_FITTED, Measured, quantile_table, quantile_tables
 from ..routing.trace import count_routes, overridden, record_routes, routings
@@ -189,12 +191,15 @@ def set_phases(model: nn.Module, phases: str) -> None:
         phases: `"all"` or `"prefill"`.
 
     Raises:
-        ConfigError: `phases` is neither, or is `"prefill"` for an adapter that decides about whole sequences.
+        ConfigError: `phases` is neither, or is `"prefill"` for an adapter that decides about whole sequences, or for
+            target memory.
         ValueError: No routed layer is active.
     """
     configs = [holder.active_config() for holder in active_routings(model)]
     for config in configs:
         check_phases(phases, config.granularity)
+        always = TARGETS[config.target].fixed.get("phases", phases)
+        require(phases == always, "phases", phases, f"is not for target={config.target!r}; use {always!r}")
     for config in configs:
         config.phases = phases
 
@@ -228,6 +233,8 @@ def _budgeted_configs(holders: list[Routing]) -> list[DepthRouteConfig]:
     """The configs of the active adapters; `ValueError` where the budget is without effect on inference."""
     configs = [holder.active_config() for holder in holders]
     for config in configs:
+        if traits_of(config.gate).soft:
+            raise ValueError(f"target={config.target!r} is weighed by its gate: there is no budget, and no threshold")
         if traits_of(config.gate).static:
             raise ValueError("the adapter has no gate: its layers are skipped by every token, whatever the budget")
         if config.fixed_threshold is not None:

@@ -153,7 +153,7 @@ def draft_view(
     Raises:
         ValueError: Nothing would be skipped (no routed layer is active and `drop` is empty), an index is out of range
             or named twice, every layer is dropped, the adapter has no budget to change, or a number is out of range.
-        ConfigError: `budget` is not in (0, 1], or the adapter routes prompts only.
+        ConfigError: `budget` is not in (0, 1], or the adapter routes prompts only or adds a memory.
     """
     base = _transformers_model(model)
     depth = len(find_layers(base))
@@ -173,6 +173,8 @@ def draft_view(
         holder.observe_similarity, holder.last_mask = False, None
     if not drop and not any(holder.adapter() for holder in holders):
         raise ValueError("the draft would skip nothing: no depth-routed adapter is active and drop is empty")
+    if any(holder.adapter() and traits_of(holder.active_config().gate).soft for holder in holders):
+        raise ConfigError("target='memory' skips nothing of the base, so that a draft by it would save nothing")
     if any(holder.adapter() and holder.active_config().phases == "prefill" for holder in holders):
         raise ConfigError("phases='prefill' would draft every token in full; call set_phases(model, 'all') first")
     if budget is not None and any(holder.adapter() for holder in holders):

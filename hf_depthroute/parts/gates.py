@@ -6,7 +6,7 @@ and one row of `GATES`, from this package or from another one. What a class may 
 The MLP and the JEPA gate (G1, G3) are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical
 Study" (arXiv:2604.17228); the linear gate is that of "Router-Tuning: A Simple and Effective Approach for Enabling
 Dynamic-Depth in Transformers" (arXiv:2410.13184); the halting gate that of "Adaptive Computation Depth via Learned
-Token Routing in Transformers" (arXiv:2605.05222), Token-Selective Attention (TSA).
+Token Routing in Transformers" (arXiv:2605.05222), Token-Selective Attention (TSA); the memory's gate is in `memory`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 
 from .baseline_gates import ExitGate, RandomGate, StaticGate
 from .branches import MixedLinear, TensorMap, TransientCache, reset_linear, stamp
+from .memory import MemoryGate
 from .regression import moments, regress, ridge_weights
 
 GateOutput = dict[str, torch.Tensor]
@@ -273,6 +274,7 @@ GATES: dict[str, Any] = {
     "random": RandomGate,
     "exit": ExitGate,
     "none": StaticGate,
+    "memory": MemoryGate,
 }
 
 

@@ -7,7 +7,8 @@ name, runs it. Adding a target is one row and one class, from this package or fr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,15 @@ class Target:
 
     Attributes:
         skips: What an easy token skips, in the order that it runs: `"attention"`, `"ffn"`, or `"experts"` (those of the
-            FFN, whose own router runs for every token). Costs are counted from it.
+            FFN, whose own router runs for every token). Costs are counted from it. `"memory"` is no part of the base.
         called: How a message names what one decision is about, in the plural.
         decides: By granularity, what one decision settles, as a model card says it. A target that cannot be decided
             per `"token"` or per `"sequence"` leaves it out.
         norm: The sublayer in front of which the cheap branch stands, `"attention"` or `"ffn"`; it copies that norm.
         per_pair: Whether a decision is about a token and one of its experts, and not about a token.
+        reads_ids: Whether it needs the token ids; the layers are then given the n-grams that end at each token.
+        fixed: Fields of `DepthRouteConfig` that have one value with this target: it stands in for the field's default,
+            and any other value is refused.
     """
 
     skips: tuple[str, ...]
@@ -29,6 +33,8 @@ class Target:
     decides: Mapping[str, str]
     norm: str
     per_pair: bool = False
+    reads_ids: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def skips_attention(self) -> bool:
@@ -72,5 +78,24 @@ TARGETS: dict[str, Target] = {
         decides={"token": "which of the experts that the base chose are run."},
         norm="ffn",
         per_pair=True,
+    ),
+    "memory": Target(
+        skips=("memory",),
+        called="memory",
+        decides={"token": "how much of what a table of hashed n-grams holds for it is added before the attention."},
+        norm="attention",
+        reads_ids=True,
+        fixed={
+            "gate": "memory",
+            "branch": "none",
+            "budget": 1.0,
+            "budget_scope": "layer",
+            "selection": "soft",
+            "threshold": 0.0,
+            "gate_temperature": 1.0,
+            "scale_by_gate": False,
+            "phases": "all",
+            "causal_rule": "quantile",
+        },
     ),
 }

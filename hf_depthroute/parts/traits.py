@@ -31,6 +31,7 @@ class GateTraits:
         reads_logits: `connect` gives it the final norm and the LM head.
         predicts_outcomes: It is trained on the outcomes of both paths, `z_full` and `z_cheap` in the trace, seen
             through a `TargetProjection`.
+        soft: `p` weighs the two paths in inference, too: nothing is compared with a threshold, and no budget is held.
         scales_sublayers: `p` multiplies the update of each sublayer (arXiv:2605.05222), not that of the full path.
     """
 
@@ -50,6 +51,7 @@ class GateTraits:
     exits: bool = False
     reads_logits: bool = False
     predicts_outcomes: bool = False
+    soft: bool = False
     scales_sublayers: bool = False
 
 

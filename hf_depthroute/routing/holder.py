@@ -19,6 +19,7 @@ from ..config.adapter import DepthRouteConfig
 from ..data.batches import device_of
 from ..parts.branches import LowRankBranch, TransientCache, stamp
 from ..parts.gates import GATES, MLPGate, TargetProjection
+from ..parts.memory import NgramMemory
 from ..parts.targets import TARGETS
 from .description import routing_summary
 from .misuse import warn_of_thresholds
@@ -47,7 +48,7 @@ class Routing(nn.Module, BaseTunerLayer):
         peft_configs: The model's adapter configurations by name, shared by all layers.
     """
 
-    adapter_layer_names = ("depth_route_gate", "depth_route_branch", "depth_route_predictor")
+    adapter_layer_names = ("depth_route_gate", "depth_route_branch", "depth_route_predictor", "depth_route_memory")
     other_param_names = ("depth_route_target", "depth_route_quantiles", "depth_route_controller")
 
     # BaseTunerLayer's properties look them up on `base_layer`, which does not exist here.
@@ -73,6 +74,7 @@ class Routing(nn.Module, BaseTunerLayer):
         self.depth_route_quantiles = nn.ModuleDict()
         self.depth_route_predictor = nn.ModuleDict()  # of causal_rule="predictor"
         self.depth_route_controller = nn.ModuleDict()  # of selection="controller"
+        self.depth_route_memory = nn.ModuleDict()  # of target="memory"
         # Held outside the module tree: owned by the base layer and by other routed layers.
         self._norms: tuple[dict[str, tuple[Any, bool]]] = (norms,)
         self._ffn: tuple[nn.Module] = (ffn,)
@@ -107,6 +109,9 @@ class Routing(nn.Module, BaseTunerLayer):
             norm, same = self._norms[0][target.norm]
             branch = LowRankBranch(norm, self.width, config.branch_rank, bias=self.ffn_bias, copy_values=same)
             self.depth_route_branch[name] = self._initialised(branch, config, "branch")
+        if target.reads_ids:
+            memory = NgramMemory(self.width, config, self.layer_index)
+            self.depth_route_memory[name] = self._initialised(memory, config, "memory")
         if config.causal_rule == "predictor":
             self.depth_route_predictor[name] = self._initialised(MLPGate(self.width, config), config, "predictor")
         if config.selection == "controller":
@@ -265,7 +270,7 @@ class Routing(nn.Module, BaseTunerLayer):
     def _initialised(self, module: Any, config: DepthRouteConfig, part: str) -> nn.Module:
         """`module`, its weights drawn from a generator that depends on the seed, the layer and the part only."""
         if not any(parameter.is_meta for parameter in module.parameters()):  # else they come from the adapter file
-            salt = {"gate": 1, "branch": 2, "target": 3, "predictor": 4}[part]
+            salt = {"gate": 1, "branch": 2, "target": 3, "predictor": 4, "memory": 5}[part]
             seed = (config.seed * 1_000_003 + self.layer_index * 7 + salt) % 2**63
             module.reset_parameters(torch.Generator().manual_seed(seed))
         return cast(nn.Module, module)

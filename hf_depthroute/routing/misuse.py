@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from ..parts.traits import traits_of
 from .thresholds import NOT_FITTED, ScoreQuantiles
 
 if TYPE_CHECKING:
@@ -77,4 +78,7 @@ def warn_of_thresholds(holder: Routing, plan: RoutePlan) -> None:
 
 
 def _trains(holder: Routing) -> bool:
+    """Whether its gate trains, and needs training mode and the routing losses for it; a soft one needs neither."""
+    if traits_of(holder.active_config().gate).soft:
+        return False
     return any(parameter.requires_grad for parameter in holder.depth_route_gate.parameters())

@@ -5,6 +5,7 @@ Shapes: B batch, T positions, K experts per token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -32,11 +33,11 @@ class RoutePlan:
         rule: One of `SELECTIONS`, `"predictor"`, `"static"`, or `"full"`: the base's layer runs, without the gate.
         mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"` or `"scaled_sublayers"`.
         extras: What is recorded besides mask, scores and probs.
-        budget: The budget in force: the adapter's, or the training schedule's.
+        budget: The budget in force: the adapter's, or the training schedule's; NaN where the gate is soft.
         threshold: The score that a token has to reach, for the rules that use one. Read here, because training moves
             the quantile tables between a forward pass and its recomputation.
         temperature: `tau` of `p = sigmoid(u / tau)`.
-        replayed: Bool `[B, T]`; decisions to use instead of the rule's.
+        replayed: Bool `[B, T]`; decisions to use instead of the rule's. Of a soft gate, float32: its `p`.
         last_tokens: Bool `[B, T]`; tokens that run full whatever the rule says (`phases="prefill"`), their `p` is 1.
         recorders: Traces and counters that want to know.
         everything: Every token runs full, whatever its score (a budget of 1 at inference, a decoding step with
@@ -93,6 +94,8 @@ def make_plan(
     gate = traits_of(config.gate)
     if gate.static:
         rule = "static"
+    elif gate.soft:
+        rule = "soft"
     elif holder.selection or training:
         rule = holder.selection or cast(str, config.selection)
     else:
@@ -116,10 +119,10 @@ def make_plan(
         rule=rule,
         mix=mix,
         extras=_extras(holder, name, gate, TARGETS[config.target], training),
-        budget=budget,
+        budget=math.nan if gate.soft else budget,
         threshold=threshold,
         temperature=(holder.scheduled_temperature if training else None) or cast(float, config.gate_temperature),
-        replayed=None if replayed is None else replayed.mask,
+        replayed=None if replayed is None else replayed.probs if gate.soft else replayed.mask,
         recorders=tuple(holder.recorders),
         last_tokens=last_tokens,
         everything=everything,
@@ -184,7 +187,8 @@ def _by_rule(
                 f"layer {layer_index}: the replayed mask has shape {tuple(plan.replayed.shape)}, "
                 f"the input {tuple(scores.shape)}"
             )
-        return plan.replayed.to(scores.device), probs
+        replayed = plan.replayed.to(scores.device)
+        return (threshold_mask(replayed, 0.5, token_mask), replayed) if plan.gate.soft else (replayed, probs)
     real = token_mask
     if token_mask is not None and scores.ndim == 3:
         real = token_mask[..., None].expand_as(scores)

@@ -27,11 +27,11 @@ class RouteRecord:
     remembered by the KV cache, scores and probs are NaN.
 
     Attributes:
-        mask: Bool `[B, T]`, true where the token ran the full path.
+        mask: Bool `[B, T]`, true where the token ran the full path; where its `p` is at least 1/2 with target memory.
         scores: Float32 `[B, T]`, `u`.
         probs: Float32 `[B, T]`, `p = sigmoid(u / tau)`; 1 at the last tokens that `phases="prefill"` runs in full.
         token_mask: Bool `[B, T]`, true at real tokens; None when the model was called without a 2D attention mask.
-        budget: The budget in force.
+        budget: The budget in force; NaN with target memory, which has none.
         extras: What the gate adds, each `[B, T, ...]`; also reachable as attributes (`record.q_full`).
         temperature: `tau`; the default is that of `DepthRouteConfig`.
         threshold: What the scores were compared with, a float or `[]`; None where something else decided, such as
@@ -196,7 +196,8 @@ def count_routes(model: nn.Module) -> Iterator[RouteCounter]:
 def replay_routes(model: nn.Module, trace: RouteTrace) -> Iterator[None]:
     """Run `model` with the decisions of `trace` instead of its own; scores are still computed.
 
-    A layer that `trace` does not hold decides for itself.
+    With target memory these are the `probs`: a trace whose `probs` are all 0 forces the memory off. A layer that
+    `trace` does not hold decides for itself.
 
     Raises:
         ValueError: `model` has no routed layer. A forward pass raises it when a mask does not have the input's shape.

@@ -24,7 +24,7 @@ from ..base.families import find_layers
 from ..base.readout import ReadOut, predicting
 from ..base.sublayers import hidden_of
 from ..execution.call import RoutedCall
-from ..execution.layer import LAST_TOKENS, TOKEN_MASK, routed_call
+from ..execution.layer import LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_call
 from ..inference.calibration import active_routings
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
@@ -131,7 +131,7 @@ def run_forks(
     for layer, observed in zip(prefix.layers, prefix.kwargs):
         count = streams_FBTd.shape[0]
         kwargs = {name: _repeat(value, batch, count) for name, value in observed.items()}
-        token_mask = kwargs.pop(TOKEN_MASK, None)
+        token_mask, ngrams = kwargs.pop(TOKEN_MASK, None), kwargs.pop(NGRAMS, None)
         h = streams_FBTd.flatten(0, 1)
         holder: Routing | None = layer._modules.get(HOLDER)
         plan = None if holder is None else holder.plan(prefix.training)
@@ -139,7 +139,7 @@ def run_forks(
             streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
             continue
         _check_forkable(plan)
-        call = routed_call(layer, plan, h, token_mask, kwargs, decides=on_policy)
+        call = routed_call(layer, plan, h, token_mask, kwargs, decides=on_policy, ngrams=ngrams)
         if on_policy:
             out, after_full, after_cheap = _follow(call, batch)
         else:
@@ -151,10 +151,10 @@ def run_forks(
             forks[holder.layer_index] = range(count, count + len(new_KBTd))
             streams_FBTd = torch.cat([streams_FBTd, new_KBTd])
             if holder.family.parallel:  # what is not routed reads the layer's input, for a new stream the trunk's
-                stream = torch.cat([call.stream, call.stream[:batch].repeat(len(new_KBTd), 1, 1)])
+                call = replace(call, stream=torch.cat([call.stream, call.stream[:batch].repeat(len(new_KBTd), 1, 1)]))
+            if holder.family.parallel or call.site.attends_behind:
                 kwargs = {name: _repeat(value, batch, len(streams_FBTd)) for name, value in observed.items()}
-                kwargs.pop(TOKEN_MASK, None)
-                call = replace(call, stream=stream, kwargs=kwargs)
+                call = replace(call, kwargs={n: v for n, v in kwargs.items() if n not in (TOKEN_MASK, NGRAMS)})
         streams_FBTd = call.finish(streams_FBTd.flatten(0, 1)).unflatten(0, (-1, batch))
     return streams_FBTd, forks
 

@@ -22,7 +22,7 @@ from ..base.families import find_layers
 from ..base.sublayers import hidden_of
 from ..data.batches import token_mask
 from ..execution.call import RoutedCall
-from ..execution.layer import DECODE_STEPS, LAST_TOKENS, TOKEN_MASK, routed_call
+from ..execution.layer import DECODE_STEPS, LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_call
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
 from ..routing.trace import full_depth
@@ -56,7 +56,7 @@ class LayerWalk:
 
     def _note(self, index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
-        for name in (TOKEN_MASK, LAST_TOKENS, DECODE_STEPS):
+        for name in (TOKEN_MASK, LAST_TOKENS, NGRAMS, DECODE_STEPS):
             given.pop(name, None)
         h = args[0] if args else given.pop("hidden_states")
         if index == 0:

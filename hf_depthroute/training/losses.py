@@ -18,6 +18,7 @@ tokens, of all processes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -152,16 +153,20 @@ def distill_loss(inputs: LossInputs) -> torch.Tensor | None:
     return divergence_from_dense(inputs.prefix, inputs.logits, inputs.labels)
 
 
-def budget_loss(inputs: LossInputs) -> torch.Tensor:
+def budget_loss(inputs: LossInputs) -> torch.Tensor | None:
     """`1/C sum_l (p_bar_l - rho)^2`, `p_bar_l` the mean gate probability of the layer; `(mean_l p_bar_l - rho)^2`
-    where the budget is global."""
+    where the budget is global. None where there is no budget."""
+    if not _has_budget(inputs):
+        return None
     budgets = torch.tensor([record.budget for record in inputs.trace.values()])
     p_bar = mean_probability(inputs.trace)
     return _held(inputs, p_bar - budgets.to(p_bar)).square().mean()
 
 
-def alive_loss(inputs: LossInputs) -> torch.Tensor:
-    """`1/C sum_l ReLU(p_min - p_bar_l)`; of the mean over layers where the budget is global."""
+def alive_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`1/C sum_l ReLU(p_min - p_bar_l)`; of the mean over layers where the budget is global. None without a budget."""
+    if not _has_budget(inputs):
+        return None
     return F.relu(inputs.alive_min - _held(inputs, mean_probability(inputs.trace))).mean()
 
 
@@ -216,8 +221,13 @@ def exit_cross_entropy(exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Ten
     return token_mean(losses_CN, torch.ones_like(losses_CN, dtype=torch.bool)).mean()
 
 
-def capacity_loss(inputs: LossInputs) -> torch.Tensor:
-    """Router-Tuning: `ReLU(mean(M) - rho)`, `M` the hard mask of all routed layers together, with `dM/dp = 1`."""
+def capacity_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """Router-Tuning: `ReLU(mean(M) - rho)`, `M` the hard mask of all routed layers together, with `dM/dp = 1`.
+
+    None where there is no budget.
+    """
+    if not _has_budget(inputs):
+        return None
     records = inputs.trace.values()
     masks = stack([record.mask.to(record.probs.dtype) - record.probs.detach() + record.probs for record in records])
     budget = sum(record.budget for record in records) / len(records)
@@ -228,10 +238,10 @@ def similarity_loss(inputs: LossInputs) -> torch.Tensor | None:
     """DLO: `BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence that the full path changes most.
 
     These are the tokens with the lowest cosine between the stream before and after the full path. None where the trace
-    has no cosines: it was made in inference, or by routed experts.
+    has no cosines: it was made in inference, or by routed experts. None where there is no budget.
     """
     records = list(inputs.trace.values())
-    if not all("similarity" in record.extras for record in records):
+    if not _has_budget(inputs) or not all("similarity" in record.extras for record in records):
         return None
     labels_CBT = stack([topk_mask(-record.similarity.detach(), record.budget, record.real) for record in records])
     logits_CBT = gate_logits(inputs.trace)
@@ -303,6 +313,10 @@ def routing_losses(
         if value is not None:
             terms[name] = weight * value
     return terms
+
+
+def _has_budget(inputs: LossInputs) -> bool:
+    return not any(math.isnan(record.budget) for record in inputs.trace.values())
 
 
 def _held(inputs: LossInputs, per_layer_C: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ _PARTS = {  # that a target may skip
     "attention": "vLLM's attention reads and writes its paged cache in one call for all rows of a batch, so none can "
     "be left out",
     "experts": "vLLM runs the experts of a layer in one fused call of its own",
+    "memory": "vLLM hands no token ids to its layers, and none of the tokens before those of a step",
 }
 _BASES = {
     "falcon": "its attention does not go through the interface that vLLM's Transformers backend needs",

@@ -1,0 +1,67 @@
+"""The target `"memory"`: hashed n-grams look up slots, and what they hold is added in front of the attention.
+
+Shapes: B batch, T positions, N longest n-gram, E width of what is looked up, d model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..base.cache import cache_of, last_tokens, remember_tokens
+from ..base.families import Family
+from ..base.sublayers import hidden_of
+from ..parts.memory import NgramMemory, continued
+from ..routing.holder import Routing
+from ..routing.plan import RoutePlan
+from .call import Decision, Kwargs, RoutedCall, Site
+
+
+class MemorySite(Site):
+    """`h <- h + alpha v` in front of the whole layer, which runs for every token.
+
+    The full path is `h + v`, the cheap path `h`; `alpha` is the gate's `p`, in training and in inference. The object in
+    `SITES` has looked nothing up; `of_call` gives the one that a forward pass uses.
+
+    Args:
+        retrieved: `e`, `[B, T, E]`.
+        value: `v`, `[B, T, d]`.
+    """
+
+    attends_behind = True
+
+    def __init__(self, retrieved: Tensor | None = None, value: Tensor | None = None) -> None:
+        self._retrieved, self._value = retrieved, value
+
+    def of_call(self, holder: Routing, plan: RoutePlan, h: Tensor, ngrams: Tensor | None, kwargs: Kwargs) -> MemorySite:
+        if ngrams is None:
+            raise ValueError(f"layer {holder.layer_index}: its memory needs the token ids; call the whole model")
+        memory = cast(NgramMemory, holder.depth_route_memory[plan.adapter])
+        cache = cache_of(kwargs)
+        if cache is not None:
+            before = last_tokens(cache, holder.layer_index)
+            ngrams = ngrams if before is None else continued(ngrams, before.to(ngrams.device))
+            remember_tokens(cache, holder.layer_index, ngrams[..., :-1])
+        retrieved = memory.retrieve(ngrams).to(h)
+        return MemorySite(retrieved, memory.value(retrieved))
+
+    def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
+        return stream
+
+    def decide(self, holder: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
+        assert self._retrieved is not None
+        retrieved = self._retrieved.expand(*gate_input.shape[:-1], -1)
+        return super().decide(holder, plan, torch.cat([gate_input, retrieved], dim=-1), token_mask)
+
+    def full(self, call: RoutedCall) -> Tensor:
+        assert self._value is not None
+        return call.stream + self._value
+
+    def mixed(self, call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> Tensor:
+        assert self._value is not None
+        return call.stream + call.probs[..., None].to(self._value.dtype) * self._value
+
+    def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
+        return hidden_of(call.layer._base_forward(after, **call.kwargs))

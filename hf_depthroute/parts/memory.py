@@ -1,0 +1,217 @@
+"""Conditional memory: hashed n-grams of the token ids look up trained slots, and a gate weighs what they hold.
+
+"Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" (FARS,
+Analemma; gitlab.com/fars-a/counterfactual-gate-supervision), equations 1 and 2. The suffix n-grams of the orders 2 to
+N are hashed by K heads each; the slots that they hit, concatenated, are `e`:
+
+    k = W_K e;   v = W_V e;   alpha = sigmoid(RMSNorm(h) . RMSNorm(k) / sqrt(d));   h <- h + alpha v
+
+An n-gram ends at its token and never reaches into padding or into the document before: what would lie there counts as
+one reserved token, as n-gram models pad a sentence's start.
+
+Shapes: B batch, T positions, N longest order, S = K (N - 1) hashes, w slot width, E = S w, d model width.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .branches import MixedLinear, RMSNorm, TransientCache, reset_linear
+
+MISSING = -1  # in place of a token: there is none in this document
+EARLIER = -2  # in place of a token: it belongs to an earlier call, if there was one
+LEAST_SLOTS = 512  # of one hash
+_EPSILON = 1e-6
+_BITS = 2**64 - 1
+
+
+class MemorySizes(Protocol):
+    """What the memory reads of a `DepthRouteConfig`."""
+
+    memory_slots: int
+    memory_width: int
+    memory_heads: int
+    ngram_order: int
+    seed: int
+
+
+def hash_count(config: MemorySizes) -> int:
+    """`S`: every order from 2 on is hashed by every head."""
+    return config.memory_heads * (config.ngram_order - 1)
+
+
+def embedding_width(config: MemorySizes) -> int:
+    """`E`, the width of what is looked up for one token."""
+    return hash_count(config) * config.memory_width
+
+
+def suffixes(
+    ids_BT: torch.Tensor, order: int, real_BT: torch.Tensor | None = None, starts_BT: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Every token with the `order - 1` before it, the newest first.
+
+    Args:
+        ids_BT: Token ids, int64 `[B, T]`.
+        order: `N`.
+        real_BT: Bool, true at real tokens; all are real when it is None.
+        starts_BT: Bool, true where a document starts behind another one.
+
+    Returns:
+        Int64 `[B, T, N]`: ids, `MISSING` where a document has none, `EARLIER` where this call does not hold it.
+    """
+    newest = ids_BT.long()
+    cut = starts_BT
+    if real_BT is not None:
+        newest = newest.masked_fill(~real_BT, MISSING)
+        cut = ~real_BT if cut is None else cut | ~real_BT
+    columns = [newest]
+    for _ in range(order - 1):
+        before = F.pad(columns[-1][:, :-1], (1, 0), value=EARLIER)
+        columns.append(before if cut is None else before.masked_fill(cut, MISSING))
+    return torch.stack(columns, dim=-1)
+
+
+def continued(ngrams_BTN: torch.Tensor, before_BM: torch.Tensor) -> torch.Tensor:
+    """`suffixes` of a call that goes on where another ended, whose last `M = N - 1` tokens are given, newest first."""
+    filled = ngrams_BTN.clone()
+    for t in range(min(filled.shape[1], before_BM.shape[1])):
+        open_ = filled[:, t, t + 1 :]
+        filled[:, t, t + 1 :] = torch.where(open_ == EARLIER, before_BM[:, : open_.shape[1]], open_)
+    return filled
+
+
+class NgramMemory(nn.Module):
+    """The slots of one layer and `W_V`; `retrieve` gives `e`, `value` makes `v` of it.
+
+    Hash `s` of an n-gram `x_0 ... x_(n-1)`, the newest token first, is
+
+        slot = offset_s + ((x_0 + 1) m_s0 xor (x_1 + 1) m_s1 xor ...) mod p_s
+
+    with odd multipliers below 2^31 that follow from the seed, the layer, the order and the head alone, and a prime
+    `p_s` of its own. Products stay below 2^62, so that int64 gives the same slots on every machine. Every hash has an
+    equal part of the slots; `p_s` is the largest prime in it that no hash before has taken.
+
+    Slots start at zero: the memory first adds nothing, and an n-gram that training never met adds nothing later,
+    unless it shares its slots with one that it did meet.
+
+    Args:
+        width: `d`.
+        config: Sizes and seed.
+        layer_index: Index of the decoder layer; each has hashes of its own.
+    """
+
+    def __init__(self, width: int, config: MemorySizes, layer_index: int = 0) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(config.memory_slots, config.memory_width))
+        self.value = MixedLinear(embedding_width(config), width, bias=False)
+        self._multipliers, self._primes, self._offsets = _hashes(config, layer_index)
+        self._on_device = TransientCache()
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        nn.init.zeros_(self.table)
+        reset_linear(self.value, generator)
+
+    def extra_repr(self) -> str:
+        return "slots={}, width={}".format(*self.table.shape)
+
+    def weights_per_token(self) -> int:
+        """Weights that one token multiplies with: those of `W_V`."""
+        return self.value.weight.numel()
+
+    def slots(self, ngrams: torch.Tensor) -> torch.Tensor:
+        """The rows of the table that n-grams hit, int64 `[..., N] -> [..., S]`."""
+        multipliers_NS, primes_S, offsets_S = self._constants(ngrams.device)
+        tokens = ngrams.clamp(min=MISSING) + 1  # [..., N], 0 where there is none
+        mixed = tokens[..., :1] * multipliers_NS[0]
+        for place in range(1, len(multipliers_NS)):  # the multiplier is 0 where the n-gram is shorter
+            mixed = mixed ^ (tokens[..., place : place + 1] * multipliers_NS[place])
+        return mixed % primes_S + offsets_S
+
+    def retrieve(self, ngrams: torch.Tensor) -> torch.Tensor:
+        """`e`, `[..., N] -> [..., E]`."""
+        return F.embedding(self.slots(ngrams.to(self.table.device)), self.table).flatten(-2)
+
+    def _constants(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if device not in self._on_device:
+            numbers = (self._multipliers, self._primes, self._offsets)
+            self._on_device[device] = tuple(torch.tensor(part, device=device) for part in numbers)
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._on_device[device]
+        return found
+
+
+class MemoryGate(nn.Module):
+    """`u = RMSNorm(h) . RMSNorm(W_K e) / sqrt(d)`, and `alpha = sigmoid(u)` weighs the memory, in inference too.
+
+    It is given the stream and what was retrieved, concatenated.
+    """
+
+    called = "the memory's gate"
+    targets, granularities, selections = ("memory",), ("token",), ("soft",)
+    default_selection, default_threshold, default_temperature = "soft", 0.0, 1.0
+    reads = "residual"
+    soft = True
+
+    def __init__(self, width: int, config: MemorySizes, scores: int = 1) -> None:
+        super().__init__()
+        self.key = MixedLinear(embedding_width(config), width, bias=False)
+        self.stream_norm = RMSNorm(nn.Parameter(torch.ones(width)), _EPSILON)
+        self.key_norm = RMSNorm(nn.Parameter(torch.ones(width)), _EPSILON)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        reset_linear(self.key, generator)
+        nn.init.ones_(self.stream_norm.weight)
+        nn.init.ones_(self.key_norm.weight)
+
+    def weights_per_token(self) -> int:
+        """As in the other gates."""
+        return self.key.weight.numel()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # [B, T, d + E] -> scores [B, T]
+        h, e = x.split([self.key.out_features, self.key.in_features], dim=-1)
+        with torch.autocast(x.device.type, enabled=False):
+            products = self.stream_norm(h) * self.key_norm(self.key(e))
+        return {"scores": products.sum(-1) / math.sqrt(self.key.out_features)}
+
+
+def _hashes(config: MemorySizes, layer_index: int) -> tuple[list[list[int]], list[int], list[int]]:
+    """Multipliers `[N][S]`, primes `[S]` and offsets `[S]`; order by order, head by head."""
+    count, order = hash_count(config), config.ngram_order
+    share = config.memory_slots // count
+    multipliers = [
+        [
+            _mixed(config.seed, layer_index, n, head, place) >> 33 | 1 if place < n else 0
+            for n in range(2, order + 1)
+            for head in range(config.memory_heads)
+        ]
+        for place in range(order)
+    ]
+    return multipliers, list(_primes_below(share + 1, count)), [share * place for place in range(count)]
+
+
+def _mixed(*numbers: int) -> int:
+    """64 bits that depend on all of the numbers: the finaliser of SplitMix64, applied to each in turn."""
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + 0x9E3779B97F4A7C15 & _BITS
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _BITS
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _BITS
+        state ^= state >> 31
+    return state
+
+
+@functools.cache
+def _primes_below(end: int, count: int) -> tuple[int, ...]:
+    """The `count` largest primes below `end`, descending."""
+    found: list[int] = []
+    candidate = end - 1
+    while len(found) < count and candidate > 1:
+        if all(candidate % divisor for divisor in range(2, math.isqrt(candidate) + 1)):
+            found.append(candidate)
+        candidate -= 1
+    return tuple(found)
