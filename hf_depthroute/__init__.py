@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .adapter.tuner import get_depth_routed_model as get_depth_routed_model
     from .config.adapter import DepthRouteConfig as DepthRouteConfig
     from .evaluation.cost import route_cost as route_cost
+    from .evaluation.slots import slot_use as slot_use
     from .inference.autotune import tune_execution as tune_execution
     from .inference.calibration import calibrate as calibrate
     from .inference.calibration import calibrate_budgets as calibrate_budgets
@@ -37,6 +38,7 @@ _NAMES = {
     "adapter.tuner": ["get_depth_routed_model"],
     "config.adapter": ["DepthRouteConfig"],
     "evaluation.cost": ["route_cost"],
+    "evaluation.slots": ["slot_use"],
     "inference.autotune": ["tune_execution"],
     "inference.calibration": ["calibrate", "calibrate_budgets", "set_budget", "set_phases"],
     "inference.draft_search": ["search_draft"],

@@ -15,7 +15,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from models import COVERING, FAMILY_NAMES, GATES, build_base, routed, tokens
+from models import COVERING, FAMILY_NAMES, GATES, MEMORIES, build_base, routed, tokens
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -116,7 +116,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[PeftMo
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize(("family", "kind"), COVERING)
+@pytest.mark.parametrize(("family", "kind"), [*COVERING, *MEMORIES])
 def test_every_loader_gives_the_same_model(make: Callable[..., Any], family: str, kind: str, loader: str) -> None:
     model, base, adapter = make(family, kind)
     loaded = LOADERS[loader](base, adapter, "default")

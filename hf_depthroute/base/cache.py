@@ -157,9 +157,10 @@ def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
     Where the layer can be cropped, those of all positions stay; else the last position's do, in a shape that stays.
     """
     layer = _keeping_layer(cache, index)
-    if layer.tokens is not None and isinstance(layer, DynamicLayer):
+    grows = isinstance(layer, DynamicLayer)
+    if grows and layer.tokens is not None:
         tokens = torch.cat([layer.tokens.to(tokens.device), tokens], dim=1)
-    layer.tokens = tokens if isinstance(layer, DynamicLayer) else tokens[:, -1:]
+    layer.tokens = tokens if grows else tokens[:, -1:]
 
 
 def last_tokens(cache: Any, index: int) -> torch.Tensor | None:
