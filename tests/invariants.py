@@ -36,7 +36,8 @@ INVARIANTS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
                 "test_full_budget_equals_base",
                 "test_full_budget_equals_base_in_training_mode",
                 "test_full_budget_without_a_branch_equals_base",
-            )
+            ),
+            "test_memory": ("test_a_gate_that_is_forced_to_zero_leaves_the_base_bit_for_bit",),
         },
     ),
     3: (
@@ -72,6 +73,10 @@ INVARIANTS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
                 "test_reordered_cropped_repeated_and_selected_caches_keep_the_decision",
             ),
             "test_decode": ("test_equal_the_general_pass",),
+            "test_memory": (
+                "test_a_cached_continuation_is_the_prefill",
+                "test_generation_with_a_cache_is_generation_without",
+            ),
         },
     ),
     6: (

@@ -70,6 +70,10 @@ BAD_FIELDS: dict[str, list[Any]] = {
     "context_dim": [0, -1, 1.5, True, None, 10**9],
     "summary_dim": [0, -1, 1.5, True, None, 10**9],
     "action_dim": [0, -1, 1.5, True, None, 10**9],
+    "memory_slots": [0, 511, -1, 2**26 + 1, 10**400, 1e6, True, "8", None, [8]],
+    "memory_width": [0, -1, 65537, 1.5, True, "8", None],
+    "memory_heads": [0, -1, 17, 1.5, True, "8", None],
+    "ngram_order": [0, 1, 6, 2.5, True, "3", None, [2, 3]],
     "seed": [-1, 2**63, 1.0, True, "0", None],
     "trainable_token_indices": [[1]],
     "task_type": ["SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"],
@@ -128,6 +132,10 @@ CONFLICTS: dict[str, dict[str, Any]] = {
     "causal_rule='predictor'": {"causal_rule": "predictor", "selection": "threshold"},
     "selection='controller'": {"selection": "controller", "threshold": 0.0},
     "scale_by_gate is not supported": {"scale_by_gate": True, "selection": "soft"},
+    "gate='memory' decides on memory": {"gate": "memory"},
+    "gate='linear': with target='memory'": {"gate": "linear", "target": "memory"},
+    "memory_slots=4000 must be at least 4096": {"memory_slots": 4000, "target": "memory"},
+    "memory_heads=2 goes with target='memory'": {"memory_heads": 2},
 }
 
 
@@ -151,6 +159,7 @@ DEFAULTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"gate": "exit", "target": "block"}, {"selection": "threshold", "threshold": None}),
     ({"granularity": "sequence"}, {"selection": "threshold", "threshold": None}),
     ({"budget_scope": "global"}, {"selection": "threshold", "threshold": None}),
+    ({"target": "memory"}, {"selection": "soft", "threshold": 0.0, "gate": "memory", "branch": "none", "budget": 1.0}),
 ]
 
 

@@ -18,9 +18,11 @@ from models import FAMILY_NAMES, KINDS, WIDTH, build_base, build_routed, decoder
 from peft import PeftModel
 from protocol import gap
 from safetensors.torch import load_file, save_file
+from test_invariants_causal import CONTINUATIONS, LENGTH, Run, run
+from test_invariants_causal import continued as continued_run
 from torch import nn
 from training import backward, gradients, make_trainer, rows, stacked, step_logs
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, StaticCache
 
 from hf_depthroute import (
     DepthRouteConfig,
@@ -258,6 +260,60 @@ def test_low_precision_is_finite_with_float32_scores(dtype: torch.dtype) -> None
         assert all(record.scores.dtype == torch.float32 for record in trace.values())
 
 
+# --- the same numbers, however the input is cut ---------------------------------------------------------------------
+
+
+def assert_same(found: Run, expected: Run) -> None:
+    """Nothing is decided, so that nothing can flip: without replaying, gates and logits are the same."""
+    assert gap(found[0], expected[0]) < 1e-5
+    for index, record in expected[1].items():
+        assert gap(found[1][index].probs, record.probs) < 1e-6
+
+
+@pytest.mark.parametrize("name", CONTINUATIONS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "olmoe"])
+def test_a_cached_continuation_is_the_prefill(family: str, name: str) -> None:
+    model, ids = memory_model(family), tokens(3, LENGTH)
+    assert_same(continued_run(model, ids, name), run(model, input_ids=ids, use_cache=False))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(side: str) -> None:
+    model, ids = memory_model(), tokens(3, LENGTH)
+    pad = (4, 0) if side == "left" else (0, 4)
+    padded, mask = F.pad(ids, pad, value=7), F.pad(torch.ones_like(ids), pad)
+    (found, trace), columns = run(model, input_ids=padded, attention_mask=mask), slice(pad[0], pad[0] + LENGTH)
+    expected = run(model, input_ids=ids)
+    assert_same((found[:, columns], trace.positions(pad[0], pad[0] + LENGTH)), expected)
+    assert all(torch.equal(record.mask, mask.bool()) for record in trace.values())  # every real token runs in full
+
+
+def test_packed_documents_are_separate_ones_and_later_tokens_change_nothing() -> None:
+    model, ids = memory_model(), tokens(1, LENGTH)
+    first, second = (run(model, input_ids=part) for part in ids.split([5, LENGTH - 5], dim=1))
+    positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)])[None]
+    packed = run(model, input_ids=ids, position_ids=positions, use_cache=False)
+    assert_same(packed, (torch.cat([first[0], second[0]], dim=1), RouteTrace.cat([first[1], second[1]])))
+    whole = run(model, input_ids=ids)
+    assert gap(whole[0][:, 5], packed[0][:, 5]) > 1e-3  # its 2-gram would reach into the first document
+    assert_same((whole[0][:, :5], whole[1].positions(0, 5)), first)
+
+
+def test_compiled_passes_are_eager_ones_without_a_break() -> None:
+    model, ids = memory_model(), tokens(2, 8)
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model.get_base_model(), backend="eager", fullgraph=True)
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert gap(compiled(ids, use_cache=False).logits, expected) < 1e-5
+        model(ids[:, :4], past_key_values=cache)
+        for position in range(4, 8):
+            out = compiled(ids[:, position : position + 1], past_key_values=cache).logits
+            assert gap(out[:, 0], expected[:, position]) < 1e-5
+    torch.compiler.reset()
+
+
 # --- generation ---------------------------------------------------------------------------------------------------
 
 GENERATIONS: dict[str, dict[str, Any]] = {
@@ -395,7 +451,7 @@ def test_a_base_trains_with_its_memory_from_scratch() -> None:
     optimizer, batch, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), stacked(rows(4)), []
     for _ in range(20):
         terms, _ = backward(model, batch)
-        losses.append(float(terms["lm"]))
+        losses.append(terms["lm"].item())
         optimizer.step()
         unmoved = [name for name, p in model.named_parameters() if p.grad is None or not bool((p.grad != 0).any())]
         optimizer.zero_grad()

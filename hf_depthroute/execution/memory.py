@@ -44,7 +44,7 @@ class MemorySite(Site):
             before = last_tokens(cache, holder.layer_index)
             ngrams = ngrams if before is None else continued(ngrams, before.to(ngrams.device))
             remember_tokens(cache, holder.layer_index, ngrams[..., :-1])
-        retrieved = memory.retrieve(ngrams).to(h)
+        retrieved = memory(ngrams).to(h)
         return MemorySite(retrieved, memory.value(retrieved))
 
     def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def continued(ngrams_BTN: torch.Tensor, before_BM: torch.Tensor) -> torch.Tensor
 
 
 class NgramMemory(nn.Module):
-    """The slots of one layer and `W_V`; `retrieve` gives `e`, `value` makes `v` of it.
+    """The slots of one layer and `W_V`; called with n-grams it gives `e`, and `value` makes `v` of it.
 
     Hash `s` of an n-gram `x_0 ... x_(n-1)`, the newest token first, is
 
@@ -133,7 +133,7 @@ class NgramMemory(nn.Module):
             mixed = mixed ^ (tokens[..., place : place + 1] * multipliers_NS[place])
         return mixed % primes_S + offsets_S
 
-    def retrieve(self, ngrams: torch.Tensor) -> torch.Tensor:
+    def forward(self, ngrams: torch.Tensor) -> torch.Tensor:
         """`e`, `[..., N] -> [..., E]`."""
         return F.embedding(self.slots(ngrams.to(self.table.device)), self.table).flatten(-2)
 

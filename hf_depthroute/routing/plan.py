@@ -65,7 +65,7 @@ class RoutePlan:
     def compared(self) -> torch.Tensor | float | None:
         """The threshold that scores are compared with; None where something else decides."""
         elsewhere = self.rule in ("topk", "gumbel", "predictor", "static", "full") or self.replayed is not None
-        return None if elsewhere else self.threshold
+        return None if elsewhere or self.gate.soft else self.threshold
 
 
 def make_plan(
@@ -188,7 +188,11 @@ def _by_rule(
                 f"the input {tuple(scores.shape)}"
             )
         replayed = plan.replayed.to(scores.device)
-        return (threshold_mask(replayed, 0.5, token_mask), replayed) if plan.gate.soft else (replayed, probs)
+        if not plan.gate.soft:
+            return replayed, probs
+        probs = replayed
+    if plan.gate.soft:  # every token runs both paths
+        return torch.ones_like(scores, dtype=torch.bool) if token_mask is None else token_mask, probs
     real = token_mask
     if token_mask is not None and scores.ndim == 3:
         real = token_mask[..., None].expand_as(scores)

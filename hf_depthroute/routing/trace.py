@@ -27,7 +27,7 @@ class RouteRecord:
     remembered by the KV cache, scores and probs are NaN.
 
     Attributes:
-        mask: Bool `[B, T]`, true where the token ran the full path; where its `p` is at least 1/2 with target memory.
+        mask: Bool `[B, T]`, true where the token ran the full path; with target memory at every real token, times `p`.
         scores: Float32 `[B, T]`, `u`.
         probs: Float32 `[B, T]`, `p = sigmoid(u / tau)`; 1 at the last tokens that `phases="prefill"` runs in full.
         token_mask: Bool `[B, T]`, true at real tokens; None when the model was called without a 2D attention mask.
