@@ -42,12 +42,14 @@ from hf_depthroute import (
 )
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.adapter.files import AdapterMismatchError
+from hf_depthroute.adapter.injection import ngrams_of
 from hf_depthroute.card import make_card
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.inference.calibration import use_selection
 from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.parts.memory import EARLIER, MISSING, NgramMemory, continued, suffixes
 from hf_depthroute.routing.holder import Routing
-from hf_depthroute.routing.trace import RouteRecord, RouteTrace, routings
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, routings
 from hf_depthroute.study.metrics import oracle_auc
 from hf_depthroute.study.run import unfreeze
 from hf_depthroute.training.oracle import utility_labels
@@ -238,9 +240,6 @@ def test_replayed_gates_are_those_of_the_trace() -> None:
 
 
 def test_rules_and_executors_that_skip_change_nothing() -> None:
-    from hf_depthroute.inference.calibration import use_selection
-    from hf_depthroute.routing.trace import overridden
-
     model = memory_model()
     expected = logits(model)
     for rule in ("topk", "threshold"):
@@ -378,9 +377,12 @@ def test_embeddings_without_ids_are_refused_in_one_line() -> None:
         model(inputs_embeds=torch.zeros(1, 3, WIDTH))
 
 
-def test_packing_by_lengths_is_packing_by_positions() -> None:
-    from hf_depthroute.adapter.injection import ngrams_of
+def test_continuous_batching_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="does not know a request's earlier tokens in continuous batching"):
+        ngrams_of(tokens(1, 4), 3, None, {"cache": object()})
 
+
+def test_packing_by_lengths_is_packing_by_positions() -> None:
     ids, positions = tokens(1, 8), torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
     by_positions = ngrams_of(ids, 3, None, {"position_ids": positions}).clamp(min=MISSING)
     by_lengths = ngrams_of(ids, 3, None, {"cu_seq_lens_q": torch.tensor([0, 3, 5, 8])}).clamp(min=MISSING)

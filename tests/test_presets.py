@@ -31,6 +31,7 @@ TERMS = {
     "mixture-of-depths": {"lm": 1.0, "predictor": 1.0},
     "dlo": {"lm": 1.0, "similarity": 1.0},
     "counterfactual-gate-supervision": {"lm": 1.0, "cgs": 0.5},
+    "counterfactual-gate-supervision-memory": {"lm": 1.0, "cgs": 0.5},
     "loss-free-balancing": {"lm": 1.0},
 }
 # Numbers of the papers, in the adapter and in training.
@@ -43,6 +44,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "mixture-of-depths": {"target": "block", "layers": "every:2", "budget": 0.125, "scale_by_gate": True},
     "dlo": {"target": "ffn", "gate": "linear", "branch": "none"},
     "counterfactual-gate-supervision": {"gate": "mlp"},
+    "counterfactual-gate-supervision-memory": {"target": "memory", "memory_slots": 500_000, "selection": "soft"},
     "loss-free-balancing": {"selection": "controller"},
 }
 TRAINING: dict[str, dict[str, Any]] = {
@@ -50,6 +52,7 @@ TRAINING: dict[str, dict[str, Any]] = {
     "conditional-depth-routing-jepa": {"learning_rate": 2e-4, "weight_decay": 0.01, "max_grad_norm": 1.0},
     "token-selective-attention": {"weight_decay": 0.1, "adam_beta2": 0.95, "lr_scheduler_type": "cosine"},
     "counterfactual-gate-supervision": {"cgs_warmup": 500, "cgs_interval": 4, "learning_rate": 6e-4},
+    "counterfactual-gate-supervision-memory": {"cgs_warmup": 500, "cgs_interval": 4, "learning_rate": 6e-4},
 }
 
 

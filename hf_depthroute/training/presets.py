@@ -76,6 +76,11 @@ _COSINE: dict[str, Any] = {
     "weight_decay": 0.1, "adam_beta2": 0.95, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {},
 }
 _GRID = "Weight and learning rate are the largest of the paper's grids (0 to 0.1, 1e-5 to 2e-4)"
+_GATE_SUPERVISION: dict[str, Any] = {
+    "title": "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory",
+    "identifier": "FARS, Analemma",
+    "training": _losses(cgs=0.5) | _COSINE | {"cgs_warmup": 500, "cgs_interval": 4, "learning_rate": 6e-4},
+}
 _FROM_SCRATCH = "The paper trains the base with the routers, from scratch"
 
 PRESETS: dict[str, Preset] = {
@@ -118,10 +123,13 @@ PRESETS: dict[str, Preset] = {
         "Its labels by similarity, as Router-Tuning compares with them. The paper goes on training the base.",
     ),
     "counterfactual-gate-supervision": Preset(
-        "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory",
-        "FARS, Analemma", _TOKEN_FFN | {"gate": "mlp", "selection": "topk"},
-        _losses(cgs=0.5) | _COSINE | {"cgs_warmup": 500, "cgs_interval": 4, "learning_rate": 6e-4},
-        "The paper supervises the gates of a memory; here 'on' is the full path. 5,000 steps, batch 16.",
+        adapter=_TOKEN_FFN | {"gate": "mlp", "selection": "topk"},
+        note="The paper supervises the gates of a memory; here 'on' is the full path. 5,000 steps, batch 16.",
+        **_GATE_SUPERVISION,
+    ),
+    "counterfactual-gate-supervision-memory": Preset(
+        adapter={"target": "memory", "memory_slots": 500_000, "memory_width": 32, "memory_heads": 4, "ngram_order": 3},
+        note=f"{_FROM_SCRATCH}: memory in layers 2, 4 and 6 of 12; 5,000 steps, batch 16.", **_GATE_SUPERVISION,
     ),
     "loss-free-balancing": Preset(
         "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", "arXiv:2408.15664",
