@@ -52,7 +52,7 @@ from hf_depthroute.routing.holder import Routing
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, routings
 from hf_depthroute.study.metrics import oracle_auc
 from hf_depthroute.study.run import unfreeze
-from hf_depthroute.training.oracle import utility_labels
+from hf_depthroute.training.oracle import exact_utility, utility_labels
 from hf_depthroute.vllm.limits import check_adapter
 
 LAYERS = (1, 2, 3)
@@ -442,6 +442,14 @@ def test_training_with_forced_gates_as_supervision_learns(tmp_path: Path) -> Non
     assert not [name for name in moved if ".routing." not in name]
 
 
+def test_routers_of_the_base_are_balanced_beside_a_memory(tmp_path: Path) -> None:
+    model = get_depth_routed_model(build_base("olmoe"), config(layers=[1]))
+    unfreeze(model)
+    trainer, _ = make_trainer(model, rows(2), tmp_path, balance_weight=0.01, router_z_weight=0.01)
+    trainer.train()
+    assert {"loss_balance", "loss_router_z", "loss_lm"} <= set(step_logs(trainer)[0])
+
+
 def test_a_base_trains_with_its_memory_from_scratch() -> None:
     """As `recipes/token_selective` trains its routers: an untrained base, and everything unfrozen."""
     torch.manual_seed(0)
@@ -487,6 +495,25 @@ def test_labels_equal_passes_with_forced_gates(family: str, batch: int, kind: st
         expected = loss(others | {index: 0.0}) - loss(others | {index: 1.0})
         assert gap(labels.utility[:, :-1][counted], expected[counted]) < 1e-4
         assert float(expected[counted].abs().max()) > 1e-3
+
+
+def test_one_token_alone_is_forked_exactly() -> None:
+    model, ids = memory_model(), tokens(2, 6)
+    positions = torch.tensor([1, 4])
+    with torch.no_grad(), record_routes(model) as trace:
+        model(ids)
+    found = exact_utility(model, {"input_ids": ids}, positions, "on_policy", window=1)[2]
+
+    @torch.no_grad()
+    def loss(position: int, alpha: float) -> torch.Tensor:
+        probs = trace[2].probs.clone()
+        probs[:, position] = alpha
+        with replay_routes(model, RouteTrace({2: replace(trace[2], probs=probs)})):
+            out = model(ids).logits
+        return F.cross_entropy(out[:, position], ids[:, position + 1], reduction="none")
+
+    for place, position in enumerate(positions.tolist()):
+        assert gap(found[:, place], loss(position, 0.0) - loss(position, 1.0)) < 1e-4
 
 
 def test_oracle_auc_of_the_memorys_gate_is_measured() -> None:

@@ -37,6 +37,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "g3": {"adapter": JEPA, "training": {"jepa_targets": "deranged"}},
     "bare": {"training": {"oracle": "none"}},
     "joint": {"training": {"oracle": "none"}, "joint": True},
+    "memory": {
+        "adapter": {"target": "memory", "memory_slots": 4096, "memory_width": 4},
+        "training": {"oracle": "none", "cgs_weight": 0.5, "cgs_warmup": 1, "cgs_interval": 2},
+        "joint": True,
+    },
     "long": {"training": {"oracle": "none"}, "steps": 12},
     "bad": {"training": {"learning_rate": 1e30, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}},
     "timed": {"training": {"oracle": "none"}, "iso_compute": {"same_time_as": "g1", "steps_of": "bare"}},
@@ -283,6 +288,15 @@ def test_every_run_of_a_seed_sees_the_same_batches(folder, monkeypatch):
     assert not torch.equal(batches["g1/42"], batches["g1/7"])
     first_epoch = batches["long/42"][:11]
     assert len(first_epoch.unique(dim=0)) == 11
+
+
+def test_a_memory_trains_with_its_base_and_is_measured(folder: Path) -> None:
+    assert run(folder, "out", "memory", seeds=[42]) == {}
+    summary, steps, _ = tables(folder / "out")["memory/42"]
+    assert any("loss_cgs" in row for row in steps) and not any("loss_budget" in row for row in steps)
+    assert [0 < layer["oracle_auc"] < 1 for layer in summary["layers"].values()] == [True, True]
+    assert summary["threshold_full_ratio"] == 1.0
+    assert summary["cost"]["inference_ffn_ratio"] == 2.0
 
 
 def test_no_run_depends_on_the_runs_before_it(folder):
