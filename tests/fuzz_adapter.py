@@ -35,9 +35,10 @@ OURS = re.compile(rb'"peft_type"\s*:\s*"DEPTH_ROUTE"')
 REFUSALS = (AdapterMismatchError, ConfigError)
 # What PEFT says of a config that no longer tells which method it is of.
 OF_NO_METHOD = (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError)
+ADAPTERS = ("mlp", "memory")  # kinds of `models.KINDS`
 SECONDS = 5.0  # longer than this is a hang
 WORDS = [None, True, False, 0, 1, -1, 3, 2**40, 0.5, -0.5, 1e300]
-WORDS += ["", "all", "last:2", "mlp", "jepa", "ffn", "DEPTH_ROUTE"]
+WORDS += ["", "all", "last:2", "mlp", "jepa", "ffn", "memory", "DEPTH_ROUTE"]
 
 
 def bytes_of(path: Path, rng: random.Random) -> None:
@@ -114,22 +115,25 @@ def fuzz(seconds: float, seed: int, only: int | None = None) -> tuple[Counter[st
     outcomes: Counter[str] = Counter()
     findings: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
-        good, bad = Path(scratch, "good"), Path(scratch, "bad")
-        routed(build_base("llama"), "mlp", seed=7).save_pretrained(good)
-        expected = logits(PeftModel.from_pretrained(build_base("llama"), good).eval())
+        good, bad = {kind: Path(scratch, kind) for kind in ADAPTERS}, Path(scratch, "bad")
+        expected = {}
+        for kind, folder in good.items():
+            routed(build_base("llama"), kind, seed=7).save_pretrained(folder)
+            expected[kind] = logits(PeftModel.from_pretrained(build_base("llama"), folder).eval())
         base = build_base("llama")
         end, number = time.monotonic() + seconds, -1
         while time.monotonic() < end:
             number = number + 1 if only is None else only
             rng = random.Random(f"{seed}-{number}")
             shutil.rmtree(bad, ignore_errors=True)
-            shutil.copytree(good, bad)
+            kind = rng.choice(ADAPTERS)
+            shutil.copytree(good[kind], bad)
             name, damage = rng.choice(DAMAGES)
             damage(bad / name, rng)
-            outcome, finding = _round(base, bad, expected, settings=name == CONFIG_NAME)
+            outcome, finding = _round(base, bad, expected[kind], settings=name == CONFIG_NAME)
             outcomes[f"{damage.__name__}: {outcome}"] += 1
             if finding is not None:
-                findings.append(f"seed {seed} round {number} ({damage.__name__} of {name}): {finding}")
+                findings.append(f"seed {seed} round {number} ({damage.__name__} of {name}, {kind}): {finding}")
                 base = build_base("llama")
             if only is not None:
                 break

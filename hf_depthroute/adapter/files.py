@@ -34,6 +34,7 @@ _OWN_NAME = re.compile(r"(?:\w+\.)+?(\d{1,6})\.routing\.depth_route_[a-z]+\.[\w.
 _DTYPES = ("F32", "BF16", "F16")
 _COUNTER = ".depth_route_quantiles.updates"  # the one tensor of integers
 _MAX_NAME = 256
+_TABLE = ".depth_route_memory.table"
 
 
 class AdapterMismatchError(OneLine, ValueError):
@@ -125,7 +126,9 @@ def read_tensors(path: Path, config: Mapping[str, Any]) -> dict[str, torch.Tenso
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
             for name in names:
-                fault = _fault_of(name, file.get_slice(name).get_dtype(), saved_modules, routed)
+                part = file.get_slice(name)
+                fault = _fault_of(name, part.get_dtype(), saved_modules, routed)
+                fault = fault or _fault_of_table(name, part.get_shape(), config)
                 if fault is not None:
                     raise AdapterMismatchError(f"{path}: {fault}")
             # Copies: what is checked is what is used, also where somebody writes into the file meanwhile.
@@ -150,6 +153,14 @@ def _fault_of(name: str, dtype: str, saved_modules: Iterable[str], routed: set[A
     if dtype not in _DTYPES and not (dtype == "I64" and name.endswith(_COUNTER)):
         return f"tensor {name} has dtype {dtype}; use one of: {', '.join(_DTYPES)}"
     return None
+
+
+def _fault_of_table(name: str, shape: list[int], config: Mapping[str, Any]) -> str | None:
+    """Why this is not the memory's table that the config speaks of; asked before one of its size is made."""
+    wanted = [config.get("memory_slots"), config.get("memory_width")]
+    if not name.endswith(_TABLE) or wanted == shape:
+        return None
+    return f"tensor {name[:_MAX_NAME]} has shape {shape}, the config says {reprlib.repr(wanted)}"
 
 
 def tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:

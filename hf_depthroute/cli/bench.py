@@ -214,7 +214,7 @@ def _load(options: BenchOptions, modes: tuple[str, ...] | None, positions: int) 
 
     source = loading.find_source(options)
     if options.phases is not None:
-        check_phases(options.phases, source.config.granularity)
+        check_phases(options.phases, source.config.granularity, source.config.target)
     loading.check_length(positions, source.base_config, "--length + --decode-steps")
     base = source.base_model()
     untouched = dense_view(base)

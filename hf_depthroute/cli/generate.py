@@ -126,7 +126,9 @@ def _check_budgets(options: GenerateOptions, config: Any) -> None:
 def _check_phases(options: GenerateOptions, config: Any) -> None:
     from ..config.adapter import check_phases
 
-    phases = config.phases if options.phases is None else check_phases(options.phases, config.granularity)
+    phases = config.phases
+    if options.phases is not None:
+        phases = check_phases(options.phases, config.granularity, config.target)
     if options.lossless and phases == "prefill":
         raise CliError("--lossless drafts by the routed model, which phases='prefill' runs in full; add --phases all")
 

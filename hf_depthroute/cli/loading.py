@@ -102,7 +102,7 @@ def changed_fields(config: DepthRouteConfig, budget: float | None, phases: str |
             raise CliError(f"--budget {budget}: this adapter's threshold is fixed, whatever the budget; leave it out")
         changed["budget"] = check_budget(budget)
     if phases is not None:
-        changed["phases"] = check_phases(phases, config.granularity)
+        changed["phases"] = check_phases(phases, config.granularity, config.target)
     return changed
 
 

@@ -40,7 +40,7 @@ class RoutingFields:
             skips its query, its softmax and the output projection; keys and values are always written. The experts are
             those of a mixture-of-experts layer, one (token, expert) pair at a time. `"memory"` skips nothing of the
             base: what a table of hashed n-grams holds for a token is added in front of the attention, times the gate's
-            `p`.
+            `p`; it has a gate and a rule of its own, no branch and no budget.
         granularity: What one decision covers: a `"token"`, or a `"sequence"`. A sequence is decided on its prompt, and
             the decision is kept with the KV cache; where it skips the attention, no keys and values are written.
         gate: What scores a token: `"mlp"`, `"jepa"`, `"linear"`, `"affine"`, `"halting"`, `"random"`, `"exit"` or

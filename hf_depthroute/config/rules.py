@@ -130,11 +130,13 @@ def check_budget(budget: Any) -> float:
     return _check_number("budget", budget, low=0.0, low_open=True, high=1.0)
 
 
-def check_phases(phases: Any, granularity: str) -> str:
-    """Return `phases` if an adapter of this granularity can have it; raise `ConfigError` otherwise."""
+def check_phases(phases: Any, granularity: str, target: str) -> str:
+    """Return `phases` if an adapter of this granularity and target can have it; raise `ConfigError` otherwise."""
     _check_choice("phases", phases, CHOICES["phases"])
     what = "needs granularity='token': a sequence is decided once, on its prompt, for everything that follows it"
     require(phases == "all" or granularity == "token", "phases", phases, what)
+    always = TARGETS[target].fixed.get("phases", phases)
+    require(phases == always, "phases", phases, f"is not for target={target!r}, where it is always {always!r}")
     return str(phases)
 
 
@@ -192,7 +194,7 @@ def check_complete(c: DepthRouteConfig) -> None:
     """What is left, with the defaults: numbers, layers, and what goes together."""
     _check_choice("selection", c.selection, SELECTIONS)
     check_budget(c.budget)
-    check_phases(c.phases, c.granularity)
+    check_phases(c.phases, c.granularity, c.target)
     _check_number("gate_temperature", c.gate_temperature, low=0.0, low_open=True)
     if isinstance(c.threshold, str):
         require(c.threshold == "budget", "threshold", c.threshold, "must be a finite number, or 'budget'")

@@ -16,9 +16,7 @@ from torch import nn
 from ..base.contexts import evaluating
 from ..base.distributed import each_of_all, rows_of_all
 from ..config.adapter import DepthRouteConfig, check_budget, check_phases
-from ..config.rules import require
 from ..data.batches import device_of, model_inputs, token_mask
-from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..routing.thresholds import NOT_FITTED, Measured, quantile_table, quantile_tables
 from ..routing.trace import count_routes, overridden, record_routes, routings
@@ -197,9 +195,7 @@ def set_phases(model: nn.Module, phases: str) -> None:
     """
     configs = [holder.active_config() for holder in active_routings(model)]
     for config in configs:
-        check_phases(phases, config.granularity)
-        always = TARGETS[config.target].fixed.get("phases", phases)
-        require(phases == always, "phases", phases, f"is not for target={config.target!r}; use {always!r}")
+        check_phases(phases, config.granularity, config.target)
     for config in configs:
         config.phases = phases
 
