@@ -122,12 +122,13 @@ def _examine_layers(tensors: dict[str, torch.Tensor], config: DepthRouteConfig) 
 
 def _examine_slots(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
     """How much of every layer's table training has reached: a slot is zero until then."""
-    shares = []
-    for name, value in sorted(tensors.items()):
+    shares = {}
+    for name, value in tensors.items():
         found = _PART.search(name)
         if found is not None and f"{found[2]}.{found[3]}" == _TABLE:
-            shares.append(f"layer {found[1]} {float(value.ne(0).any(dim=-1).float().mean()):.1%}")
-    yield "ok", f"memory: slots that training has reached: {', '.join(shares)}"
+            shares[int(found[1])] = float(value.ne(0).any(dim=-1).float().mean())
+    said = ", ".join(f"layer {layer} {share:.1%}" for layer, share in sorted(shares.items()))
+    yield "ok", f"memory: slots that training has reached: {said}"
 
 
 def _examine_parts(shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig) -> Iterator[tuple[str, str]]:
