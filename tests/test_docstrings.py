@@ -30,6 +30,7 @@ SOURCES = {
     "parts/gates.py": [DEPTH_ROUTING, ROUTER_TUNING, TOKEN_SELECTIVE],
     "parts/branches.py": [DEPTH_ROUTING],
     "parts/memory.py": [COUNTERFACTUAL],
+    "execution/memory.py": [COUNTERFACTUAL],
     "training/losses.py": [DEPTH_ROUTING, COUNTERFACTUAL, ROUTER_TUNING, TOKEN_SELECTIVE],
     "training/oracle.py": [DEPTH_ROUTING],
     "evaluation/cost.py": [DEPTH_ROUTING],

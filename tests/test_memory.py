@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -347,6 +348,14 @@ def test_the_tokens_in_front_of_a_step_matter() -> None:
             if getattr(layer, "tokens", None) is not None:
                 layer.tokens = torch.full_like(layer.tokens, MISSING)
         assert gap(model(ids[:, -1:], past_key_values=cache).logits, model(ids).logits[:, -1:]) > 1e-3
+
+
+def test_a_copied_cache_goes_on_like_the_original() -> None:
+    model, ids = memory_model(), tokens(2, 8)
+    with torch.no_grad():
+        cache = model(ids[:, :5], use_cache=True).past_key_values
+        for each in (copy.deepcopy(cache), cache):
+            assert gap(model(ids[:, 5:], past_key_values=each).logits, model(ids).logits[:, 5:]) < 1e-5
 
 
 def test_drafted_tokens_are_taken_back_by_assisted_generation() -> None:

@@ -22,8 +22,12 @@ from .call import Decision, Kwargs, RoutedCall, Site
 class MemorySite(Site):
     """`h <- h + alpha v` in front of the whole layer, which runs for every token.
 
-    The full path is `h + v`, the cheap path `h`; `alpha` is the gate's `p`, in training and in inference. The object in
-    `SITES` has looked nothing up; `of_call` gives the one that a forward pass uses.
+    The full path is `h + v`, the cheap path `h`; `alpha` is the gate's `p`, in training and in inference. So the forks
+    of `training.forks` compare forced gates, `alpha = 1` with `alpha = 0`: equation 3 of "Counterfactual Gate
+    Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" (FARS, Analemma;
+    gitlab.com/fars-a/counterfactual-gate-supervision), where the other layers follow their gates.
+
+    The object in `SITES` has looked nothing up; `of_call` gives the one that a forward pass uses.
 
     Args:
         retrieved: `e`, `[B, T, E]`.
