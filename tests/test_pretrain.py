@@ -95,6 +95,17 @@ def test_finishing_lets_the_rate_fall_to_zero_and_leaves_the_run_as_it_was(run: 
     assert torch.load(work / "checkpoint.pt")["step"] == 14
 
 
+def test_a_compiled_run_learns_through_the_compiled_model(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+
+    def compile_(model: Any) -> Any:
+        return lambda **inputs: called.append(inputs) or model(**inputs)
+
+    plain = run("plain", "--steps", "2")
+    monkeypatch.setattr(torch, "compile", compile_)
+    assert learned(run("compiled", "--steps", "2", "--compile")) == learned(plain) and len(called) == 2
+
+
 def test_other_settings_are_not_resumed(run: Any) -> None:
     run("one", "--steps", "1")
     with pytest.raises(SystemExit, match="other settings"):

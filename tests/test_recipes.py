@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from aux_losses.paper.claims import CLAIMS, QUESTIONS, judge
-from embedded_base.pretrain import fingerprint
+from embedded_base.pretrain import fingerprint, sixteen
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, DepthRouteTrainingArguments, get_depth_routed_model
@@ -19,6 +19,7 @@ from hf_depthroute.report.study_results import read_results
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 BASE = RECIPES / "embedded_base" / "model"
+WIDE = RECIPES / "embedded_base" / "wide"
 SHARED = ROOT.parent / "shared" / "data"
 
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is absent")
@@ -47,9 +48,19 @@ def test_embedded_base_has_the_loss_its_card_says():
     assert loss == pytest.approx(stated["validation_loss"], abs=0.002 if same_text else 0.2)
 
 
-def test_embedded_base_card_is_made_from_its_files():
-    card = load_script(RECIPES / "embedded_base" / "pretrain.py").card(BASE)
-    assert (ROOT / "model_cards" / "embedded_base.md").read_text() == card
+def test_wider_base_has_the_loss_of_its_record_on_a_part_of_its_text():
+    stated = json.loads((WIDE / "training.json").read_text())
+    same_text = fingerprint(list(load_text(PYTHON_STDLIB, split="validation")["text"])) == stated["validation_text"]
+    blocks = torch.cat([batch["input_ids"] for batch in batches(PYTHON_STDLIB, WIDE, "validation", 512, 64)])
+    model = AutoModelForCausalLM.from_pretrained(WIDE, dtype=torch.float32)
+    loss = mean_loss(model, [{"input_ids": block[None]} for block in sixteen(blocks)])
+    assert loss == pytest.approx(stated["probe_loss"], abs=0.002 if same_text else 0.5)
+
+
+@pytest.mark.parametrize(("folder", "page"), [(BASE, "embedded_base.md"), (WIDE, "wide_base.md")])
+def test_card_of_a_base_is_made_from_its_files(folder, page):
+    card = load_script(RECIPES / "embedded_base" / "pretrain.py").card(folder)
+    assert (ROOT / "model_cards" / page).read_text() == card
 
 
 def test_figures_of_the_readme_and_of_the_results_are_made_from_the_committed_results():
