@@ -2,7 +2,8 @@
 
 python recipes/tables.py
 
-The README has one row a study, `docs/results.md` the tables, `docs/how-to/pick-a-gate.md` the comparison of two gates.
+The README has one row a study, `docs/results.md` the tables, `docs/how-to/pick-a-gate.md` the comparison of two gates,
+`demo/README.md` a picture.
 """
 
 from __future__ import annotations
@@ -176,20 +177,26 @@ def demo() -> Study:
     """The demo's own tables."""
     result = read("demo/results.json")
     costs, times = demo_report.cost_rows(result), {row[0]: row[1:] for row in demo_report.times(result)}
-    half = costs[0]
+    half = next(row for row in costs if row[0] == "0.5")
     brief = (
         f"FFN budget {half[0]}, no training: loss over dense (share run) {half[2]}, {half[1]} with the best layers "
-        f"left out; {half[3]} after {result['training']['arguments']['steps']} steps of the routers' branches; at the "
-        f"width of Qwen2.5-0.5B prefill takes {times[half[0]][2].split()[0]} of the dense time"
+        f"left out; {half[3]} after {result['training']['arguments']['steps']} steps of the routers' branches; prefill "
+        f"takes {times[half[0]][0].split()[0]} of the dense time, at the width of Qwen2.5-0.5B "
+        f"{times[half[0]][2].split()[0]}"
     )
     machine = result["bench"]["machine"]
     section = [
-        "Loss over dense on the embedded base, with the share of FFN calls that ran; times over dense times, with the "
-        "share that ran in them (in 16 steps of decode it can be far from the budget), of the "
-        "embedded base, where the overhead of routing outweighs FFNs of 256 x 768, and of random weights at the width "
-        f"of Qwen2.5-0.5B, three layers. One run, {machine['threads']} threads, {result['bench']['setting']['dtype']}.",
+        "Loss over dense on the wider embedded base, with the share of FFN calls that ran; times over dense times, "
+        "with the share that ran in them (in 48 steps of decode it can be far from the budget), of that base and of "
+        "random weights at the width of Qwen2.5-0.5B, three layers. One run, "
+        f"{machine['threads']} threads of {machine['device']}, {result['bench']['setting']['dtype']}.",
         "",
         *markdown_table(["budget", *demo_report.LINES], costs),
+        "",
+        "Loss over dense of prompts in the same time; layers left out are taken to save their part of what leaving out "
+        "all routed FFNs saves, and their branches to cost nothing:",
+        "",
+        *markdown_table(["budget", "time / dense", *demo_report.LINES], demo_report.equal_time_rows(result)),
         "",
         *markdown_table(
             ["budget", *(f"{part}, {title}" for title in demo_report.SIZES.values() for part in demo_report.PARTS)],
@@ -473,7 +480,11 @@ def fitted() -> Study:
     if trained:
         section += ["", fit_report.after_steps(results), "", *fit_report.table(results, trained=True)]
     phases = read("fit_router/phases.json")
-    behind = f"Loss of the 64 tokens behind a prompt of {phases['prompt']}, embedded base, without training:"
+    behind = (
+        f"Loss of the 64 tokens behind a prompt of {phases['prompt']}, {fit_report.TITLES[phases['base']]}, without "
+        "training, and time to the first token of 4 prompts of 1,020 tokens over the dense base's "
+        f"({phases['machine']['device']}, {phases['machine']['threads']} threads):"
+    )
     section += ["", behind, "", *fit_report.phases_table(phases)]
     return Study(
         "Routers without training", "fit_router", "python recipes/fit_router/run.py",
@@ -540,23 +551,23 @@ def results() -> dict[Path, str]:
 
 def numbers_block() -> str:
     """The three numbers of the README's first screen: half of all FFN calls, in quality and in time."""
-    points = fit_report.summary(read("fit_router/results.json")["embedded"])
-    routed = points["mlp", 3]
+    points = fit_report.summary(read("fit_router/results.json")["wide"])
+    routed = points["mlp", 2]
     static = routed["more"] / (1 - fit_report.spared(points, routed))
     phases = [row for row in read("fit_router/phases.json")["rows"] if row["keep"] == 0.5]
     behind = statistics.mean(row["prefill"]["more"] for row in phases)
     demo = read("demo/results.json")
-    times = {row[0]: row[1:] for row in demo_report.times(demo)}
-    setting, threads = demo["bench_wide"]["setting"], demo["bench_wide"]["machine"]["threads"]
+    times = {row[0]: [cell.split()[0] for cell in row[1:]] for row in demo_report.times(demo)}
+    setting, machine = demo["bench"]["setting"], demo["bench"]["machine"]
     lines = [
         f"* **Loss**: without any training, routers that skip {1 - routed['share']:.0%} of all FFN calls add "
         f"{routed['more']:.3f} nats to a small Llama's loss; the best layers left out for every token, as many calls, "
         f"{static:.3f} (`python recipes/fit_router/run.py`; seeds: {routed['seeds']}).",
         f'* **Prompts**: where only the prompt is routed that way (`phases="prefill"`), the text behind it loses '
         f"{behind:.3f} nats (`python recipes/fit_router/phases.py`; seeds: {len(phases)}).",
-        f"* **Time**: at the width of Qwen2.5-0.5B, prompts take {times['0.5'][2].split()[0]} of the dense time at "
-        f"budget 0.5, {times['0.25'][2].split()[0]} at 0.25 (random weights, {setting['dtype']}, {threads} threads; "
-        "`make demo`).",
+        f"* **Time**: its prompts take {times['0.5'][0]} of the dense time at budget 0.5 and {times['0.25'][0]} at "
+        f"0.25; at the width of Qwen2.5-0.5B, with random weights, {times['0.5'][2]} and {times['0.25'][2]} "
+        f"(`make demo`; {setting['dtype']}, {machine['threads']} CPU threads).",
     ]
     return part(lines, NUMBERS)
 
@@ -572,6 +583,7 @@ def main() -> None:
     for page, name, written in parts:
         head, rest = page.read_text().split(f"<!-- {name} -->")
         page.write_text(head + written + rest.split(f"<!-- /{name} -->")[-1])
+    demo_report.plot_quality(RECIPES / "demo" / "quality.png", read("demo/results.json"))
 
 
 if __name__ == "__main__":

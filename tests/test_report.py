@@ -8,7 +8,7 @@ def results():
         return {"budget": budget, "rule": rule, "loss": loss, "perplexity": 2.0, "full_ratio": ratio, "gap": None}
 
     timed = {"ratio": 0.8, "full_ratio": 0.5, "flops_routed_over_dense": 0.79, "eta": 0.95, "tokens_per_s": 100.0}
-    part = {"dense_ms": 10.0, "budgets": {"0.5": timed}}
+    part = {"dense_ms": 10.0, "without_ffns": 0.5, "budgets": {"0.5": timed}}
     log = [{"step": s, "loss_distill": 3.0 - s, "gate_prob/layer_4": 0.5, "gate_prob/layer_5": 0.6} for s in (1, 2)]
     bench = {
         "prefill": part,
@@ -38,6 +38,8 @@ def test_the_report_states_cost_and_saving_per_budget(tmp_path):
     text = write_report(tmp_path, results()).read_text()
     assert "| 0.5 | +0.5000 (50.0%) | +0.3500 (51.0%) | +0.2500 (49.0%) |" in text
     assert "| 0.5 | 0.800 (50%) | 0.800 (50%) | 0.800 (50%) | 0.800 (50%) |" in text
+    # A fifth of the time: two fifths of the FFNs, and so four fifths of what leaving half of them out loses.
+    assert "| 0.5 | 0.800 | +0.4000 | +0.3500 | +0.2500 |" in text
     assert "in 60 s on 120 tokens" in text
     assert "1,234 parameters train" in text
     assert "def f():" in text
@@ -47,3 +49,9 @@ def test_every_plot_that_the_report_shows_is_there(tmp_path):
     write_report(tmp_path, results())
     for name in ("training", "quality", "speed"):
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_layers_left_out_that_cannot_be_as_fast_have_no_loss(tmp_path):
+    found = results()
+    found["bench"]["prefill"] = {**found["bench"]["prefill"], "without_ffns": 0.7}
+    assert "| 0.5 | 0.800 | none is as fast | +0.3500 | +0.2500 |" in write_report(tmp_path, found).read_text()

@@ -2,8 +2,8 @@
 
     python recipes/demo/demo.py --out demo_output
 
-A router is fitted without training, compared with the best layers left out at as many FFN calls, trained a little, and
-timed: on this base, which is too small to gain, and with random weights at the width of Qwen2.5-0.5B. Every step but
+A router is fitted without training, compared with the best layers left out at as many FFN calls and in as much time,
+trained a little, and timed: on this base, and with random weights at the width of Qwen2.5-0.5B. Every step but
 the layers left out is one command of `hf-depthroute`, in a process of its own, so what is evaluated and generated with
 is always the adapter as loaded from disk. The folder gets the adapters, `results.json`, `report.html` with a token
 view, and `report.md` with plots.
@@ -28,11 +28,12 @@ from report import write_report
 
 # Relative to the working directory, so that no result names a folder of this machine.
 HERE = Path(os.path.relpath(Path(__file__).parent))
-BASE = Path(os.path.relpath(HERE.parent / "embedded_base" / "model"))
+BASE = Path(os.path.relpath(HERE.parent / "embedded_base" / "wide"))
 RECIPE = HERE.parent / "fit_router"
-LEFT_OUT = (3, 2, 1)  # of six FFNs: shares of 1/2, 2/3 and 5/6 of the calls
+LEFT_OUT = (3, 2, 1)  # of four FFNs: shares of 1/4, 1/2 and 3/4 of the calls
 TEXT = ("--dataset", "python-stdlib", "--length", 256)
-WIDE = ("--shape", "qwen2.5-0.5b", "--depth", 3, "--layers", "all", "--vocabulary", 2048, "--repeats", 5)
+WIDE = ("--shape", "qwen2.5-0.5b", "--depth", 3, "--layers", "all", "--vocabulary", 2048)
+REPEATS = 7
 BLOCKS = 64  # to fit on, and to report the loss on
 PROMPT = "def read_lines(path):\n"
 
@@ -67,14 +68,14 @@ def faster_dtype() -> str:
     return "bfloat16" if seconds(torch.bfloat16) < seconds(torch.float32) else "float32"
 
 
-def budget_of(adapter: Path, left_out: int) -> float:
-    """The budget of an adapter that runs as many FFN calls as the base with `left_out` FFNs left out."""
+def budgets_of(adapter: Path) -> dict[int, float]:
+    """By the number of FFNs left out, the budget of an adapter that runs as many FFN calls."""
     routed = len(json.loads((adapter / "adapter_config.json").read_text())["layers"])
-    return round(1 - left_out / routed, 3)
+    return {left_out: round(1 - left_out / routed, 3) for left_out in LEFT_OUT if left_out < routed}
 
 
 def layers_left_out(adapter: Path) -> list[dict[str, Any]]:
-    """Rows as of `eval`: the base with one, two or three FFNs left out for fitted branches, and `adapter`'s budgets.
+    """Rows as of `eval`: the base with some FFNs left out for fitted branches, at the budgets of `budgets_of`.
 
     The layers are those that cost least of all subsets, which recipes/fit_router has tried.
     """
@@ -86,20 +87,19 @@ def layers_left_out(adapter: Path) -> list[dict[str, Any]]:
     from hf_depthroute.evaluation.perplexity import mean_loss
     from hf_depthroute.inference.fitting import fit_branches
 
-    known = json.loads((RECIPE / "results.json").read_text())["embedded"]
+    known = json.loads((RECIPE / "results.json").read_text())["wide"]
     tokenizer = AutoTokenizer.from_pretrained(BASE, trust_remote_code=False)
     fit_on, held_out = (  # what `fit` and `eval` take
         to_batches(pack(load_text("python-stdlib", split=split), tokenizer, 256), 8, BLOCKS)
         for split in ("train", "validation")
     )
     rows = []
-    for count in LEFT_OUT:
+    for count, budget in budgets_of(adapter).items():
         layers = known[f"subset {count}"]["layers"]
         base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32, trust_remote_code=False).eval()
         model = get_depth_routed_model(base, DepthRouteConfig(layers=layers, gate="none")).eval()
         fit_branches(model, fit_on)
         loss = mean_loss(model, held_out)
-        budget = budget_of(adapter, count)
         print(f"FFNs of layers {layers} left out, as many calls as budget {budget}: loss {loss:.4f}", flush=True)
         rows.append({
             "budget": budget, "rule": "static", "loss": loss, "perplexity": math.exp(loss), "full_ratio": budget,
@@ -119,8 +119,8 @@ def main() -> None:
     fitted, trained, dtype = args.out / "fitted", args.out / "trained", faster_dtype()
     held_out = (*TEXT, "--split", "validation", "--blocks", BLOCKS)
 
-    def budgets(*more: float) -> str:
-        return ",".join(map(str, (*more, *(budget_of(fitted, count) for count in LEFT_OUT))))
+    def budgets() -> str:
+        return ",".join(map(str, budgets_of(fitted).values()))
 
     def evaluated(adapter: Path) -> dict[str, Any]:
         file = args.out / f"eval_{adapter.name}.json"
@@ -139,8 +139,8 @@ def main() -> None:
     print("\n# The clock\n")
     for name, of in (("bench", (trained, "--model", BASE)), ("bench_wide", WIDE)):
         command(
-            "bench", *of, "--budgets", budgets(0.25), "--dtype", dtype, "--batch", 4, "--length", 256,
-            "--out", args.out / f"{name}.json",
+            "bench", *of, "--budgets", budgets(), "--dtype", dtype, "--batch", 4, "--length", 256,
+            "--decode-steps", 48, "--repeats", REPEATS, "--out", args.out / f"{name}.json",
         )  # fmt: skip
     generate = ("generate", trained, "--model", BASE, "--prompt", PROMPT, "--max-new-tokens", 60)
     samples = [

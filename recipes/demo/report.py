@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.shown import shown, shown_block
@@ -34,7 +35,7 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
     training, fit = results["training"], results["fit"]["fit"]
     dense = next(row for row in results["eval"]["rows"] if row["rule"] == "dense")
     plot_training(folder / "training.png", training["log_history"])
-    plot_quality(folder / "quality.png", lines_of(results), dense["loss"])
+    plot_quality(folder / "quality.png", results)
     plot_speed(folder / "speed.png", {title: results[key] for key, title in SIZES.items()})
 
     machine, setting = results["bench"]["machine"], results["bench"]["setting"]
@@ -60,14 +61,18 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
         "## What it saves",
         "",
         "Times are medians of interleaved runs, as a fraction of the dense time; in brackets the share that ran full, "
-        "which in 16 steps of decode can be far from the budget. The base is too small for what is skipped to outweigh "
-        "the routing; the other columns are random weights of another width.",
+        "which in 48 steps of decode can be far from the budget. The last two columns are of random weights.",
         "",
         *markdown_table(
             ["budget", *(f"{part}, {title}" for title in SIZES.values() for part in PARTS)], times(results)
         ),
         "",
         "![speed](speed.png)",
+        "",
+        "Loss over dense of prompts in the same time. That of layers left out is linear between their points; each is "
+        "taken to save its part of what leaving out all routed FFNs saves, and its branch to cost nothing.",
+        "",
+        *markdown_table(["budget", "time / dense", *LINES], equal_time_rows(results)),
         "",
         "`eta = (T_dense - T_routed) / (T_dense - T_ideal)`; 1 means that every skipped FLOP shows on the clock.",
         "",
@@ -115,6 +120,34 @@ def cost_rows(results: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+def equal_time_rows(results: Mapping[str, Any]) -> list[list[str]]:
+    """Loss over dense by budget, beside that of the layers which could be left out in the time of its prefill."""
+    static, *routed = time_lines(results).values()
+    taken, more = zip(*sorted(static))
+    rows = []
+    for budget, *points in zip((row["budget"] for row in lines_of(results)[LINES[1]]), *(line[1:] for line in routed)):
+        ratio = points[0][0]
+        equal = f"{np.interp(ratio, taken, more):+.4f}" if ratio >= taken[0] else "none is as fast"
+        rows.append([f"{budget:g}", f"{ratio:.3f}", equal, *(f"{loss:+.4f}" for _, loss in points)])
+    return rows
+
+
+def time_lines(results: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """Time of prefill and loss, both over dense, of each way to skip, from the dense base on."""
+    prefill = results["bench"]["prefill"]
+    dense = next(row["loss"] for row in results["eval"]["rows"] if row["rule"] == "dense")
+
+    def time(row: Mapping[str, Any]) -> float:
+        if row["rule"] != "static":
+            return float(prefill["budgets"][str(row["budget"])]["ratio"])
+        return 1 - (1 - row["full_ratio"]) * (1 - prefill["without_ffns"])
+
+    return {
+        name: [(1.0, 0.0), *((time(row), row["loss"] - dense) for row in rows)]
+        for name, rows in lines_of(results).items()
+    }
+
+
 def times(results: Mapping[str, Any]) -> list[list[str]]:
     """Time over dense time by budget, of both models, and the share that ran full."""
     budgets = sorted(results["bench"]["prefill"]["budgets"], key=float)
@@ -155,14 +188,22 @@ def plot_training(path: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
     _save(figure, path)
 
 
-def plot_quality(path: Path, lines: Mapping[str, Sequence[Mapping[str, Any]]], dense: float) -> None:
-    """Loss over dense against the share of calls run, for every way to skip."""
-    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    axes.axhline(0.0, color="black", linestyle="--", label="dense")
-    for (name, rows), marker in zip(lines.items(), "Dos"):
-        axes.plot([r["full_ratio"] for r in rows], [r["loss"] - dense for r in rows], marker=marker, label=name)
-    axes.set(xlabel="share of FFN calls run", ylabel="loss over dense (nats)", title="Quality")
-    axes.legend()
+def plot_quality(path: Path, results: Mapping[str, Any]) -> None:
+    """Loss over dense against the share of calls run, and against the time of prefill, for every way to skip."""
+    dense = next(row["loss"] for row in results["eval"]["rows"] if row["rule"] == "dense")
+    shares = {
+        name: [(1.0, 0.0), *((row["full_ratio"], row["loss"] - dense) for row in rows)]
+        for name, rows in lines_of(results).items()
+    }
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for axes, lines in zip(panels, (shares, time_lines(results))):
+        for (name, points), marker in zip(lines.items(), "Dos"):
+            axes.plot(*zip(*sorted(points)), marker=marker, label=name)
+        axes.plot(1.0, 0.0, marker="*", markersize=12, color="black", linestyle="", label="dense")
+        axes.grid(alpha=0.3)
+    panels[0].set(xlabel="share of the FFN calls run", ylabel="loss over dense (nats)")
+    panels[1].set(xlabel="time of a prompt / dense time")
+    panels[0].legend()
     _save(figure, path)
 
 

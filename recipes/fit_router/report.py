@@ -1,4 +1,4 @@
-"""Table and picture of `results.json`.
+"""Table and pictures of `results.json`; the one of time also takes the demo's results.
 
 python recipes/fit_router/report.py
 """
@@ -21,8 +21,15 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 HERE = Path(__file__).parent
-KINDS = {"static": "best layers left out", "affine": "fitted, affine gates", "mlp": "fitted, MLP gates"}
-TITLES = {"embedded": "embedded base", "stories260k": "stories260k", "shakespeare": "GPT-2 on Tiny-Shakespeare"}
+KINDS = {
+    "static": "best layers left out", "affine": "fitted, affine gates", "mlp": "fitted, MLP gates",
+    "random": "random gates", "linear": "linear gates", "oracle": "MLP gates, oracle", "jepa": "JEPA gates",
+    "similarity": "MLP gates, similarity",
+}  # fmt: skip
+TITLES = {
+    "embedded": "embedded base", "wide": "wider embedded base", "stories260k": "stories260k",
+    "shakespeare": "GPT-2 on Tiny-Shakespeare",
+}  # fmt: skip
 
 
 def summary(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int], dict[str, float]]:
@@ -30,7 +37,7 @@ def summary(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for key, row in found.items():
         kind, *rest = key.split()
-        if kind in KINDS and (not trained or "trained" in row):
+        if kind in KINDS and ("trained" if trained else "more") in row:
             runs.setdefault((kind, int(rest[0])), []).append(row | row["trained"] if trained else row)
     return {
         key: {
@@ -52,7 +59,8 @@ def spared(points: dict[tuple[str, int], dict[str, float]], point: dict[str, flo
 
 def table(results: dict[str, Any], trained: bool = False) -> list[str]:
     of_bases = {base: summary(found, trained) for base, found in results.items()}
-    kinds = [kind for kind in ("affine", "mlp") if any(kind == k for points in of_bases.values() for k, _ in points)]
+    there = {kind for points in of_bases.values() for kind, _ in points}
+    kinds = [kind for kind in KINDS if kind in there and kind != "static"]
     lines = []
     for base, points in of_bases.items():
         for count in sorted({count for _, count in points}):
@@ -80,7 +88,7 @@ def said(point: dict[str, float]) -> str:
 
 
 def phases_table(found: dict[str, Any]) -> list[str]:
-    """Loss of the text behind a prompt: everything routed, and the prompt only."""
+    """Loss of the text behind a prompt and the time to its first token: everything routed, and the prompt only."""
     lines = []
     for keep in sorted({row["keep"] for row in found["rows"]}):
         rows = [row for row in found["rows"] if row["keep"] == keep]
@@ -93,8 +101,12 @@ def phases_table(found: dict[str, Any]) -> list[str]:
             }
             for kind in ("all", "prefill")
         ]
-        lines.append([f"{1 - share:.1%}", *map(said, points)])
-    return markdown_table(["skipped", "everything routed", "the prompt only"], lines)
+        times = [
+            f"{statistics.mean(row['first_token'][kind]['ratio'] for row in rows):.2f}" for kind in ("all", "prefill")
+        ]
+        lines.append([f"{1 - share:.1%}", *map(said, points), *times])
+    heads = ["everything routed", "the prompt only"]
+    return markdown_table(["skipped", *heads, *(f"first token, {head}" for head in heads)], lines)
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -121,6 +133,37 @@ def draw(results: dict[str, Any], path: Path) -> None:
     write_bytes(path, png_of(figure, dpi=130))
 
 
+def draw_time(found: dict[str, Any], prefill: dict[str, Any], path: Path) -> None:
+    """Loss of one base without training against the share of calls run, and against the time of a prompt.
+
+    Args:
+        found: The base's part of `results.json`.
+        prefill: What `hf-depthroute bench` measured on it, all layers routed. Between its budgets time is linear in the
+            share; layers left out are taken to save their part of what leaving out all FFNs saves.
+        path: Where the picture goes.
+    """
+    timed = sorted((row["full_ratio"], row["ratio"]) for row in prefill["budgets"].values())
+    shares, ratios = zip(*timed, (1.0, 1.0))
+
+    def time(kind: str, share: float) -> float:
+        return 1 - (1 - share) * (1 - prefill["without_ffns"]) if kind == "static" else np.interp(share, shares, ratios)
+
+    points = summary(found)
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    for kind, color in (("static", "C0"), ("mlp", "C2")):
+        rows = sorted((row["share"], row["more"], row["error"]) for (k, _), row in points.items() if k == kind)
+        x, more, error = zip(*rows, (1.0, 0.0, 0.0))
+        for axis, places in zip(panels, (x, [time(kind, share) for share in x])):
+            axis.errorbar(places, more, yerr=error, marker="o", capsize=2, color=color, label=KINDS[kind])
+    for axis, label in zip(panels, ("share of the FFN calls run", "time of a prompt / dense time")):
+        axis.plot(1.0, 0.0, marker="*", markersize=12, color="black", linestyle="", label="dense")
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    panels[0].set_ylabel("loss over the dense base, nats")
+    panels[0].legend()
+    write_bytes(path, png_of(figure, dpi=130))
+
+
 def page(results: dict[str, Any], phases: dict[str, Any]) -> str:
     """`results.md`."""
     parts = ["Without training:", "", *table(results), ""]
@@ -134,6 +177,8 @@ def main() -> None:
     results, phases = (json.loads((HERE / name).read_text()) for name in ("results.json", "phases.json"))
     write_text(HERE / "results.md", page(results, phases))
     draw(results, HERE / "results.png")
+    demo = json.loads((HERE.parent / "demo" / "results.json").read_text())
+    draw_time(results["wide"], demo["bench"]["prefill"], HERE / "time.png")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
 """Routers fitted without training, beside the best layers to leave out, at equal numbers of calls.
 
     python recipes/fit_router/run.py --seeds 0 1 2 3 4
-    python recipes/fit_router/run.py --tune --seeds 5 --steps 200 --gates mlp
-    python recipes/fit_router/run.py --seeds 0 1 2 3 4 --steps 400 --gates mlp
+    python recipes/fit_router/run.py --tune --seeds 5 --steps 200 --gates mlp --learned random linear oracle jepa
+    python recipes/fit_router/run.py --seeds 0 1 2 3 4 --steps 200 --gates mlp --learned random linear oracle jepa
     python recipes/fit_router/report.py
 
-Three bases: the embedded one, `../shared/data/stories260k`, and a GPT-2 that `--folder` gets from a few minutes on
+Four bases: the two embedded ones, `../shared/data/stories260k`, and a GPT-2 that `--folder` gets from a few minutes on
 Tiny-Shakespeare, on which nothing of the method was tuned. Both sides have the same branches, fitted on the same text
 by the same least squares. Static dropping gets the best of all subsets of layers, by the loss on text of its own;
 routers get one threshold from that text; the loss is that of a third text. With `--steps` the branches of both sides
 are trained from there, on 8 x 128 tokens a step, to the predictions of the dense base; the gates stay as they were
-fitted. The learning rate of each side is the one with the lowest loss on the text to choose on (`--tune`), with another
-seed. What `results.json` holds is not measured again, unless it was trained at another rate or for other steps.
+fitted. Gates that are `--learned` start from random weights and the same branches, in all layers with one threshold,
+and train with them. The learning rate of each side is the one with the lowest loss on the text to choose on (`--tune`),
+with another seed. What `results.json` holds is not measured again, unless it was trained at another rate or for other
+steps.
 """
 
 from __future__ import annotations
@@ -31,8 +33,19 @@ import torch
 
 HERE = Path(__file__).parent
 EMBEDDED = HERE.parent / "embedded_base" / "model"
+WIDE = HERE.parent / "embedded_base" / "wide"
 BATCH = 8
 LOWEST_RATE = 2.5e-4
+
+# Gates that are learned, from random weights: fields of the adapter, and losses beside the divergence from the base.
+_ORACLE = {"oracle": "all_full", "util_weight": 1.0, "rank_weight": 0.2, "budget_weight": 1.0, "alive_weight": 0.5}
+LEARNED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "random": ({"gate": "random"}, {}),
+    "linear": ({"gate": "linear", "threshold": "budget"}, {"budget_weight": 1.0, "alive_weight": 0.5}),
+    "oracle": ({"gate": "mlp"}, _ORACLE),
+    "jepa": ({"gate": "jepa", "context_dim": 51, "summary_dim": 26, "action_dim": 6}, _ORACLE | {"jepa_weight": 1.0}),
+    "similarity": ({"gate": "mlp"}, {"similarity_weight": 1.0}),
+}
 
 
 @dataclass
@@ -68,24 +81,33 @@ def blocks(ids: Any, length: int) -> torch.Tensor:
     return flat[: len(flat) // length * length].view(-1, length)
 
 
-def load(path: Path) -> Any:
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).eval()
 
 
 def embedded() -> Base:
+    return python_sources(EMBEDDED, torch.float32)
+
+
+def wide() -> Base:
+    """As it is stored, since half an hour of float32 is minutes of bfloat16 where processors have it."""
+    return python_sources(WIDE, torch.bfloat16)
+
+
+def python_sources(folder: Path, dtype: torch.dtype) -> Base:
     from transformers import AutoTokenizer
 
     from hf_depthroute.data import load_text, pack
 
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     train, held = (
         torch.tensor(pack(load_text("python-stdlib", split=split), tokenizer, 256)["input_ids"])
         for split in ("train", "validation")
     )
     held = held[torch.randperm(len(held), generator=torch.Generator().manual_seed(0))]
-    return Base(lambda: load(EMBEDDED), Text(train, held[:64], held[64:192]), (1, 2, 3), rows=64)
+    return Base(lambda: load(folder, dtype), Text(train, held[:64], held[64:192]), (1, 2, 3), rows=64)
 
 
 def stories(data: Path) -> Base:
@@ -187,16 +209,30 @@ def share_of_calls(model: Any, ids: torch.Tensor) -> float:
     return (sum(ratios.values()) + depth - len(ratios)) / depth
 
 
-def trained(model: Any, base: Base, seed: int, steps: int, rate: float) -> None:
-    """Train the branches to the predictions of the dense base, and set thresholds anew."""
+def learner(base: Base, kind: str, keep: float, seed: int) -> Any:
+    """Fitted branches in all layers, and a gate of `LEARNED` that knows nothing yet."""
+    from hf_depthroute import DepthRouteConfig, get_depth_routed_model
+    from hf_depthroute.inference.fitting import fit_branches
+
+    config = DepthRouteConfig(layers="all", budget=keep, budget_scope="global", seed=seed, **LEARNED[kind][0])
+    model = get_depth_routed_model(base.model(), config).eval()
+    fit_branches(model, base.text.drawn(base.rows, seed))
+    return model
+
+
+def trained(model: Any, base: Base, seed: int, steps: int, rate: float, **losses: Any) -> None:
+    """Train to the predictions of the dense base, with the gates where they have `losses`; set thresholds anew."""
     from hf_depthroute import DepthRouteTrainer, DepthRouteTrainingArguments, calibrate
     from hf_depthroute.inference.calibration import active_routings
 
     rows = base.text.fit.reshape(-1, 128)
     arguments = DepthRouteTrainingArguments(
         output_dir=tempfile.gettempdir(), max_steps=steps, learning_rate=rate, warmup_steps=20, seed=seed,
-        per_device_train_batch_size=8, train_gates=False, lm_weight=0.0, distill_weight=1.0, budget_weight=0.0,
-        alive_weight=0.0, logging_steps=50, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        per_device_train_batch_size=8, logging_steps=50, save_strategy="no", report_to="none", use_cpu=True,
+        disable_tqdm=True, **{
+            "train_gates": bool(losses), "lm_weight": 0.0, "distill_weight": 1.0, "util_weight": 0.0,
+            "rank_weight": 0.0, "jepa_weight": 0.0, "budget_weight": 0.0, "alive_weight": 0.0, **losses,
+        },
     )  # fmt: skip
     dataset = [{"input_ids": row, "labels": row} for row in rows]
     DepthRouteTrainer(model=model, args=arguments, train_dataset=dataset).train()
@@ -232,18 +268,24 @@ def rate_of(found: dict[str, Any], kind: str) -> float:
     return min(tuned, key=tuned.__getitem__)
 
 
-def tune(name: str, base: Base, seed: int, gates: list[str], steps: int, results: Results) -> None:
+def tune(name: str, base: Base, seed: int, gates: list[str], learned: list[str], steps: int, results: Results) -> None:
     """Two layers' worth of calls skipped, trained with learning rates that double until the loss rises."""
     dense = float(row_losses(base.model(), base.text.choose).mean())
     depth = base.model().config.num_hidden_layers
     layers = tuple(results.once(name, "subset 2", lambda: best_subset(base, 2))["layers"])
 
     def measured(kind: str, rate: float) -> dict[str, Any]:
-        model = left_out(base, layers, seed) if kind == "static" else fitted(base, kind, 1 - 2 / depth, seed)[0]
-        trained(model, base, seed, steps, rate)
+        losses, keep = {}, 1 - 2 / depth
+        if kind == "static":
+            model = left_out(base, layers, seed)
+        elif kind in gates:
+            model = fitted(base, kind, keep, seed)[0]
+        else:
+            model, losses = learner(base, kind, keep, seed), LEARNED[kind][1]
+        trained(model, base, seed, steps, rate, **losses)
         return {"rate": rate, "steps": steps, "more": float(row_losses(model, base.text.choose).mean()) - dense}
 
-    for kind in ("static", *gates):
+    for kind in ("static", *gates, *learned):
         rate, losses = LOWEST_RATE, [float("inf")]
         while losses[-1] == min(losses):
             row = results.once(name, f"tuning {kind} {rate:g}", lambda k=kind, r=rate: measured(k, r))
@@ -251,7 +293,9 @@ def tune(name: str, base: Base, seed: int, gates: list[str], steps: int, results
             rate *= 2
 
 
-def study(name: str, base: Base, seeds: list[int], gates: list[str], steps: int, results: Results) -> None:
+def study(
+    name: str, base: Base, seeds: list[int], gates: list[str], learned: list[str], steps: int, results: Results
+) -> None:
     dense = row_losses(base.model(), base.text.report)
     depth = base.model().config.num_hidden_layers
 
@@ -288,6 +332,12 @@ def study(name: str, base: Base, seeds: list[int], gates: list[str], steps: int,
             "rounds": [loss - fit["loss_dense"] for loss in fit["loss_of_rounds"]],
         } | and_trained(model, gate, seed)  # fmt: skip
 
+    def from_nothing(kind: str, keep: float, seed: int) -> dict[str, Any]:
+        model, how = learner(base, kind, keep, seed), with_training(kind)
+        assert how is not None
+        trained(model, base, seed, **how, **LEARNED[kind][1])
+        return {"trained": how | measured(model) | {"share": share_of_calls(model, base.text.report)}}
+
     tokens = {"fit": base.rows * base.text.fit.shape[1]}
     tokens |= {part: getattr(base.text, part).numel() for part in ("choose", "report")}
     results.once(name, "dense", lambda: {"loss": float(dense.mean()), "tokens": tokens})
@@ -299,13 +349,17 @@ def study(name: str, base: Base, seeds: list[int], gates: list[str], steps: int,
             for gate in gates:
                 key, keep, how = f"{gate} {count} {seed}", 1 - count / depth, with_training(gate)
                 results.once(name, key, lambda g=gate, k=keep, s=seed: routed(g, k, s), how)
+            for kind in learned:
+                key, keep, how = f"{kind} {count} {seed}", 1 - count / depth, with_training(kind)
+                results.once(name, key, lambda n=kind, k=keep, s=seed: from_nothing(n, k, s), how)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bases", nargs="+", default=["embedded", "stories260k", "shakespeare"])
+    parser.add_argument("--bases", nargs="+", default=["embedded", "wide", "stories260k", "shakespeare"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--gates", nargs="*", default=["mlp", "affine"])
+    parser.add_argument("--learned", nargs="*", default=[], choices=LEARNED, help="gates that start from nothing")
     parser.add_argument("--steps", type=int, default=0, help="of training, from the fit and from the layers left out")
     parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
     parser.add_argument("--data", type=Path, default=HERE.parents[2] / "shared" / "data")
@@ -313,17 +367,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
+    if args.learned and not args.steps:
+        parser.error("--learned needs --steps")
     torch.set_num_threads(args.threads)
     makers = {
-        "embedded": embedded, "stories260k": lambda: stories(args.data),
+        "embedded": embedded,
+        "wide": wide,
+        "stories260k": lambda: stories(args.data),
         "shakespeare": lambda: shakespeare(args.data, args.folder),
-    }  # fmt: skip
+    }
     results = Results(args.out)
     for name in args.bases:
         if args.tune:
-            tune(name, makers[name](), args.seeds[0], args.gates, args.steps, results)
+            tune(name, makers[name](), args.seeds[0], args.gates, args.learned, args.steps, results)
         else:
-            study(name, makers[name](), args.seeds, args.gates, args.steps, results)
+            study(name, makers[name](), args.seeds, args.gates, args.learned, args.steps, results)
 
 
 if __name__ == "__main__":
