@@ -50,8 +50,8 @@ class _Keeping:
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)  # type: ignore[misc]
-        if self.tokens is not None and tokens_to_remove:
-            self.tokens = self.tokens[:, : -abs(tokens_to_remove)]
+        if self.tokens is not None:
+            self.tokens = self.tokens[:, : self.get_seq_length()]  # type: ignore[attr-defined]
 
     def _take(self, indices: torch.Tensor) -> None:
         if self.keep is not None:
