@@ -3,7 +3,7 @@
 python recipes/tables.py
 
 The README has one row a study, `docs/results.md` the tables, `docs/how-to/pick-a-gate.md` the comparison of two gates,
-`demo/README.md` a picture.
+`fit_router` and `demo` a picture each.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aux_losses.paper.claims import judge
 from aux_losses.paper.values import fixed, spread, values
 from demo import report as demo_report
@@ -557,17 +558,22 @@ def numbers_block() -> str:
     phases = [row for row in read("fit_router/phases.json")["rows"] if row["keep"] == 0.5]
     behind = statistics.mean(row["prefill"]["more"] for row in phases)
     demo = read("demo/results.json")
-    times = {row[0]: [cell.split()[0] for cell in row[1:]] for row in demo_report.times(demo)}
     setting, machine = demo["bench"]["setting"], demo["bench"]["machine"]
+
+    def taken(bench: str, budget: str) -> str:
+        row = demo[bench]["prefill"]["budgets"][budget]
+        return f"{row['ratio']:.2f} ± {row['ratio_error']:.2f}"
+
     lines = [
         f"* **Loss**: without any training, routers that skip {1 - routed['share']:.0%} of all FFN calls add "
-        f"{routed['more']:.3f} nats to a small Llama's loss; the best layers left out for every token, as many calls, "
-        f"{static:.3f} (`python recipes/fit_router/run.py`; seeds: {routed['seeds']}).",
+        f"{routed['more']:.3f} ± {routed['error']:.3f} nats to a small Llama's loss; the best layers left out for every "
+        f"token, as many calls, {static:.3f} (`python recipes/fit_router/run.py`; seeds: {routed['seeds']}).",
         f'* **Prompts**: where only the prompt is routed that way (`phases="prefill"`), the text behind it loses '
         f"{behind:.3f} nats (`python recipes/fit_router/phases.py`; seeds: {len(phases)}).",
-        f"* **Time**: its prompts take {times['0.5'][0]} of the dense time at budget 0.5 and {times['0.25'][0]} at "
-        f"0.25; at the width of Qwen2.5-0.5B, with random weights, {times['0.5'][2]} and {times['0.25'][2]} "
-        f"(`make demo`; {setting['dtype']}, {machine['threads']} CPU threads).",
+        f"* **Time**: its prompts take {taken('bench', '0.5')} of the dense time at budget 0.5 and "
+        f"{taken('bench', '0.25')} at 0.25; at the width of Qwen2.5-0.5B, with random weights, "
+        f"{taken('bench_wide', '0.5')} and {taken('bench_wide', '0.25')} (`make demo`; {setting['dtype']}, "
+        f"{machine['threads']} CPU threads, medians of {setting['repeats']} rounds).",
     ]
     return part(lines, NUMBERS)
 
@@ -577,13 +583,26 @@ def gate_block() -> str:
     return part(gate_comparison(), GATES)
 
 
+def draw() -> None:
+    """The demo's picture, and the README's: fits for each share, with the times that the demo measured on that base."""
+    demo = read("demo/results.json")
+    prefill = demo["bench"]["prefill"]
+    shares, ratios = zip(*sorted((row["full_ratio"], row["ratio"]) for row in prefill["budgets"].values()), (1.0, 1.0))
+
+    def time(kind: str, share: float) -> float:
+        return demo_report.static_time(prefill, share) if kind == "static" else float(np.interp(share, shares, ratios))
+
+    fit_report.draw_time(read("fit_router/results.json")["wide"], time, RECIPES / "fit_router" / "time.png")
+    demo_report.plot_quality(RECIPES / "demo" / "quality.png", demo)
+
+
 def main() -> None:
     parts = [(page, RESULTS, written) for page, written in results().items()]
     parts += [(GATE_PAGE, GATES, gate_block()), (README, NUMBERS, numbers_block())]
     for page, name, written in parts:
         head, rest = page.read_text().split(f"<!-- {name} -->")
         page.write_text(head + written + rest.split(f"<!-- /{name} -->")[-1])
-    demo_report.plot_quality(RECIPES / "demo" / "quality.png", read("demo/results.json"))
+    draw()
 
 
 if __name__ == "__main__":

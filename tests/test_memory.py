@@ -358,6 +358,15 @@ def test_a_copied_cache_goes_on_like_the_original() -> None:
             assert gap(model(ids[:, 5:], past_key_values=each).logits, model(ids).logits[:, 5:]) < 1e-5
 
 
+def test_a_cropped_cache_goes_on_from_what_is_left() -> None:
+    model, ids = memory_model(), tokens(1, 8)
+    with torch.no_grad():
+        expected = model(ids).logits[:, 4:]
+        cache = model(torch.cat([ids[:, :4], tokens(1, 3, seed=9)], dim=1), use_cache=True).past_key_values
+        cache.crop(-3)
+        assert gap(model(ids[:, 4:], past_key_values=cache).logits, expected) < 1e-5
+
+
 def test_drafted_tokens_are_taken_back_by_assisted_generation() -> None:
     model, assistant = memory_model(layers=[0, 2]), build_base("llama", seed=3)
     options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}

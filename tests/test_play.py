@@ -128,21 +128,21 @@ def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypa
         asked, errors = [], []
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(url)
+        page.goto(url, wait_until="networkidle")  # what is typed before the page has drawn itself is lost
         facts = page.locator("#routed-facts")
         routed_text, dense_text = (page.locator(f"#{name} .text") for name in ("routed", "base"))
 
-        def write_until(seen: Any, text: Any) -> None:
-            """Click until `seen` has the text: while a run lasts, clicks are not heard."""
+        def write_until(seen: Any, text: Any, prompt: str = "the cat sat on the mat", new_tokens: int = 12) -> None:
+            """Type and click until `seen` has the text: while a run lasts, clicks are not heard."""
             for _ in range(30):
+                page.get_by_label("Prompt").fill(prompt)
+                page.get_by_label("number input for New tokens").fill(str(new_tokens))
                 page.get_by_role("button", name="Write").click()
                 with contextlib.suppress(AssertionError):
                     expect(seen).to_contain_text(text, timeout=2000)
                     return
             expect(seen).to_contain_text(text)
 
-        page.get_by_label("Prompt").fill("the cat sat on the mat")
-        page.get_by_label("number input for New tokens").fill("12")
         write_until(facts, "12 new,")
         assert routed_text.locator(".written").count() == dense_text.locator(".written").count() == 12
         assert routed_text.text_content().startswith("the cat sat on the mat")
@@ -150,10 +150,8 @@ def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypa
         shares = {span.get_attribute("title") for span in routed_text.locator("span[title]").all()}
         assert len(shares) > 1, "tokens differ in the layers that run for them"
         whole = routed_text.text_content()
-        page.get_by_label("number input for New tokens").fill("50")
-        write_until(facts, re.compile("[1-4][0-9] new,"))
+        write_until(facts, re.compile("[1-4][0-9] new,"), new_tokens=50)
         page.get_by_role("button", name="Stop").click()
-        page.get_by_label("number input for New tokens").fill("12")
         write_until(facts, "12 new,")
         assert routed_text.text_content() == whole, "what was stopped is not in the way"
         slider = page.get_by_label("number input for Budget")
@@ -161,8 +159,7 @@ def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypa
         slider.press("Enter")
         slider.blur()
         write_until(facts, re.compile("12 new.*100% of the layers in full"))
-        page.get_by_label("Prompt").fill("")
-        write_until(page.locator("body"), "The prompt has no tokens")
+        write_until(page.locator("body"), "The prompt has no tokens", prompt="")
         assert errors == []
         assert {address.split("/")[2] for address in asked if not address.startswith("data:")} == {url.split("/")[2]}
     finally:

@@ -113,7 +113,7 @@ def test_fitted_routers_lose_less_than_the_best_layers_left_out():
         for kind, count in points:
             if kind == "mlp":
                 half = points["static", count]["share"] >= 0.5  # of the calls run, at least
-                assert report.spared(points, points[kind, count]) > (0.25 if half else 0.0)
+                assert report.spared(points, points[kind, count]) > (0.25 if half else 0.2)
 
 
 def test_auxiliary_loss_report_is_made_from_its_results():

@@ -1,4 +1,4 @@
-"""Table and pictures of `results.json`; the one of time also takes the demo's results.
+"""Table and picture of `results.json`; `recipes/tables.py` draws its losses against time.
 
 python recipes/fit_router/report.py
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,21 +134,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
     write_bytes(path, png_of(figure, dpi=130))
 
 
-def draw_time(found: dict[str, Any], prefill: dict[str, Any], path: Path) -> None:
+def draw_time(found: dict[str, Any], time: Callable[[str, float], float], path: Path) -> None:
     """Loss of one base without training against the share of calls run, and against the time of a prompt.
 
     Args:
         found: The base's part of `results.json`.
-        prefill: What `hf-depthroute bench` measured on it, all layers routed. Between its budgets time is linear in the
-            share; layers left out are taken to save their part of what leaving out all FFNs saves.
+        time: From a row of `KINDS` and a share of the calls to the time of a prompt over the dense time.
         path: Where the picture goes.
     """
-    timed = sorted((row["full_ratio"], row["ratio"]) for row in prefill["budgets"].values())
-    shares, ratios = zip(*timed, (1.0, 1.0))
-
-    def time(kind: str, share: float) -> float:
-        return 1 - (1 - share) * (1 - prefill["without_ffns"]) if kind == "static" else np.interp(share, shares, ratios)
-
     points = summary(found)
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     for kind, color in (("static", "C0"), ("mlp", "C2")):
@@ -177,8 +171,6 @@ def main() -> None:
     results, phases = (json.loads((HERE / name).read_text()) for name in ("results.json", "phases.json"))
     write_text(HERE / "results.md", page(results, phases))
     draw(results, HERE / "results.png")
-    demo = json.loads((HERE.parent / "demo" / "results.json").read_text())
-    draw_time(results["wide"], demo["bench"]["prefill"], HERE / "time.png")
 
 
 if __name__ == "__main__":
