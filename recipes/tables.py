@@ -566,8 +566,8 @@ def numbers_block() -> str:
 
     lines = [
         f"* **Loss**: without any training, routers that skip {1 - routed['share']:.0%} of all FFN calls add "
-        f"{routed['more']:.3f} ± {routed['error']:.3f} nats to a small Llama's loss; the best layers left out for every "
-        f"token, as many calls, {static:.3f} (`python recipes/fit_router/run.py`; seeds: {routed['seeds']}).",
+        f"{routed['more']:.3f} ± {routed['error']:.3f} nats to a small Llama's loss; the best layers left out for "
+        f"every token, as many calls, {static:.3f} (`python recipes/fit_router/run.py`; seeds: {routed['seeds']}).",
         f'* **Prompts**: where only the prompt is routed that way (`phases="prefill"`), the text behind it loses '
         f"{behind:.3f} nats (`python recipes/fit_router/phases.py`; seeds: {len(phases)}).",
         f"* **Time**: its prompts take {taken('bench', '0.5')} of the dense time at budget 0.5 and "

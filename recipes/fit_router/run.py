@@ -255,16 +255,18 @@ class Results:
         from hf_depthroute.files.staged import write_text
 
         known = self.found.setdefault(base, {})
-        if key not in known or (trained and not trained.items() <= known[key].get("trained", {}).items()):
+        how = known.get(key, {}).get("trained", known.get(key, {}))
+        if key not in known or (trained and not trained.items() <= how.items()):
             known[key] = measure()
             write_text(self.path, json.dumps(self.found, indent=1) + "\n")
             print(base, key, known[key], flush=True)
         return known[key]
 
 
-def rate_of(found: dict[str, Any], kind: str) -> float:
-    """The learning rate with the lowest loss on the text to choose on."""
-    tuned = {row["rate"]: row["more"] for key, row in found.items() if key.startswith(f"tuning {kind} ")}
+def rate_of(found: dict[str, Any], kind: str, steps: int) -> float:
+    """The learning rate with the lowest loss on the text to choose on, after as many steps."""
+    rows = [row for key, row in found.items() if key.startswith(f"tuning {kind} ") and row["steps"] == steps]
+    tuned = {row["rate"]: row["more"] for row in rows}
     return min(tuned, key=tuned.__getitem__)
 
 
@@ -288,7 +290,8 @@ def tune(name: str, base: Base, seed: int, gates: list[str], learned: list[str],
     for kind in ("static", *gates, *learned):
         rate, losses = LOWEST_RATE, [float("inf")]
         while losses[-1] == min(losses):
-            row = results.once(name, f"tuning {kind} {rate:g}", lambda k=kind, r=rate: measured(k, r))
+            key = f"tuning {kind} {rate:g}"
+            row = results.once(name, key, lambda k=kind, r=rate: measured(k, r), {"steps": steps})
             losses.append(row["more"])
             rate *= 2
 
@@ -300,7 +303,7 @@ def study(
     depth = base.model().config.num_hidden_layers
 
     def with_training(kind: str) -> dict[str, Any] | None:
-        return {"steps": steps, "rate": rate_of(results.found[name], kind)} if steps else None
+        return {"steps": steps, "rate": rate_of(results.found[name], kind, steps)} if steps else None
 
     def measured(model: Any) -> dict[str, Any]:
         more = row_losses(model, base.text.report) - dense
