@@ -35,7 +35,6 @@ HERE = Path(__file__).parent
 EMBEDDED = HERE.parent / "embedded_base" / "model"
 WIDE = HERE.parent / "embedded_base" / "wide"
 BATCH = 8
-LOWEST_RATE = 2.5e-4
 
 # Gates that are learned, from random weights: fields of the adapter, and losses beside the divergence from the base.
 _ORACLE = {"oracle": "all_full", "util_weight": 1.0, "rank_weight": 0.2, "budget_weight": 1.0, "alive_weight": 0.5}
@@ -270,8 +269,8 @@ def rate_of(found: dict[str, Any], kind: str, steps: int) -> float:
     return min(tuned, key=tuned.__getitem__)
 
 
-def tune(name: str, base: Base, seed: int, gates: list[str], learned: list[str], steps: int, results: Results) -> None:
-    """Two layers' worth of calls skipped, trained with learning rates that double until the loss rises."""
+def tune(name: str, base: Base, seed: int, kinds: list[str], steps: int, first_rate: float, results: Results) -> None:
+    """Two layers' worth of calls skipped, trained at rates that double, or halve, until the loss rises."""
     dense = float(row_losses(base.model(), base.text.choose).mean())
     depth = base.model().config.num_hidden_layers
     layers = tuple(results.once(name, "subset 2", lambda: best_subset(base, 2))["layers"])
@@ -280,20 +279,22 @@ def tune(name: str, base: Base, seed: int, gates: list[str], learned: list[str],
         losses, keep = {}, 1 - 2 / depth
         if kind == "static":
             model = left_out(base, layers, seed)
-        elif kind in gates:
-            model = fitted(base, kind, keep, seed)[0]
-        else:
+        elif kind in LEARNED:
             model, losses = learner(base, kind, keep, seed), LEARNED[kind][1]
+        else:
+            model = fitted(base, kind, keep, seed)[0]
         trained(model, base, seed, steps, rate, **losses)
         return {"rate": rate, "steps": steps, "more": float(row_losses(model, base.text.choose).mean()) - dense}
 
-    for kind in ("static", *gates, *learned):
-        rate, losses = LOWEST_RATE, [float("inf")]
-        while losses[-1] == min(losses):
-            key = f"tuning {kind} {rate:g}"
-            row = results.once(name, key, lambda k=kind, r=rate: measured(k, r), {"steps": steps})
-            losses.append(row["more"])
-            rate *= 2
+    def loss(kind: str, rate: float) -> float:
+        row = results.once(name, f"tuning {kind} {rate:g}", lambda: measured(kind, rate), {"steps": steps})
+        return float(row["more"])
+
+    for kind in kinds:
+        for factor in (2, 1 / 2):
+            rate = first_rate
+            while loss(kind, rate * factor) < loss(kind, rate):
+                rate *= factor
 
 
 def study(
@@ -364,6 +365,7 @@ def main() -> None:
     parser.add_argument("--gates", nargs="*", default=["mlp", "affine"])
     parser.add_argument("--learned", nargs="*", default=[], choices=LEARNED, help="gates that start from nothing")
     parser.add_argument("--steps", type=int, default=0, help="of training, from the fit and from the layers left out")
+    parser.add_argument("--rate", type=float, default=1e-3, help="the first that --tune tries")
     parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
     parser.add_argument("--data", type=Path, default=HERE.parents[2] / "shared" / "data")
     parser.add_argument("--folder", type=Path, default=Path("fit_router_base"), help="for the base that is pretrained")
@@ -382,7 +384,8 @@ def main() -> None:
     results = Results(args.out)
     for name in args.bases:
         if args.tune:
-            tune(name, makers[name](), args.seeds[0], args.gates, args.learned, args.steps, results)
+            kinds = ["static", *args.gates, *args.learned]
+            tune(name, makers[name](), args.seeds[0], kinds, args.steps, args.rate, results)
         else:
             study(name, makers[name](), args.seeds, args.gates, args.learned, args.steps, results)
 
