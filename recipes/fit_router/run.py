@@ -1,8 +1,8 @@
 """Routers fitted without training, beside the best layers to leave out, at equal numbers of calls.
 
     python recipes/fit_router/run.py --seeds 0 1 2 3 4
-    python recipes/fit_router/run.py --tune --seeds 5 --steps 200 --gates mlp --learned random linear oracle jepa
-    python recipes/fit_router/run.py --seeds 0 1 2 3 4 --steps 200 --gates mlp --learned random linear oracle jepa
+    python recipes/fit_router/run.py --tune --seeds 5 --steps 200 --kinds static mlp
+    python recipes/fit_router/run.py --seeds 0 1 2 3 4 --steps 200 --kinds static mlp
     python recipes/fit_router/report.py
 
 Four bases: the two embedded ones, `../shared/data/stories260k`, and a GPT-2 that `--folder` gets from a few minutes on
@@ -10,15 +10,16 @@ Tiny-Shakespeare, on which nothing of the method was tuned. Both sides have the 
 by the same least squares. Static dropping gets the best of all subsets of layers, by the loss on text of its own;
 routers get one threshold from that text; the loss is that of a third text. With `--steps` the branches of both sides
 are trained from there, on 8 x 128 tokens a step, to the predictions of the dense base; the gates stay as they were
-fitted. Gates that are `--learned` start from random weights and the same branches, in all layers with one threshold,
-and train with them. The learning rate of each side is the one with the lowest loss on the text to choose on (`--tune`),
-with another seed. What `results.json` holds is not measured again, unless it was trained at another rate or for other
-steps.
+fitted. The kinds `random`, `linear`, `oracle`, `jepa` and `similarity` are gates that start from random weights and the
+same branches, in all layers with one threshold, and train with them. The learning rate of each kind is the one with the
+lowest loss on the text to choose on (`--tune`), with another seed. What `results.json` holds is not measured again,
+unless it was trained at another rate or for other steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -35,6 +36,7 @@ HERE = Path(__file__).parent
 EMBEDDED = HERE.parent / "embedded_base" / "model"
 WIDE = HERE.parent / "embedded_base" / "wide"
 BATCH = 8
+KINDS = ("static", "mlp", "affine")  # the best layers left out, and the gates that are fitted
 
 # Gates that are learned, from random weights: fields of the adapter, and losses beside the divergence from the base.
 _ORACLE = {"oracle": "all_full", "util_weight": 1.0, "rank_weight": 0.2, "budget_weight": 1.0, "alive_weight": 0.5}
@@ -241,25 +243,33 @@ def trained(model: Any, base: Base, seed: int, steps: int, rate: float, **losses
 
 
 class Results:
-    """What was measured, by base and key; each entry is written as soon as it is there."""
+    """What was measured, by base and key; each entry is written as soon as it is there. Processes may share a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+        self.found: dict[str, dict[str, Any]] = {}
+        self._read()
 
     def once(
         self, base: str, key: str, measure: Callable[[], dict[str, Any]], trained: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """What is known of `key`, measured where it is not, or was not trained with the values of `trained`."""
+        from hf_depthroute.files.locks import locked
         from hf_depthroute.files.staged import write_text
 
-        known = self.found.setdefault(base, {})
-        how = known.get(key, {}).get("trained", known.get(key, {}))
-        if key not in known or (trained and not trained.items() <= how.items()):
-            known[key] = measure()
-            write_text(self.path, json.dumps(self.found, indent=1) + "\n")
-            print(base, key, known[key], flush=True)
-        return known[key]
+        known = self.found.get(base, {}).get(key)
+        if known is None or (trained and not trained.items() <= known.get("trained", known).items()):
+            known = measure()
+            with locked(HERE, TimeoutError(f"{HERE} is locked"), patience=60):
+                self._read()
+                self.found.setdefault(base, {})[key] = known
+                write_text(self.path, json.dumps(self.found, indent=1) + "\n")
+            print(base, key, known, flush=True)
+        return known
+
+    def _read(self) -> None:
+        if self.path.exists():
+            self.found = json.loads(self.path.read_text())
 
 
 def rate_of(found: dict[str, Any], kind: str, steps: int) -> float:
@@ -291,15 +301,12 @@ def tune(name: str, base: Base, seed: int, kinds: list[str], steps: int, first_r
         return float(row["more"])
 
     for kind in kinds:
-        for factor in (2, 1 / 2):
-            rate = first_rate
-            while loss(kind, rate * factor) < loss(kind, rate):
-                rate *= factor
+        rate, factor = first_rate, 2.0 if loss(kind, first_rate * 2) < loss(kind, first_rate) else 0.5
+        while loss(kind, rate * factor) < loss(kind, rate):
+            rate *= factor
 
 
-def study(
-    name: str, base: Base, seeds: list[int], gates: list[str], learned: list[str], steps: int, results: Results
-) -> None:
+def study(name: str, base: Base, seeds: list[int], kinds: list[str], steps: int, results: Results) -> None:
     dense = row_losses(base.model(), base.text.report)
     depth = base.model().config.num_hidden_layers
 
@@ -345,25 +352,22 @@ def study(
     tokens = {"fit": base.rows * base.text.fit.shape[1]}
     tokens |= {part: getattr(base.text, part).numel() for part in ("choose", "report")}
     results.once(name, "dense", lambda: {"loss": float(dense.mean()), "tokens": tokens})
-    for seed in seeds:
-        for count in base.dropped:
-            subset = results.once(name, f"subset {count}", lambda count=count: best_subset(base, count))
-            key, how = f"static {count} {seed}", with_training("static")
-            results.once(name, key, lambda s=seed, u=subset: static(u["layers"], s), how)
-            for gate in gates:
-                key, keep, how = f"{gate} {count} {seed}", 1 - count / depth, with_training(gate)
-                results.once(name, key, lambda g=gate, k=keep, s=seed: routed(g, k, s), how)
-            for kind in learned:
-                key, keep, how = f"{kind} {count} {seed}", 1 - count / depth, with_training(kind)
-                results.once(name, key, lambda n=kind, k=keep, s=seed: from_nothing(n, k, s), how)
+
+    def result(kind: str, count: int, seed: int) -> dict[str, Any]:
+        if kind == "static":
+            return static(results.once(name, f"subset {count}", lambda: best_subset(base, count))["layers"], seed)
+        return (from_nothing if kind in LEARNED else routed)(kind, 1 - count / depth, seed)
+
+    for seed, count, kind in itertools.product(seeds, base.dropped, kinds):
+        how = with_training(kind)
+        results.once(name, f"{kind} {count} {seed}", functools.partial(result, kind, count, seed), how)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bases", nargs="+", default=["embedded", "wide", "stories260k", "shakespeare"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--gates", nargs="*", default=["mlp", "affine"])
-    parser.add_argument("--learned", nargs="*", default=[], choices=LEARNED, help="gates that start from nothing")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=[*KINDS, *LEARNED])
     parser.add_argument("--steps", type=int, default=0, help="of training, from the fit and from the layers left out")
     parser.add_argument("--rate", type=float, default=1e-3, help="the first that --tune tries")
     parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
@@ -372,8 +376,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    if args.learned and not args.steps:
-        parser.error("--learned needs --steps")
+    if not args.steps and (args.tune or not set(args.kinds) <= set(KINDS)):
+        parser.error("--tune, and gates that start from nothing, need --steps")
     torch.set_num_threads(args.threads)
     makers = {
         "embedded": embedded,
@@ -384,10 +388,9 @@ def main() -> None:
     results = Results(args.out)
     for name in args.bases:
         if args.tune:
-            kinds = ["static", *args.gates, *args.learned]
-            tune(name, makers[name](), args.seeds[0], kinds, args.steps, args.rate, results)
+            tune(name, makers[name](), args.seeds[0], args.kinds, args.steps, args.rate, results)
         else:
-            study(name, makers[name](), args.seeds, args.gates, args.learned, args.steps, results)
+            study(name, makers[name](), args.seeds, args.kinds, args.steps, results)
 
 
 if __name__ == "__main__":
