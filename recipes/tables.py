@@ -474,12 +474,13 @@ def fitted() -> Study:
     intro = (
         "`fit_router` beside the best of all subsets of FFNs to leave out, with the same branches fitted on the same "
         "16,384 tokens. Loss over the dense base in nats, on text that neither side saw: mean ± standard error over "
-        'seeds (their number); "at" is the share of FFN calls really skipped, "less" how much is spared of what '
-        "leaving layers out loses at that share, linear between its points."
+        'seeds (their number); "skipped" is the share of FFN calls really skipped, "less" how much is spared of what '
+        'leaving layers out loses at that share, linear between its points; "p" how likely that is by '
+        "chance, by a t-test of the differences within each seed, times the number of comparisons on that base."
     )
     section = [intro, "", "Without training:", "", *fit_report.table(results)]
     if trained:
-        section += ["", fit_report.after_steps(results), "", *fit_report.table(results, trained=True)]
+        section += ["", fit_report.TRAINED, "", *fit_report.table(results, trained=True)]
     phases = read("fit_router/phases.json")
     behind = (
         f"Loss of the 64 tokens behind a prompt of {phases['prompt']}, {fit_report.TITLES[phases['base']]}, without "

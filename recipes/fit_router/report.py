@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+from scipy.stats import ttest_1samp
 
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import png_of, write_bytes, write_text
@@ -32,55 +33,86 @@ TITLES = {
     "shakespeare": "GPT-2 on Tiny-Shakespeare",
 }  # fmt: skip
 
+TRAINED = "After training, in steps of 8 x 128 tokens:"
 
-def summary(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int], dict[str, float]]:
-    """`{(kind, layers' worth of calls skipped): means over seeds}` of one base."""
-    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+
+def runs_of(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
+    """`{(kind, layers' worth of calls skipped): {seed: run}}` of one base; after training, those with most steps."""
+    runs: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     for key, row in found.items():
         kind, *rest = key.split()
         if kind in KINDS and ("trained" if trained else "more") in row:
-            runs.setdefault((kind, int(rest[0])), []).append(row | row["trained"] if trained else row)
+            count, seed = map(int, rest)
+            runs.setdefault((kind, count), {})[seed] = row | row["trained"] if trained else row
+    steps = max((row["steps"] for seeds in runs.values() for row in seeds.values()), default=0) if trained else 0
     return {
-        key: {
-            "more": statistics.mean(row["more"] for row in rows),
-            "error": statistics.stdev(row["more"] for row in rows) / len(rows) ** 0.5 if len(rows) > 1 else 0.0,
-            "share": statistics.mean(row["share"] for row in rows),
-            "seeds": len(rows),
-        }
-        for key, rows in runs.items()
+        key: {seed: row for seed, row in seeds.items() if row.get("steps", 0) == steps}
+        for key, seeds in runs.items()
+        if any(row.get("steps", 0) == steps for row in seeds.values())
     }
 
 
+def summary(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int], dict[str, float]]:
+    """`{(kind, layers' worth of calls skipped): means over seeds}` of one base."""
+    return {
+        key: {
+            "more": statistics.mean(row["more"] for row in seeds.values()),
+            "error": statistics.stdev(row["more"] for row in seeds.values()) / len(seeds) ** 0.5
+            if len(seeds) > 1
+            else 0.0,
+            "share": statistics.mean(row["share"] for row in seeds.values()),
+            "seeds": len(seeds),
+            "steps": next(iter(seeds.values())).get("steps", 0),
+        }
+        for key, seeds in runs_of(found, trained).items()
+    }
+
+
+def left_out_at(share: float, static: Iterable[dict[str, float]]) -> float:
+    """What leaving layers out loses where `share` of the calls run, linear between its points."""
+    points = sorted((1 - row["share"], row["more"]) for row in static)
+    return float(np.interp(1 - share, *zip((0.0, 0.0), *points)))
+
+
 def spared(points: dict[tuple[str, int], dict[str, float]], point: dict[str, float]) -> float:
-    """The part that `point` spares of what leaving layers out loses at the same share, linear between its points."""
-    static = sorted((1 - row["share"], row["more"]) for (kind, _), row in points.items() if kind == "static")
-    skipped, more = zip((0.0, 0.0), *static)
-    return 1 - point["more"] / float(np.interp(1 - point["share"], skipped, more))
+    """The part that `point` spares of what leaving layers out loses at the same share."""
+    return 1 - point["more"] / left_out_at(
+        point["share"], (row for (kind, _), row in points.items() if kind == "static")
+    )
+
+
+def by_chance(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int], float]:
+    """How likely a difference to layers left out would be by chance, where three seeds or more have both.
+
+    A two-sided t-test of the differences within each seed, times the number of comparisons on this base (Bonferroni).
+    """
+    runs = runs_of(found, trained)
+    static = [seeds for (kind, _), seeds in runs.items() if kind == "static"]
+    both = set.intersection(*(set(seeds) for seeds in static)) if static else set()
+    found_p = {}
+    for (kind, count), seeds in runs.items():
+        if kind != "static" and len(both & set(seeds)) > 2:
+            differences = [
+                seeds[seed]["more"] - left_out_at(seeds[seed]["share"], (of[seed] for of in static))
+                for seed in sorted(both & set(seeds))
+            ]
+            found_p[kind, count] = float(ttest_1samp(differences, 0.0).pvalue)
+    return {key: min(1.0, p * len(found_p)) for key, p in found_p.items()}
 
 
 def table(results: dict[str, Any], trained: bool = False) -> list[str]:
-    of_bases = {base: summary(found, trained) for base, found in results.items()}
-    there = {kind for points in of_bases.values() for kind, _ in points}
-    kinds = [kind for kind in KINDS if kind in there and kind != "static"]
+    """A line for each base, share and kind."""
     lines = []
-    for base, points in of_bases.items():
-        for count in sorted({count for _, count in points}):
-            static = points["static", count]
-            row = [TITLES[base], f"{1 - static['share']:.0%}", said(static)]
-            for kind in kinds:
-                point = points.get((kind, count))
-                if point is None:
-                    row += ["", ""]
-                else:
-                    row += [f"{said(point)} at {1 - point['share']:.1%}", f"{spared(points, point):.0%}"]
-            lines.append(row)
-    heads = ["base", "skipped", KINDS["static"], *(head for kind in kinds for head in (KINDS[kind], "less"))]
-    return markdown_table(heads, lines)
-
-
-def after_steps(results: dict[str, Any]) -> str:
-    steps = {row["trained"]["steps"] for found in results.values() for row in found.values() if "trained" in row}
-    return f"With the branches of both sides trained for {max(steps)} steps of 8 x 128 tokens:"
+    for base, found in results.items():
+        points, chances = summary(found, trained), by_chance(found, trained)
+        for kind, count in sorted(points, key=lambda key: (key[1], list(KINDS).index(key[0]))):
+            point = points[kind, count]
+            less = "" if kind == "static" else f"{spared(points, point):.0%}"
+            p = chances.get((kind, count))
+            chance = "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+            steps = [f"{point['steps']:,.0f}"] if trained else []
+            lines.append([TITLES[base], *steps, KINDS[kind], f"{1 - point['share']:.1%}", said(point), less, chance])
+    return markdown_table(["base", *(["steps"] if trained else []), "what", "skipped", "loss", "less", "p"], lines)
 
 
 def said(point: dict[str, float]) -> str:
@@ -162,7 +194,7 @@ def page(results: dict[str, Any], phases: dict[str, Any]) -> str:
     """`results.md`."""
     parts = ["Without training:", "", *table(results), ""]
     if any(summary(found, trained=True) for found in results.values()):
-        parts += [after_steps(results), "", *table(results, trained=True), ""]
+        parts += [TRAINED, "", *table(results, trained=True), ""]
     parts += [f"The text behind a routed prompt of {phases['prompt']} tokens:", "", *phases_table(phases), ""]
     return "\n".join(parts)
 
