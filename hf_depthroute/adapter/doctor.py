@@ -116,7 +116,7 @@ def _examine_layers(tensors: dict[str, torch.Tensor], config: DepthRouteConfig) 
                 return
     yield from _examine_parts(first, config)
     yield "ok", f"{len(routed)} layers with {len(first)} tensors each"
-    if TARGETS[config.target].reads_ids:
+    if config.has_memory:
         yield from _examine_slots(tensors)
 
 
@@ -138,7 +138,7 @@ def _examine_parts(shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig)
         return
     with torch.device("meta"):
         gate, wider = (GATES[config.gate](width, config, scores).state_dict() for scores in (1, 2))
-        memory = NgramMemory(width, config).state_dict() if TARGETS[config.target].reads_ids else {}
+        memory = NgramMemory(width, config).state_dict() if config.has_memory else {}
     wanted = {f"gate.{name}": tuple(value.shape) for name, value in gate.items()}
     per_expert = {f"gate.{name}" for name in gate if gate[name].shape != wider[name].shape}  # their number is not known
     held = {name: shape for name, shape in shapes.items() if name.startswith("gate.")}
@@ -154,7 +154,7 @@ def _examine_parts(shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig)
         if wanted.get(name) != held.get(name):
             yield "fault", f"{name} has shape {held.get(name)}, the config says {wanted.get(name)}"
     has_branch, up = any(name.startswith("branch.") for name in shapes), shapes.get("branch.up.weight")
-    if has_branch != (config.branch == "lowrank"):
+    if has_branch != (config.branch != "none"):
         yield "fault", f"branch={config.branch!r}, and the weights hold {'one' if has_branch else 'none'}"
     elif has_branch and up != (config.branch_rank, width):
         yield "fault", f"the branch has shape {up}, not ({config.branch_rank}, {width})"

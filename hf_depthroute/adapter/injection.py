@@ -181,10 +181,10 @@ def ngrams_of(
         ConfigError: The call has no token ids, or is one of continuous batching.
     """
     if inputs.is_floating_point():
-        raise ConfigError("target='memory' looks token ids up, and inputs_embeds holds none; pass input_ids")
+        raise ConfigError("the adapter's memory looks token ids up, and inputs_embeds holds none; pass input_ids")
     if is_paged(kwargs):
         raise ConfigError(
-            "target='memory' does not know a request's earlier tokens in continuous batching; generate without it"
+            "the adapter's memory does not know a request's earlier tokens in continuous batching; generate without it"
         )
     starts = None
     ends, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")

@@ -235,7 +235,7 @@ def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], con
     for name in ("gate_hidden", "branch_rank", "context_dim", "summary_dim", "action_dim"):
         if (getattr(config, name) or 0) > widest:
             raise ConfigError(f"{name}={getattr(config, name)} must be at most {widest} on a model of width {width}")
-    if TARGETS[config.target].reads_ids:
+    if config.has_memory:
         _check_memory(config, len(routed), widest)
     check_modules_to_save(model, layers, config.modules_to_save or ())
     if traits_of(config.gate).reads_logits and model.get_output_embeddings() is None:

@@ -65,13 +65,15 @@ class SkippingLayer(DynamicLayer):
 
     Args:
         keep: Bool `[B]`.
+        tokens: As in a layer that keeps them; None where no memory reads them.
     """
 
     _layer_type = None  # transformers registers subclasses by it
 
-    def __init__(self, keep: torch.Tensor) -> None:
+    def __init__(self, keep: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
         super().__init__()
         self.keep: torch.Tensor | None = keep
+        self.tokens = tokens
         self.length = 0
 
     def advance(self, count: int) -> None:
@@ -106,10 +108,12 @@ class SkippingLayer(DynamicLayer):
         self.length = min(self.length, tokens_to_remove) if tokens_to_remove > 0 else self.length + tokens_to_remove
         if self.keys is not None and self.values is not None and self.is_initialized:
             self.keys, self.values = self.keys[..., : self.length, :], self.values[..., : self.length, :]
+        if self.tokens is not None:
+            self.tokens = self.tokens[:, : self.length]
 
     def reset(self) -> None:
         super().reset()
-        self.keep, self.length = None, 0
+        self.keep, self.tokens, self.length = None, None, 0
 
     def _take(self, indices: torch.Tensor) -> None:
         if self.keep is None:
@@ -119,6 +123,8 @@ class SkippingLayer(DynamicLayer):
             rows = (self.keep.cumsum(0) - 1)[indices][self.keep[indices]]
             self.keys, self.values = self.keys[rows], self.values[rows]
         self.keep = self.keep[indices]
+        if self.tokens is not None:
+            self.tokens = self.tokens[indices.to(self.tokens.device)]
 
 
 def cache_layer(cache: Any, index: int) -> Any:
@@ -140,8 +146,8 @@ def remember(cache: Any, index: int, keep: torch.Tensor, skips_attention: bool) 
     layer = cache_layer(cache, index)
     if type(layer) is SkippingLayer and layer.length == 0:
         layer.keep = keep  # after a reset
-    elif skips_attention and type(layer) is DynamicLayer and layer.get_seq_length() == 0:
-        cache.layers[index] = SkippingLayer(keep)
+    elif skips_attention and type(layer) in (DynamicLayer, _keeping(DynamicLayer)) and layer.get_seq_length() == 0:
+        cache.layers[index] = SkippingLayer(keep, getattr(layer, "tokens", None))
     else:
         _keeping_layer(cache, index).keep = keep
 
@@ -171,13 +177,13 @@ def last_tokens(cache: Any, index: int) -> torch.Tensor | None:
     """
     layer = cache_layer(cache, index)
     tokens: torch.Tensor | None = getattr(layer, "tokens", None)
-    if tokens is not None and tokens.shape[1]:
-        return tokens[:, -1]
-    if layer is not None and int(layer.get_seq_length()):
+    known = 0 if tokens is None else tokens.shape[1]
+    missing = known == 0 or isinstance(layer, DynamicLayer)  # the others hold the last position's only
+    if layer is not None and missing and int(layer.get_seq_length()) != known:
         raise ValueError(
             "this KV cache was filled without the adapter's memory, which has to know its tokens; start a new cache"
         )
-    return None
+    return tokens[:, -1] if tokens is not None and known else None
 
 
 def kv_cache_bytes(cache: Any) -> int:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from ..config.adapter import DepthRouteConfig
-from ..parts.targets import TARGETS
+from ..parts.memory import shortest_order
 from ..parts.traits import traits_of
 from .escaping import Safe, clean, code, row, shown_path
 from .facts import Facts, is_number
@@ -46,7 +46,7 @@ def routed_rows(facts: Facts) -> list[Safe]:
         ("one decision for each", code(c.granularity)),
         *_memory(c),
         ("gate", Safe(f"{code(c.gate)}{reads}")),
-        ("branch", Safe(f"{code(c.branch)}, rank {c.branch_rank}") if c.branch == "lowrank" else code(c.branch)),
+        ("branch", Safe(f"{code(c.branch)}, rank {c.branch_rank}") if c.branch != "none" else code(c.branch)),
         ("budget", budget),
         ("rule in training", code(c.selection)),
         ("rule at inference", _inference(facts)),
@@ -57,9 +57,9 @@ def routed_rows(facts: Facts) -> list[Safe]:
 
 
 def _memory(c: DepthRouteConfig) -> list[tuple[str, object]]:
-    if not TARGETS[c.target].reads_ids:
+    if not c.has_memory:
         return []
-    hashes = f"{c.memory_heads} hashes of every order, 2 to {c.ngram_order}"
+    hashes = f"{c.memory_heads} hashes of every order, {shortest_order(c)} to {c.ngram_order}"
     return [("table of a layer", Safe(f"{c.memory_slots:,} slots of {c.memory_width}")), ("n-grams", Safe(hashes))]
 
 

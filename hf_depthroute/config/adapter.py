@@ -61,12 +61,17 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
         saved = super().to_dict() | {"library_version": __version__, "weights_hash": None}
         if self.phases == "all":  # so that versions without the field read what they can run, and nothing else
             del saved["phases"]
-        if not TARGETS[self.target].reads_ids:  # the same
+        if not self.has_memory:  # the same
             saved = {name: value for name, value in saved.items() if name not in MEMORY_FIELDS}
         module = module_of(GATES[self.gate])
         if module is None:  # the fields are unknown to versions that had no gates from outside
             return {name: value for name, value in saved.items() if name not in ("gate_package", "gate_module")}
         return saved | {"gate_package": package_of(module), "gate_module": module}
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether there is a table of n-grams, as the target or in the cheap branch; layers are then given the ids."""
+        return self.branch == "memory" or TARGETS[self.target].reads_ids
 
     @property
     def fixed_threshold(self) -> float | None:

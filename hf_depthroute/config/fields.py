@@ -59,8 +59,9 @@ class RoutingFields:
         context_dim: JEPA gate: width of the compressed context.
         summary_dim: JEPA gate: width of the predicted outcomes `q`.
         action_dim: JEPA gate: width of the two action embeddings.
-        branch: What easy tokens take: `"lowrank"` (`W_down SiLU(W_up LN(a))`) or `"none"` (they keep the residual
-            stream).
+        branch: What easy tokens take: `"lowrank"` (`W_down SiLU(W_up LN(a))`), `"memory"` (the same, and what a table
+            holds for the n-grams of token ids that end at the token) or `"none"` (they keep the residual stream).
+            `"memory"` is for the targets ffn, attention and block per token, and needs the token ids.
         branch_rank: Rank of the low-rank branch; by default an eighth of the model's width.
         budget: Fraction of tokens (of pairs, of sequences) that run in full, in (0, 1].
         budget_scope: Who holds the budget: every `"layer"`, or `"global"`: all routed layers share one threshold, and
@@ -85,10 +86,11 @@ class RoutingFields:
         expert_gates: Target experts: `"per_expert"` (one row per expert, as in Router-Tuning) or `"per_layer"`.
         dropped_experts: Target experts, gate `"none"`: the experts that are dropped, a list per routed layer; on the
             command line such as 0,3/1,2.
-        memory_slots: Target memory: slots of a layer's table, shared out evenly over the hashes.
-        memory_width: Target memory: width of a slot.
-        memory_heads: Target memory: hash heads, that is, hashes of every order.
-        ngram_order: Target memory: the longest n-gram that is hashed; the shortest has two tokens.
+        memory_slots: Target or branch memory: slots of a layer's table, shared out evenly over the hashes.
+        memory_width: Target or branch memory: width of a slot.
+        memory_heads: Target or branch memory: hash heads, that is, hashes of every order.
+        ngram_order: Target or branch memory: the longest n-gram that is hashed; the shortest has two tokens, in a
+            branch one.
         seed: Seed of the adapter's initial weights, independent of the global generator, and of the memory's hashes.
         modules_to_save: Names of base modules that train and are saved in full, as in PEFT; on the command line
             comma-separated.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..files.shown import OneLine
 from ..files.suggestions import closest
 from ..parts.gates import GATES
-from ..parts.memory import LEAST_SLOTS, hash_count
+from ..parts.memory import LEAST_SLOTS, hash_count, shortest_order
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from .fields import MEMORY_FIELDS, RoutingFields
@@ -28,7 +28,7 @@ CHOICES: dict[str, Collection[str]] = {
     "target": TARGETS,
     "granularity": ("token", "sequence"),
     "gate_input": ("residual", "normed"),
-    "branch": ("lowrank", "none"),
+    "branch": ("lowrank", "memory", "none"),
     "budget_scope": ("layer", "global"),
     "phases": ("all", "prefill"),
     "causal_rule": ("quantile", "predictor"),
@@ -52,7 +52,6 @@ _MEMORY_LIMITS = (
     ("memory_slots", LEAST_SLOTS, 1 << 26),
     ("memory_width", 1, 65536),
     ("memory_heads", 1, 16),
-    ("ngram_order", 2, 5),
 )
 _VERSION = re.compile(r"[A-Za-z0-9.+:_-]{1,128}")
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -93,7 +92,12 @@ def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
             yield f"layers={reprlib.repr(c.layers)} must ascend, because dropped_experts has one list for each of them"
     elif c.dropped_experts is not None:
         yield "dropped_experts goes with target='experts' and gate='none'"
-    if target.reads_ids:
+    if c.branch == "memory" and (target.per_pair or target.reads_ids or c.granularity != "token"):
+        yield (
+            f"branch='memory' looks up what ends at a token; it is not supported with target={c.target!r} per "
+            f"{c.granularity}; use ffn, attention or block per token"
+        )
+    if c.has_memory:
         hashes = hash_count(c)
         if c.memory_slots < LEAST_SLOTS * hashes:
             least = f"{LEAST_SLOTS * hashes}, {LEAST_SLOTS} for each of {hashes} hashes"
@@ -102,7 +106,7 @@ def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
         reading = _any_of(name for name, row in TARGETS.items() if row.reads_ids)
         for name in MEMORY_FIELDS:
             if getattr(c, name) != getattr(RoutingFields, name):
-                yield f"{name}={getattr(c, name)!r} goes with target={reading}"
+                yield f"{name}={getattr(c, name)!r} goes with target={reading} or branch='memory'"
     if c.selection == "topk" and (c.granularity == "sequence" or c.budget_scope == "global"):
         yield "selection='topk' ranks the tokens of one sequence in one layer; use 'threshold' or 'controller' here"
     if gate.selections and c.selection not in gate.selections:
@@ -207,6 +211,7 @@ def check_complete(c: DepthRouteConfig) -> None:
             _check_int(name, getattr(c, name), low=1, high=262144)
     for name, low, high in _MEMORY_LIMITS:
         _check_int(name, getattr(c, name), low=low, high=high)
+    _check_int("ngram_order", c.ngram_order, low=shortest_order(c), high=5)
     _check_int("seed", c.seed, low=0, high=2**63 - 1)
     rule = c.layers is None or (isinstance(c.layers, str) and _LAYER_RULE.fullmatch(c.layers))
     what = "must be 'last:N', 'every:N', 'before_last:N', 'before_last:half', 'all' or a list of distinct layer indices"

@@ -169,14 +169,19 @@ def gate_weights(holder: Routing, length: int) -> float:
 
 
 def branch_weights(holder: Routing, config: Any) -> float:
-    """Weights of the cheap branch; `config` is the base model's."""
-    name = holder.active_name()
+    """Weights of the cheap branch, its memory's included; `config` is the base model's."""
+    name, recalls = holder.active_name(), holder.active_config().branch == "memory"
     branches = [holder.depth_route_branch[name]] if name in holder.depth_route_branch else []
-    return sum(matrix.per_token for branch in branches for matrix in matrices(branch, config))
+    weights = sum(matrix.per_token for branch in branches for matrix in matrices(branch, config))
+    return weights + (_memory_weights(holder) if recalls else 0.0)
 
 
 def memory_weights(holder: Routing) -> float:
-    """Weights that a memory multiplies a token with, beside its gate's; 0 where there is none."""
+    """Weights that the memory of target memory multiplies a token with, beside its gate's; 0 of another target."""
+    return 0.0 if holder.active_config().branch == "memory" else _memory_weights(holder)
+
+
+def _memory_weights(holder: Routing) -> float:
     name = holder.active_name()
     if name not in holder.depth_route_memory:
         return 0.0
@@ -277,7 +282,7 @@ def _product(matrix: Matrix, tokens: int, rows: float, passes: float) -> tuple[f
 def _count_router(
     work: Work, holder: Routing, config: Any, tokens: int, length: int, cheap: float, again: float
 ) -> None:
-    """The gate and the memory on every token, the branch on the share `cheap`; their weights are read on every pass."""
+    """The gate and target memory on every token, the branch on the share `cheap`; weights are read on every pass."""
     name = holder.active_name()
     for group in (holder.depth_route_gate, holder.depth_route_predictor, holder.depth_route_branch):
         if name not in group:
@@ -285,7 +290,7 @@ def _count_router(
         module = group[name]
         held = sum(p.numel() * p.element_size() for p in module.parameters())
         if group is holder.depth_route_branch:
-            met, seen = branch_weights(holder, config), tokens * cheap
+            met, seen = sum(matrix.per_token for matrix in matrices(module, config)), tokens * cheap
         else:
             met = float(cast(MLPGate, module).weights_per_token())
             seen = tokens / length if holder.active_config().granularity == "sequence" else tokens
@@ -294,5 +299,6 @@ def _count_router(
     if name in holder.depth_route_memory:
         memory = cast(NgramMemory, holder.depth_route_memory[name])
         met, size = memory.weights_per_token(), memory.table.element_size()
-        moved = size * (met + tokens * (memory.value.in_features + holder.width))  # of the table, the rows looked up
-        work.add("router", again * 2.0 * tokens * met, again * moved)
+        seen = tokens * cheap if holder.active_config().branch == "memory" else tokens
+        moved = size * (met + seen * (memory.value.in_features + holder.width))  # of the table, the rows looked up
+        work.add("router", again * 2.0 * seen * met, again * moved)

@@ -14,8 +14,7 @@ from torch import nn
 
 from ..data.batches import model_inputs, token_mask
 from ..inference.calibration import active_routings
-from ..parts.memory import MISSING, NgramMemory, suffixes
-from ..parts.targets import TARGETS
+from ..parts.memory import MISSING, NgramMemory, shortest_order, suffixes
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def slot_use(model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[st
         slot_use(model, [{"input_ids": ids}])[2].collided
 
     Args:
-        model: A model whose active adapter has `target="memory"`.
+        model: A model whose active adapter has `target="memory"` or `branch="memory"`.
         batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`.
 
     Returns:
@@ -55,8 +54,8 @@ def slot_use(model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[st
     """
     holders = active_routings(model)
     config = holders[0].active_config()
-    if not TARGETS[config.target].reads_ids:
-        raise ValueError(f"slot_use: target={config.target!r} has no table of slots")
+    if not config.has_memory:
+        raise ValueError(f"slot_use: target={config.target!r} has no table of slots, nor has branch={config.branch!r}")
     seen_GN = torch.empty(0, config.ngram_order, dtype=torch.int64)
     for batch in model_inputs(model, batches):
         real = token_mask(batch)
@@ -66,10 +65,10 @@ def slot_use(model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[st
     for holder in holders:
         memory = cast(NgramMemory, holder.depth_route_memory[holder.active_name()])
         hit = lookups = collided = 0
-        for order in range(2, config.ngram_order + 1):
+        for place, order in enumerate(range(shortest_order(config), config.ngram_order + 1)):
             ngrams_GN = torch.full_like(seen_GN, MISSING)
             ngrams_GN[:, :order] = seen_GN[:, :order]
-            slots_GK = memory.slots(ngrams_GN.unique(dim=0)).unflatten(-1, (-1, config.memory_heads))[:, order - 2]
+            slots_GK = memory.slots(ngrams_GN.unique(dim=0)).unflatten(-1, (-1, config.memory_heads))[:, place]
             for slots_G in slots_GK.unbind(dim=-1):
                 counts = slots_G.unique(return_counts=True)[1]
                 hit, lookups = hit + len(counts), lookups + len(slots_G)

@@ -55,6 +55,8 @@ class RoutedCall:
         token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
         kwargs: What the decoder layer was called with.
         decision: None where nothing is decided, because both paths are wanted.
+        ngrams: Int64 `[B, T, N]`, the n-grams that end at each token, over the KV cache; None where nothing is looked
+            up.
     """
 
     layer: Any
@@ -66,6 +68,7 @@ class RoutedCall:
     token_mask: Tensor | None
     kwargs: Kwargs
     decision: Decision | None = None
+    ngrams: Tensor | None = None
 
     @property
     def family(self) -> Family:
@@ -73,8 +76,14 @@ class RoutedCall:
 
     @property
     def branch(self) -> Any:
-        """From rows of the stream to the cheap path's update; None when that adds nothing."""
+        """From rows of the stream to the cheap path's update, without that of a memory; None when that adds nothing."""
         return self.holder.depth_route_branch._modules.get(self.plan.adapter)
+
+    @property
+    def memory(self) -> Any:
+        """The `NgramMemory` of the cheap path; None where it has none."""
+        has_one = self.plan.config.branch == "memory"
+        return self.holder.depth_route_memory[self.plan.adapter] if has_one else None
 
     @property
     def mask(self) -> Tensor:
@@ -111,8 +120,33 @@ class RoutedCall:
 
     def cheap(self) -> Tensor:
         """The stream after the cheap path of every token, `[B, T, d]`."""
-        branch = self.branch
-        return self.stream if branch is None else self.stream + branch(self.stream)
+        branch, recalled = self.branch, self.recalled()
+        after = self.stream if branch is None else self.stream + branch(self.stream)
+        return after if recalled is None else after + recalled
+
+    def recalled(self) -> Tensor | None:
+        """What the cheap path's memory adds to every token, `[B, T, d]` in the stream's dtype; None without one."""
+        if self.memory is None:
+            return None
+        assert self.ngrams is not None
+        update: Tensor = self.memory.update(self.ngrams, self.stream.dtype)
+        return update
+
+    def with_recalled(self, after: Tensor) -> Tensor:
+        """`after`, `[B, T, d]`, and at the tokens that are not chosen what the memory adds; it looks up no others.
+
+        `after` is written into where no gradient is recorded.
+        """
+        if self.memory is None:
+            return after
+        assert self.ngrams is not None
+        index = (~self.mask).reshape(-1).nonzero().squeeze(-1)
+        if not len(index):
+            return after
+        update = self.memory.update(self.ngrams.flatten(0, 1)[index.to(self.ngrams.device)], after.dtype)
+        rows = after.reshape(-1, after.shape[-1])
+        add = rows.index_add if torch.is_grad_enabled() else rows.index_add_
+        return add(0, index, update).view(after.shape)
 
     def finish(self, after: Tensor) -> Tensor:
         """The layer's output, from the stream after the routed part, each `[B, T, d]`."""
@@ -133,6 +167,7 @@ class RoutedCall:
             token_mask=part(self.token_mask),
             kwargs=kwargs,
             decision=decision,
+            ngrams=part(self.ngrams),
         )
 
 

@@ -100,6 +100,8 @@ def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Ste
 def _step_of(holder: Routing, batch: int) -> Step | None:
     """None where the general forward pass has to run."""
     plan = holder.plan(False, (batch, 1))
+    if plan is not None and plan.adapter in holder.depth_route_memory:  # the KV cache has to learn of the token
+        return None
     if plan is None or (plan.rule == "full" and not plan.recorders):
         return _run_base
     if not supports_decode(plan, holder.family):
@@ -126,6 +128,8 @@ def supports_decode(plan: RoutePlan, family: Family) -> bool:
     """Whether a `DecodeStep` computes what `plan` says, in a layer of `family`."""
     config = plan.config
     if not family.plain or type(SITES[config.target]) is not FFNSite or config.granularity != "token":
+        return False
+    if config.branch == "memory":  # it reads the tokens before this one
         return False
     if plan.gate.exits or plan.recorders or plan.replayed is not None:
         return False

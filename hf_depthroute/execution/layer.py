@@ -12,6 +12,7 @@ With the stream `s` in front of the routed part, for the FFN `s = h + attention(
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ from ..routing.trace import RouteRecord
 from .call import Kwargs, RoutedCall, Site
 from .decode import Step
 from .executors import executor_of
+from .memory import continued_ngrams
 from .sequences import decide_sequences, remember_sequences
 from .sites import SITES
 
 TOKEN_MASK = "depth_route_token_mask"  # keyword that carries the 2D attention mask to the layers
 LAST_TOKENS = "depth_route_last_tokens"  # keyword that carries which tokens `phases="prefill"` runs full
-NGRAMS = "depth_route_ngrams"  # keyword that carries the n-grams that end at each token, for target memory
+NGRAMS = "depth_route_ngrams"  # keyword that carries the n-grams that end at each token, for memories
 DECODE_STEPS = "depth_route_decode_steps"  # keyword that carries the layers' `DecodeStep`s, by layer
 
 
@@ -78,7 +80,10 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, **kwargs: An
     token_mask, ngrams = kwargs.pop(TOKEN_MASK, None), kwargs.pop(NGRAMS, None)
     if plan is None:
         return (layer._base_forward(hidden_states, **kwargs),)
+    holder: Routing = layer._modules[HOLDER]
     if plan.rule == "full":  # the base's layer; what is recorded has no scores
+        if ngrams is not None and plan.adapter in holder.depth_route_memory:
+            continued_ngrams(holder, ngrams, kwargs)  # later calls may look them up
         out = hidden_of(layer._base_forward(hidden_states, **kwargs))
         if not plan.recorders:
             return (out,)
@@ -113,12 +118,14 @@ def routed_call(
         token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
         kwargs: What the layer was called with, for its parts.
         decides: Whether the gate is asked.
-        ngrams: Int64 `[B, T, N]`, the n-grams that end at each token; for targets that read token ids.
+        ngrams: Int64 `[B, T, N]`, the n-grams that end at each token; for adapters with a memory.
     """
     holder: Routing = layer._modules[HOLDER]
+    if plan.adapter in holder.depth_route_memory:
+        ngrams = continued_ngrams(holder, ngrams, kwargs)
     site = SITES[plan.config.target].of_call(holder, plan, hidden_states, ngrams, kwargs)
     stream = site.enter(layer, holder.family, hidden_states, kwargs)
-    return call_on_stream(layer, plan, site, stream, token_mask, kwargs, decides)
+    return replace(call_on_stream(layer, plan, site, stream, token_mask, kwargs, decides), ngrams=ngrams)
 
 
 def call_on_stream(

@@ -1,4 +1,4 @@
-"""The target `"memory"`: hashed n-grams look up slots, and what they hold is added in front of the attention.
+"""Hashed n-grams over a KV cache, and the target `"memory"`: what they hold is added in front of the attention.
 
 Shapes: B batch, T positions, N longest n-gram, E width of what is looked up, d model width.
 """
@@ -17,6 +17,23 @@ from ..parts.memory import NgramMemory, continued
 from ..routing.holder import Routing
 from ..routing.plan import RoutePlan
 from .call import Decision, Kwargs, RoutedCall, Site
+
+
+def continued_ngrams(holder: Routing, ngrams: Tensor | None, kwargs: Kwargs) -> Tensor:
+    """The n-grams of a call, int64 `[B, T, N]`, with the earlier tokens of its KV cache, which then holds these too.
+
+    Raises:
+        ValueError: There are none, or the cache was filled without the memory.
+    """
+    if ngrams is None:
+        raise ValueError(f"layer {holder.layer_index}: its memory needs the token ids; call the whole model")
+    cache = cache_of(kwargs)
+    if cache is None:
+        return ngrams
+    before = last_tokens(cache, holder.layer_index)
+    ngrams = ngrams if before is None else continued(ngrams, before.to(ngrams.device))
+    remember_tokens(cache, holder.layer_index, ngrams[..., :-1])
+    return ngrams
 
 
 class MemorySite(Site):
@@ -40,14 +57,8 @@ class MemorySite(Site):
         self._retrieved, self._value = retrieved, value
 
     def of_call(self, holder: Routing, plan: RoutePlan, h: Tensor, ngrams: Tensor | None, kwargs: Kwargs) -> MemorySite:
-        if ngrams is None:
-            raise ValueError(f"layer {holder.layer_index}: its memory needs the token ids; call the whole model")
+        assert ngrams is not None
         memory = cast(NgramMemory, holder.depth_route_memory[plan.adapter])
-        cache = cache_of(kwargs)
-        if cache is not None:
-            before = last_tokens(cache, holder.layer_index)
-            ngrams = ngrams if before is None else continued(ngrams, before.to(ngrams.device))
-            remember_tokens(cache, holder.layer_index, ngrams[..., :-1])
         retrieved = memory(ngrams).to(h)
         return MemorySite(retrieved, memory.value(retrieved))
 

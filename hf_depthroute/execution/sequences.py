@@ -78,7 +78,7 @@ def skip_sequences(call: RoutedCall) -> Tensor:
     out[rows] = after
     if branch is not None and len(others):
         out[others] = stream[others] + branch(stream[others])
-    return out
+    return call.with_recalled(out)
 
 
 def whole_sequences(value: Any, rows: Tensor, batch: int) -> Any:

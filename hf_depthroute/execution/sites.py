@@ -42,9 +42,11 @@ class FFNSite(Site):
         ffn, rows = ffn_map(call.layer, call.family), _slice_rows(call)
         stream = call.stream.clone() if call.family.parallel else call.stream  # the layer's input is still needed
         if call.normed is not None:
-            return gathered_update(stream, call.normed, call.mask, ffn, call.branch, rows, call.scale)
+            after = gathered_update(stream, call.normed, call.mask, ffn, call.branch, rows, call.scale)
+            return call.with_recalled(after)
         norm = norm_of(call.layer, call.family, "ffn")
-        return gathered_update(stream, stream, call.mask, lambda x: ffn(norm(x)), call.branch, rows, call.scale)
+        after = gathered_update(stream, stream, call.mask, lambda x: ffn(norm(x)), call.branch, rows, call.scale)
+        return call.with_recalled(after)
 
     def supports_rows(self, call: RoutedCall) -> bool:
         return _ffn_by_rows(call)
@@ -92,7 +94,8 @@ class AttentionSite(Site):
         flat = mask.reshape(-1)
         before = call.stream.reshape(-1, call.stream.shape[-1])
         out = add_cheap(before.clone(), before, flat, call.branch, _slice_rows(call))
-        return out.index_copy_(0, flat.nonzero().squeeze(-1), rows.to(out.dtype)).view(call.stream.shape)
+        out = out.index_copy_(0, flat.nonzero().squeeze(-1), rows.to(out.dtype))
+        return call.with_recalled(out.view(call.stream.shape))
 
     def supports_rows(self, call: RoutedCall) -> bool:
         attention = getattr(call.layer, call.family.attention)

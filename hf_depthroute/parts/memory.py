@@ -6,10 +6,12 @@ N are hashed by K heads each; the slots that they hit, concatenated, are `e`:
 
     k = W_K e;   v = W_V e;   alpha = sigmoid(RMSNorm(h) . RMSNorm(k) / sqrt(d));   h <- h + alpha v
 
+As a cheap branch (`branch="memory"`) the orders begin at 1, and `v` is added without a gate.
+
 An n-gram ends at its token and never reaches into padding or into the document before: what would lie there counts as
 one reserved token, as n-gram models pad a sentence's start.
 
-Shapes: B batch, T positions, N longest order, S = K (N - 1) hashes, w slot width, E = S w, d model width.
+Shapes: B batch, T positions, N longest order, S hashes, K of every order, w slot width, E = S w, d model width.
 """
 
 from __future__ import annotations
@@ -38,12 +40,18 @@ class MemorySizes(Protocol):
     memory_width: int
     memory_heads: int
     ngram_order: int
+    branch: str
     seed: int
 
 
+def shortest_order(config: MemorySizes) -> int:
+    """The fewest tokens that are looked up: 1 for a cheap branch, 2 in front of the attention."""
+    return 1 if config.branch == "memory" else 2
+
+
 def hash_count(config: MemorySizes) -> int:
-    """`S`: every order from 2 on is hashed by every head."""
-    return config.memory_heads * (config.ngram_order - 1)
+    """`S`: every order from the shortest on is hashed by every head."""
+    return config.memory_heads * (config.ngram_order - shortest_order(config) + 1)
 
 
 def embedding_width(config: MemorySizes) -> int:
@@ -137,6 +145,11 @@ class NgramMemory(nn.Module):
         """`e`, `[..., N] -> [..., E]`."""
         return F.embedding(self.slots(ngrams.to(self.table.device)), self.table).flatten(-2)
 
+    def update(self, ngrams: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`v` in the stream's dtype, `[..., N] -> [..., d]`."""
+        update: torch.Tensor = self.value(self(ngrams).to(dtype))
+        return update
+
     def _constants(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if device not in self._on_device:
             numbers = (self._multipliers, self._primes, self._offsets)
@@ -186,7 +199,7 @@ def _hashes(config: MemorySizes, layer_index: int) -> tuple[list[list[int]], lis
     multipliers = [
         [
             _mixed(config.seed, layer_index, n, head, place) >> 33 | 1 if place < n else 0
-            for n in range(2, order + 1)
+            for n in range(shortest_order(config), order + 1)
             for head in range(config.memory_heads)
         ]
         for place in range(order)

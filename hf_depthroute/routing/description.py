@@ -8,21 +8,24 @@ from peft import PeftModel
 
 from ..base.families import find_layers
 from ..config.adapter import DepthRouteConfig
+from ..parts.memory import shortest_order
 from ..parts.targets import TARGETS
 
 
 def routing_summary(config: DepthRouteConfig) -> str:
     """`ffn per token, budget 0.5, gate mlp, branch lowrank`."""
+    memory = f"{config.memory_slots:,} slots of {config.memory_width}, {config.memory_heads} heads, {_orders(config)}"
     if TARGETS[config.target].reads_ids:
-        slots = f"{config.memory_slots:,} slots of {config.memory_width}"
-        return f"{config.target} per {config.granularity}, {slots}, {config.memory_heads} heads, {_orders(config)}"
+        return f"{config.target} per {config.granularity}, {memory}"
     parts = [f"{config.target} per {config.granularity}", f"budget {config.budget:g}", f"gate {config.gate}"]
     parts += [] if config.branch == "none" else [f"branch {config.branch}"]
+    parts += [memory] if config.branch == "memory" else []
     return ", ".join(parts if config.phases == "all" else [*parts, f"phases {config.phases}"])
 
 
 def _orders(config: DepthRouteConfig) -> str:
-    return "2-grams" if config.ngram_order == 2 else f"2- to {config.ngram_order}-grams"
+    shortest, longest = shortest_order(config), config.ngram_order
+    return f"{longest}-grams" if shortest == longest else f"{shortest}- to {longest}-grams"
 
 
 def routed_lines(model: PeftModel) -> list[str]:

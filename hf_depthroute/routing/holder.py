@@ -74,7 +74,7 @@ class Routing(nn.Module, BaseTunerLayer):
         self.depth_route_quantiles = nn.ModuleDict()
         self.depth_route_predictor = nn.ModuleDict()  # of causal_rule="predictor"
         self.depth_route_controller = nn.ModuleDict()  # of selection="controller"
-        self.depth_route_memory = nn.ModuleDict()  # of target="memory"
+        self.depth_route_memory = nn.ModuleDict()  # of target="memory" and branch="memory"
         # Held outside the module tree: owned by the base layer and by other routed layers.
         self._norms: tuple[dict[str, tuple[Any, bool]]] = (norms,)
         self._ffn: tuple[nn.Module] = (ffn,)
@@ -104,12 +104,12 @@ class Routing(nn.Module, BaseTunerLayer):
         per_expert = target.per_pair and config.expert_gates == "per_expert"
         gate = GATES[config.gate](self.width, config, self.num_experts if per_expert else 1)
         self.depth_route_gate[name] = self._initialised(gate, config, "gate")
-        if config.branch == "lowrank":
+        if config.branch != "none":
             assert config.branch_rank is not None
             norm, same = self._norms[0][target.norm]
             branch = LowRankBranch(norm, self.width, config.branch_rank, bias=self.ffn_bias, copy_values=same)
             self.depth_route_branch[name] = self._initialised(branch, config, "branch")
-        if target.reads_ids:
+        if config.has_memory:
             memory = NgramMemory(self.width, config, self.layer_index)
             self.depth_route_memory[name] = self._initialised(memory, config, "memory")
         if config.causal_rule == "predictor":

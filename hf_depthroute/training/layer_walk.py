@@ -23,6 +23,7 @@ from ..base.sublayers import hidden_of
 from ..data.batches import token_mask
 from ..execution.call import RoutedCall
 from ..execution.layer import DECODE_STEPS, LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_call
+from ..parts.memory import suffixes
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
 from ..routing.trace import full_depth
@@ -43,6 +44,7 @@ class LayerWalk:
     def __init__(self, model: nn.Module, batches: Sequence[dict[str, torch.Tensor]]) -> None:
         self.layers = list(find_layers(model))
         self.real = [token_mask(batch) for batch in batches]
+        self._ids = [batch["input_ids"] for batch in batches]
         self._first: list[torch.Tensor] = []
         self._given: list[list[dict[str, Any]]] = []
         handles = [
@@ -81,7 +83,8 @@ class LayerWalk:
         assert holder is not None
         device = next(holder.depth_route_gate.parameters()).device
         h, given = send_to_device((h, self._given[batch][index]), device)
-        return routed_call(self.layers[index], plan, h, None, dict(given), decides=False)
+        ngrams = suffixes(self._ids[batch], plan.config.ngram_order, self.real[batch])
+        return routed_call(self.layers[index], plan, h, None, dict(given), decides=False, ngrams=ngrams)
 
 
 Visit = Callable[[int, list[RoutedCall]], list[torch.Tensor]]

@@ -59,6 +59,8 @@ def check_adapter(config: DepthRouteConfig) -> None:
     if type(SITES[config.target]) is not FFNSite:  # what the operator runs
         reasons = [_PARTS[part] for part in TARGETS[config.target].skips if part in _PARTS]
         _refuse("target", config.target, next(iter(reasons), "only the FFN's rows can be left out there"))
+    if config.branch == "memory":
+        _refuse("branch", config.branch, _PARTS["memory"])
     if config.granularity != "token":
         _refuse("granularity", config.granularity, "a batch there is one row that holds tokens of many requests")
     if gate.static or gate.exits or gate.reads_logits:
