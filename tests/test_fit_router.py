@@ -197,7 +197,7 @@ def test_budgets_need_a_calibration() -> None:
     [
         ({"target": "experts", "gate": "mlp"}, "not fitted"),
         ({"gate": "jepa"}, "use one of: mlp, affine"),
-        ({"branch": "none"}, "branch='lowrank'"),
+        ({"branch": "none"}, "fits a branch"),
         ({"layers": [1]}, "run everything"),
     ],
 )

@@ -1,6 +1,7 @@
 """Cheap branches by least squares: a start that already imitates the path it stands in for.
 
-Shapes: B batch, T positions, N tokens, d model width, r branch rank (one more with a bias).
+Shapes: B batch, T positions, N tokens, d model width, r branch rank (one more with a bias), O longest n-gram, w width
+of a memory's slots.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from ..base.contexts import evaluating
 from ..base.distributed import each_of_all, total
 from ..base.families import find_layers
 from ..data.batches import model_inputs, token_mask
-from ..execution.layer import DECODE_STEPS, LAST_TOKENS, TOKEN_MASK, routed_call
+from ..execution.layer import DECODE_STEPS, LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_call
+from ..parts.memory import NgramMemory
 from ..parts.regression import leading_directions, moments, ridge_weights
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
@@ -25,6 +27,7 @@ from ..routing.holder import Routing
 from ..routing.trace import record_routes
 from .calibration import active_routings
 
+_SHRINK = (1.0, 4.0, 16.0)
 _SPREAD = 0.1  # of the branch's inputs to SiLU, which is nearly linear there: far inputs are not blown up
 
 
@@ -65,10 +68,51 @@ def fit_branch(branch: Any, x_Nd: torch.Tensor, y_Nd: torch.Tensor, ridge: float
 
 
 @torch.no_grad()
+def fit_memory(
+    memory: NgramMemory, ngrams_NO: torch.Tensor, missed_Nd: torch.Tensor, chosen_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Set a branch's memory so that its update comes close to what the low-rank part misses.
+
+    A slot gets the mean of what is missing where it is hit, shrunk towards nothing: divided by the hits and a constant
+    of `_SHRINK`. One hash after the other takes what the ones before have left, from the shortest n-grams on. All share
+    one projection, the `w` directions in which most is missing.
+
+    Args:
+        memory: The memory; its table and `value` are overwritten.
+        ngrams_NO: Int64, the n-grams that end at each token.
+        missed_Nd: The update less what the low-rank part gives, float32.
+        chosen_N: Bool, the tokens to fit to; None for all.
+
+    Returns:
+        What is still missing, `[N, d]`, where each token is predicted from the others alone: an n-gram that the text
+        holds once is not known because of it.
+    """
+    slots_NS, (count, width) = memory.slots(ngrams_NO), memory.table.shape
+    chosen = torch.ones(len(missed_Nd), dtype=torch.bool, device=missed_Nd.device) if chosen_N is None else chosen_N
+    counted_N1 = chosen[:, None].to(missed_Nd)
+    moment_dd, _ = moments(missed_Nd[chosen], missed_Nd[chosen][:, :1])
+    basis_dw = torch.linalg.eigh(moment_dd).eigenvectors.flip(1)[:, :width].to(missed_Nd)
+    basis_dw = F.pad(basis_dw, (0, width - basis_dw.shape[1]))
+    memory.value.weight.copy_(basis_dw.repeat(1, slots_NS.shape[1]))
+    memory.table.zero_()
+    before_Nw = left_Nw = missed_Nd @ basis_dw
+    for slots_N in slots_NS.T:
+        hits = total(torch.zeros(count, 1, device=left_Nw.device).index_add_(0, slots_N, counted_N1))
+        sums = total(left_Nw.new_zeros(count, width).index_add_(0, slots_N, left_Nw * counted_N1))
+        others_N1, others_Nw = hits[slots_N] - counted_N1, sums[slots_N] - left_Nw * counted_N1
+        results = [left_Nw - others_Nw / (others_N1 + constant) for constant in _SHRINK]
+        squares = total(torch.stack([(result * counted_N1).double().square().sum() for result in results]))
+        best = int(squares.argmin())
+        memory.table.add_(sums / (hits + _SHRINK[best]))
+        left_Nw = results[best]
+    return missed_Nd - (before_Nw - left_Nw) @ basis_dw.T
+
+
+@torch.no_grad()
 def fit_branches(
     model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]], ridge: float = 1e-3
 ) -> dict[int, float]:
-    """Set every low-rank branch so that `down(silu(up(norm(a))))` comes close to the full path's update.
+    """Set every branch so that `down(silu(up(norm(a))))` comes close to the full path's update.
 
     Least squares in float64 on calibration tokens, see `fit_branch`; `norm` stays as it is. Layers are fitted in order,
     on the stream that the layers before, already fitted, really produce: one pass over the batches per layer. A layer
@@ -76,17 +120,18 @@ def fit_branches(
     and one where fewer tokens than the branch has parameters per output do, on all of them. Nothing is random.
 
     Args:
-        model: A model with one active adapter with `branch="lowrank"` and target ffn, attention or block.
+        model: A model with one active adapter with a branch and target ffn, attention or block. A memory is fitted to
+            what the low-rank part misses, see `fit_memory`; it is worth more text.
         batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`; a few thousand tokens suffice.
             They are kept in memory.
         ridge: Penalty on the weights, as a fraction of the mean squared feature.
 
     Returns:
         `{layer_index: sum |update - branch|^2 / sum |update|^2}`, on the tokens it was fitted on; a branch that adds
-        nothing has 1.
+        nothing has 1. Of a memory, what each token would miss had the text not held it counts.
 
     Raises:
-        ValueError: No adapter is active, it routes experts or has no low-rank branch, `ridge` is negative, or
+        ValueError: No adapter is active, it routes experts or has no branch, `ridge` is negative, or
             `batches` holds no real token.
     """
     holders = active_routings(model)
@@ -94,8 +139,8 @@ def fit_branches(
     if TARGETS[config.target].per_pair:
         known = ", ".join(name for name, target in TARGETS.items() if not target.per_pair)
         raise ValueError(f"fit_branches: target={config.target!r} has no update to imitate; use {known}")
-    if config.branch != "lowrank":
-        raise ValueError(f"fit_branches: branch={config.branch!r} has nothing to fit; use 'lowrank'")
+    if config.branch == "none":
+        raise ValueError("fit_branches: branch='none' has nothing to fit; use 'lowrank' or 'memory'")
     if not ridge >= 0:
         raise ValueError(f"fit_branches: ridge={ridge!r} must be at least 0")
     kept = list(model_inputs(model, batches))
@@ -115,11 +160,13 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
         kwargs.pop(TOKEN_MASK, None)
         kwargs.pop(LAST_TOKENS, None)
         kwargs.pop(DECODE_STEPS, None)
+        ngrams = kwargs.pop(NGRAMS, None)
         h = args[0] if args else kwargs.pop("hidden_states")
         plan = holder.plan(layer.training)
         assert plan is not None
-        call = routed_call(layer, plan, h, None, kwargs, decides=False)
-        seen[:] = branch.norm(call.stream), call.full() - call.stream
+        call = routed_call(layer, plan, h, None, kwargs, decides=False, ngrams=ngrams)
+        grams = torch.empty_like(call.stream[..., :0]) if call.ngrams is None else call.ngrams
+        seen[:] = branch.norm(call.stream).float(), (call.full() - call.stream).float(), grams
 
     rows = []
     with find_layers(model)[holder.layer_index].register_forward_pre_hook(look, with_kwargs=True):
@@ -128,10 +175,16 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
                 model(**batch, use_cache=False, logits_to_keep=1)
             real = token_mask(batch).to(seen[0].device)
             cheap = ~trace[holder.layer_index].mask.to(real.device)
-            rows.append([part[real].float() for part in seen] + [cheap[real]])
-    x_Nd, y_Nd, cheap_N = (torch.cat(parts) for parts in zip(*rows))
+            rows.append([part[real] for part in seen] + [cheap[real]])
+    x_Nd, y_Nd, ngrams_NO, cheap_N = (torch.cat(parts) for parts in zip(*rows))
     config = holder.config(name)
     decided = traits_of(config.gate).static or config.fixed_threshold is not None or holder.active_quantiles().fitted()
     if decided and int(cheap_N.sum()) >= branch.down.in_features + (branch.down.bias is not None):
-        x_Nd, y_Nd = x_Nd[cheap_N], y_Nd[cheap_N]
-    return fit_branch(branch, x_Nd, y_Nd, ridge)
+        x_Nd, y_Nd, ngrams_NO = x_Nd[cheap_N], y_Nd[cheap_N], ngrams_NO[cheap_N]
+    missed = fit_branch(branch, x_Nd, y_Nd, ridge)
+    memory: Any = holder.depth_route_memory._modules.get(name)
+    if memory is None:
+        return missed
+    missed_Nd = y_Nd - branch.down(F.silu(branch.up(x_Nd)))
+    left, square = (part.double().square().sum() for part in (fit_memory(memory, ngrams_NO, missed_Nd), y_Nd))
+    return float(left / square) if square > 0 else 0.0

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
-from ..base.distributed import each_of_all, own_share, rows_of_all, sharing, world_size
+from ..base.distributed import each_of_all, own_share, rows_of_all, sharing, total, world_size
 from ..base.families import find_layers
 from ..base.readout import predicting, token_losses
 from ..config.adapter import ConfigError, DepthRouteConfig
@@ -33,7 +33,7 @@ from ..data.batches import model_inputs, token_mask
 from ..execution.call import RoutedCall
 from ..files.versions import versions
 from ..inference.calibration import active_routings, calibrate, calibrate_budgets
-from ..inference.fitting import fit_branch
+from ..inference.fitting import fit_branch, fit_memory
 from ..parts.gates import GATES
 from ..parts.regression import moments, ridge_weights
 from ..parts.targets import TARGETS
@@ -175,8 +175,8 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
     if not hasattr(GATES[given.gate], "fit"):
         known = ", ".join(name for name, gate in GATES.items() if hasattr(gate, "fit"))
         raise ConfigError(f"gate={given.gate!r} is not fitted; use one of: {known}")
-    if given.branch != "lowrank" or given.scale_by_gate or not given.takes_budget():
-        raise ConfigError("fit_router fits branch='lowrank' with thresholds that follow the budget, unscaled")
+    if given.branch == "none" or given.scale_by_gate or not given.takes_budget():
+        raise ConfigError("fit_router fits a branch, with thresholds that follow the budget, unscaled")
     routed = len(given.routed_layers(depth))
     budget = (keep * depth - (depth - routed)) / routed
     if not budget > 0:
@@ -311,17 +311,27 @@ class _Fit:
 
     def _fit_layer(self, index: int, rows: _Rows, cheap_N: torch.Tensor | None) -> None:
         """Branch, then gate; without a decision yet, the cheaper half by a linear prediction stands in for it."""
-        found, branch, gate = self.layers[index], self._branch(index), self._gate(index)
+        found, gate = self.layers[index], self._gate(index)
         if cheap_N is None:
-            _fit_branch(branch, rows, None)
-            cheap_N = _cheaper_half(rows.gate, rows.errors(branch))
-        found.branch_r2 = _fit_branch(branch, rows, cheap_N)
-        wanted_N = rows.errors(branch).sqrt()
+            cheap_N = _cheaper_half(rows.gate, self._fit_cheap_path(index, rows, None).norm(dim=-1))
+        missed_Nd = self._fit_cheap_path(index, rows, cheap_N)
+        missed, update = (total(part[cheap_N].double().square().sum()) for part in (missed_Nd, rows.update))
+        found.branch_r2 = float(1 - missed / update) if update > 0 else 0.0
+        wanted_N = missed_Nd.norm(dim=-1).sqrt()
         of_all_N = rows_of_all(wanted_N)
         mean, spread = of_all_N.mean(), of_all_N.std().clamp(min=1e-30)
         gate.fit(rows.gate, (wanted_N - mean) / spread, self.config.seed + index)
         found.gate_r2 = float(1 - F.mse_loss(rows_of_all(self._scores(index, rows)), (of_all_N - mean) / spread))
         _rescale(gate, float(spread) * self.rates[index] ** 0.25, -float(mean / spread))
+
+    def _fit_cheap_path(self, index: int, rows: _Rows, chosen_N: torch.Tensor | None) -> torch.Tensor:
+        """Fit branch and memory on the tokens in `chosen_N`; what they miss of the update of each, `[N, d]`."""
+        holder = self.holders[index]
+        branch = holder.depth_route_branch[holder.active_name()]
+        memory: Any = holder.depth_route_memory._modules.get(holder.active_name())
+        _fit_branch(branch, rows, chosen_N)
+        missed_Nd = rows.missed(branch)
+        return missed_Nd if memory is None else fit_memory(memory, rows.ngrams, missed_Nd, chosen_N)
 
     def _scores(self, index: int, rows: _Rows) -> torch.Tensor:
         scores: torch.Tensor = self._gate(index)(rows.gate)["scores"]
@@ -329,9 +339,6 @@ class _Fit:
 
     def _gate(self, index: int) -> Any:
         return self.holders[index].depth_route_gate[self.holders[index].active_name()]
-
-    def _branch(self, index: int) -> Any:
-        return self.holders[index].depth_route_branch[self.holders[index].active_name()]
 
 
 class _Rows:
@@ -347,13 +354,15 @@ class _Rows:
         self.update = self._of(self.fulls) - streams
         self.gate = streams if residual else self._of([call.norm() for call in calls])
         self.normed: torch.Tensor = branch.norm(streams).float()
+        ngrams = [call.ngrams[mask] for call, mask in zip(calls, self.real) if call.ngrams is not None]
+        self.ngrams = torch.cat(ngrams) if ngrams else torch.empty(0)  # of a branch with a memory
 
     def _of(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part[mask] for part, mask in zip(parts, self.real)]).float()
 
-    def errors(self, branch: Any) -> torch.Tensor:
-        """The length of what the branch misses, `[N]`."""
-        return (self.update - branch.down(F.silu(branch.up(self.normed)))).norm(dim=-1)
+    def missed(self, branch: Any) -> torch.Tensor:
+        """The update less what the low-rank branch gives, `[N, d]`."""
+        return self.update - branch.down(F.silu(branch.up(self.normed)))
 
     def outputs(self, full_N: torch.Tensor | None) -> list[torch.Tensor]:
         """The layer's outputs; with `full_N`, bool `[N]`, the other tokens take the cheap path."""
@@ -367,14 +376,14 @@ class _Rows:
         return out
 
 
-def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor | None) -> float:
-    """Fit the branch on the tokens in `chosen_N`, on all of them where those are few; the share explained."""
+def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor | None) -> None:
+    """Fit the branch on the tokens in `chosen_N`, on all of them where those are few."""
     if chosen_N is not None and sum(each_of_all(int(chosen_N.sum()))) < max(_FEWEST, 2 * branch.up.out_features):
         chosen_N = None
     chosen = slice(None) if chosen_N is None else chosen_N
     x_Nd = rows.normed[chosen]
     penalty = max(_PENALTY, 0.1 * x_Nd.shape[1] / sum(each_of_all(len(x_Nd))))
-    return 1 - fit_branch(branch, x_Nd, rows.update[chosen], penalty)
+    fit_branch(branch, x_Nd, rows.update[chosen], penalty)
 
 
 def _cheaper_half(x_Nd: torch.Tensor, y_N: torch.Tensor) -> torch.Tensor:

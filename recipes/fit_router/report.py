@@ -26,7 +26,8 @@ HERE = Path(__file__).parent
 KINDS = {
     "static": "best layers left out", "affine": "fitted, affine gates", "mlp": "fitted, MLP gates",
     "random": "random gates", "linear": "linear gates", "oracle": "MLP gates, oracle", "jepa": "JEPA gates",
-    "similarity": "MLP gates, similarity",
+    "similarity": "MLP gates, similarity", "static_memory": "best layers left out, n-grams",
+    "mlp_memory": "fitted, MLP gates, n-grams",
 }  # fmt: skip
 TITLES = {
     "embedded": "embedded base", "wide": "wider embedded base", "stories260k": "stories260k",
@@ -74,11 +75,15 @@ def left_out_at(share: float, static: Iterable[dict[str, float]]) -> float:
     return float(np.interp(1 - share, *zip((0.0, 0.0), *points)))
 
 
-def spared(points: dict[tuple[str, int], dict[str, float]], point: dict[str, float]) -> float:
+def rival(kind: str) -> str:
+    """The layers left out that a kind is compared with: those with the same branches."""
+    return "static_memory" if kind == "mlp_memory" else "static"
+
+
+def spared(points: dict[tuple[str, int], dict[str, float]], point: dict[str, float], static: str = "static") -> float:
     """The part that `point` spares of what leaving layers out loses at the same share."""
-    return 1 - point["more"] / left_out_at(
-        point["share"], (row for (kind, _), row in points.items() if kind == "static")
-    )
+    rows = (row for (kind, _), row in points.items() if kind == static)
+    return 1 - point["more"] / left_out_at(point["share"], rows)
 
 
 def by_chance(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int], float]:
@@ -86,18 +91,16 @@ def by_chance(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, i
 
     A two-sided t-test of the differences within each seed, times the number of comparisons on this base (Bonferroni).
     """
-    runs = runs_of(found, trained)
-    static = [seeds for (kind, _), seeds in runs.items() if kind == "static"]
-    both = set.intersection(*(set(seeds) for seeds in static)) if static else set()
-    found_p = {}
+    runs, chances = runs_of(found, trained), {}
     for (kind, count), seeds in runs.items():
-        if kind != "static" and len(both & set(seeds)) > 2:
+        static = [others for (other, _), others in runs.items() if other == rival(kind)]
+        both = set(seeds).intersection(*static)
+        if kind != rival(kind) and static and len(both) > 2:
             differences = [
-                seeds[seed]["more"] - left_out_at(seeds[seed]["share"], (of[seed] for of in static))
-                for seed in sorted(both & set(seeds))
+                seeds[seed]["more"] - left_out_at(seeds[seed]["share"], (of[seed] for of in static)) for seed in both
             ]
-            found_p[kind, count] = float(ttest_1samp(differences, 0.0).pvalue)
-    return {key: min(1.0, p * len(found_p)) for key, p in found_p.items()}
+            chances[kind, count] = float(ttest_1samp(differences, 0.0).pvalue)
+    return {key: min(1.0, p * len(chances)) for key, p in chances.items()}
 
 
 def table(results: dict[str, Any], trained: bool = False) -> list[str]:
@@ -107,7 +110,7 @@ def table(results: dict[str, Any], trained: bool = False) -> list[str]:
         points, chances = summary(found, trained), by_chance(found, trained)
         for kind, count in sorted(points, key=lambda key: (key[1], list(KINDS).index(key[0]))):
             point = points[kind, count]
-            less = "" if kind == "static" else f"{spared(points, point):.0%}"
+            less = "" if kind == rival(kind) else f"{spared(points, point, rival(kind)):.0%}"
             p = chances.get((kind, count))
             chance = "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
             steps = [f"{point['steps']:,.0f}"] if trained else []

@@ -11,9 +11,10 @@ by the same least squares. Static dropping gets the best of all subsets of layer
 routers get one threshold from that text; the loss is that of a third text. With `--steps` the branches of both sides
 are trained from there, on 8 x 128 tokens a step, to the predictions of the dense base; the gates stay as they were
 fitted. The kinds `random`, `linear`, `oracle`, `jepa` and `similarity` are gates that start from random weights and the
-same branches, in all layers with one threshold, and train with them. The learning rate of each kind is the one with the
-lowest loss on the text to choose on (`--tune`), with another seed. What `results.json` holds is not measured again,
-unless it was trained at another rate or for other steps.
+same branches, in all layers with one threshold, and train with them. `static_memory` and `mlp_memory` are `static` and
+`mlp` with `branch="memory"`, which also looks n-grams up. The learning rate of each kind is the one with the lowest
+loss on the text to choose on (`--tune`), with another seed. What `results.json` holds is not measured again, unless it
+was trained at another rate or for other steps.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ EMBEDDED = HERE.parent / "embedded_base" / "model"
 WIDE = HERE.parent / "embedded_base" / "wide"
 BATCH = 8
 KINDS = ("static", "mlp", "affine")  # the best layers left out, and the gates that are fitted
+WITH_MEMORY = ("static_memory", "mlp_memory")  # the same with branches that also look n-grams up
+MEMORY = {"branch": "memory", "memory_slots": 32768, "memory_width": 64, "memory_heads": 1, "ngram_order": 2}
 
 # Gates that are learned, from random weights: fields of the adapter, and losses beside the divergence from the base.
 _ORACLE = {"oracle": "all_full", "util_weight": 1.0, "rank_weight": 0.2, "budget_weight": 1.0, "alive_weight": 0.5}
@@ -166,32 +169,39 @@ def row_losses(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(found).double()
 
 
-def left_out(base: Base, layers: tuple[int, ...], seed: int) -> Any:
+def branch_of(kind: str) -> dict[str, Any]:
+    """The fields of the branch of a kind."""
+    return MEMORY if kind in WITH_MEMORY else {}
+
+
+def left_out(base: Base, layers: tuple[int, ...], seed: int, kind: str = "static") -> Any:
     """The base with the FFNs of `layers` replaced by fitted branches."""
     from hf_depthroute import DepthRouteConfig, get_depth_routed_model
     from hf_depthroute.inference.fitting import fit_branches
 
-    model = get_depth_routed_model(base.model(), DepthRouteConfig(layers=list(layers), gate="none", seed=seed)).eval()
+    model = get_depth_routed_model(
+        base.model(), DepthRouteConfig(layers=list(layers), gate="none", seed=seed, **branch_of(kind))
+    ).eval()
     fit_branches(model, base.text.drawn(base.rows, seed))
     return model
 
 
-def best_subset(base: Base, count: int) -> dict[str, Any]:
+def best_subset(base: Base, count: int, kind: str = "static") -> dict[str, Any]:
     """The layers whose absence costs least on the text to choose on: every subset is fitted and tried."""
     depth = base.model().config.num_hidden_layers
     losses = {
-        subset: float(row_losses(left_out(base, subset, 0), base.text.choose).mean())
+        subset: float(row_losses(left_out(base, subset, 0, kind), base.text.choose).mean())
         for subset in itertools.combinations(range(depth), count)
     }
     return {"layers": list(min(losses, key=losses.__getitem__)), "tried": len(losses)}
 
 
-def fitted(base: Base, gate: str, keep: float, seed: int) -> tuple[Any, dict[str, Any]]:
+def fitted(base: Base, kind: str, keep: float, seed: int) -> tuple[Any, dict[str, Any]]:
     """A fitted router, with its thresholds set on the text to choose on, and what was found."""
     from hf_depthroute import DepthRouteConfig, calibrate, fit_router
     from hf_depthroute.training.record import remembered
 
-    config = DepthRouteConfig(layers="all", gate=gate, seed=seed)
+    config = DepthRouteConfig(layers="all", gate=kind.removesuffix("_memory"), seed=seed, **branch_of(kind))
     model = fit_router(base.model(), base.text.drawn(base.rows, seed), keep=keep, config=config)
     calibrate(model, batches(base.text.choose))
     record = remembered(model, "default").training
@@ -272,6 +282,12 @@ class Results:
             self.found = json.loads(self.path.read_text())
 
 
+def best_layers(name: str, base: Base, kind: str, count: int, results: Results) -> tuple[int, ...]:
+    """The `count` layers that `kind` leaves out."""
+    key = f"subset{kind.removeprefix('static')} {count}"
+    return tuple(results.once(name, key, lambda: best_subset(base, count, kind))["layers"])
+
+
 def rate_of(found: dict[str, Any], kind: str, steps: int) -> float:
     """The learning rate with the lowest loss on the text to choose on, after as many steps."""
     rows = [row for key, row in found.items() if key.startswith(f"tuning {kind} ") and row["steps"] == steps]
@@ -283,12 +299,11 @@ def tune(name: str, base: Base, seed: int, kinds: list[str], steps: int, first_r
     """Two layers' worth of calls skipped, trained at rates that double, or halve, until the loss rises."""
     dense = float(row_losses(base.model(), base.text.choose).mean())
     depth = base.model().config.num_hidden_layers
-    layers = tuple(results.once(name, "subset 2", lambda: best_subset(base, 2))["layers"])
 
     def measured(kind: str, rate: float) -> dict[str, Any]:
         losses, keep = {}, 1 - 2 / depth
-        if kind == "static":
-            model = left_out(base, layers, seed)
+        if kind.startswith("static"):
+            model = left_out(base, best_layers(name, base, kind, 2, results), seed, kind)
         elif kind in LEARNED:
             model, losses = learner(base, kind, keep, seed), LEARNED[kind][1]
         else:
@@ -326,22 +341,23 @@ def study(name: str, base: Base, seeds: list[int], kinds: list[str], steps: int,
         trained(model, base, seed, **how)
         after = how | measured(model)
         return found | {
-            "trained": after | ({} if kind == "static" else {"share": share_of_calls(model, base.text.report)})
+            "trained": after | ({} if kind.startswith("static") else {"share": share_of_calls(model, base.text.report)})
         }
 
-    def static(layers: list[int], seed: int) -> dict[str, Any]:
-        return {"share": 1 - len(layers) / depth} | and_trained(left_out(base, tuple(layers), seed), "static", seed)
+    def static(kind: str, count: int, seed: int) -> dict[str, Any]:
+        model = left_out(base, best_layers(name, base, kind, count, results), seed, kind)
+        return {"share": 1 - count / depth} | and_trained(model, kind, seed)
 
-    def routed(gate: str, keep: float, seed: int) -> dict[str, Any]:
+    def routed(kind: str, keep: float, seed: int) -> dict[str, Any]:
         started = time.perf_counter()
-        model, record = fitted(base, gate, keep, seed)
+        model, record = fitted(base, kind, keep, seed)
         seconds = time.perf_counter() - started
         fit = record["fit"]
         shares = {index: round(layer["share"], 3) for index, layer in fit["layers"].items()}
         return {
             "share": share_of_calls(model, base.text.report), "seconds": round(seconds), "shares": shares,
             "rounds": [loss - fit["loss_dense"] for loss in fit["loss_of_rounds"]],
-        } | and_trained(model, gate, seed)  # fmt: skip
+        } | and_trained(model, kind, seed)  # fmt: skip
 
     def from_nothing(kind: str, keep: float, seed: int) -> dict[str, Any]:
         model, how = learner(base, kind, keep, seed), with_training(kind)
@@ -354,8 +370,8 @@ def study(name: str, base: Base, seeds: list[int], kinds: list[str], steps: int,
     results.once(name, "dense", lambda: {"loss": float(dense.mean()), "tokens": tokens})
 
     def result(kind: str, count: int, seed: int) -> dict[str, Any]:
-        if kind == "static":
-            return static(results.once(name, f"subset {count}", lambda: best_subset(base, count))["layers"], seed)
+        if kind.startswith("static"):
+            return static(kind, count, seed)
         return (from_nothing if kind in LEARNED else routed)(kind, 1 - count / depth, seed)
 
     for seed, count, kind in itertools.product(seeds, base.dropped, kinds):
@@ -367,7 +383,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bases", nargs="+", default=["embedded", "wide", "stories260k", "shakespeare"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=[*KINDS, *LEARNED])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=[*KINDS, *WITH_MEMORY, *LEARNED])
     parser.add_argument("--steps", type=int, default=0, help="of training, from the fit and from the layers left out")
     parser.add_argument("--rate", type=float, default=1e-3, help="the first that --tune tries")
     parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
@@ -376,7 +392,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    if not args.steps and (args.tune or not set(args.kinds) <= set(KINDS)):
+    if not args.steps and (args.tune or set(args.kinds) & set(LEARNED)):
         parser.error("--tune, and gates that start from nothing, need --steps")
     torch.set_num_threads(args.threads)
     makers = {
