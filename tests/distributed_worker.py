@@ -223,10 +223,11 @@ def fitted(rank: int, world: int) -> Result:
     """A router that is fitted, not trained; eleven rows, so that the shares differ in size."""
     batches = [{"input_ids": part} for part in tokens(11, 96).split(4)]
     found: Result = {}
-    for gate in ("affine", "mlp"):
-        model = fit_router(build_base("llama"), batches, 0.6, DepthRouteConfig(layers="all", gate=gate))
+    memory = {"branch": "memory", "memory_slots": 2048, "memory_width": 16, "memory_heads": 1, "ngram_order": 2}
+    for name, fields in {"affine": {"gate": "affine"}, "mlp": {}, "memory": {"gate": "affine"} | memory}.items():
+        model = fit_router(build_base("llama"), batches, 0.6, DepthRouteConfig(layers="all", **fields))
         record = remembered(model, "default").training or {}
-        found[gate] = {"state": adapter_state(model), "fit": record["fit"]}
+        found[name] = {"state": adapter_state(model), "fit": record["fit"]}
     return found
 
 

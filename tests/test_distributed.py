@@ -193,7 +193,7 @@ def test_every_configuration_of_the_recipe_is_one_that_accelerate_reads() -> Non
     }
 
 
-@pytest.mark.parametrize("gate", ["affine", "mlp"])
+@pytest.mark.parametrize("gate", ["affine", "mlp", "memory"])
 def test_two_processes_fit_the_router_of_one(results: Path, gate: str) -> None:
     expected = fitted(0, 1)[gate]
     first, second = (found[gate] for found in load(results, "fitted"))

@@ -6,11 +6,13 @@ import torch.nn.functional as F
 from models import FAMILY_NAMES, build_base, decoder_layers, tokens
 
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes
-from hf_depthroute.inference.fitting import fit_branches
+from hf_depthroute.inference.fitting import fit_branches, fit_memory
+from hf_depthroute.parts.memory import NgramMemory, suffixes
 from hf_depthroute.routing.trace import overridden, routings
 
 BATCHES = [{"input_ids": tokens(8, 16, seed=seed)} for seed in (5, 6)]
 TARGETS = ("ffn", "attention", "block")
+MEMORY = {"branch": "memory", "memory_slots": 2048, "memory_width": 64, "memory_heads": 1, "ngram_order": 2}
 
 
 def build(family="llama", layers=(1, 3), **fields):
@@ -144,6 +146,63 @@ def test_later_layers_are_fitted_on_the_stream_of_the_fitted_ones():
     model, alone = build(layers=[1, 2]), build(layers=[2])
     both = fit_branches(model, BATCHES)
     assert both[2] != pytest.approx(fit_branches(alone, BATCHES)[2], rel=1e-3)
+
+
+def memory_of(width, **fields):
+    return NgramMemory(width, DepthRouteConfig(**MEMORY | {"memory_width": width} | fields))
+
+
+def test_a_slot_holds_the_mean_of_what_is_missed_and_a_token_is_predicted_from_the_others():
+    memory = memory_of(6, ngram_order=1)
+    ids = torch.tensor([4, 5, 4, 6, 4, 5, 7, 7])
+    missed = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)) + 5
+    left = fit_memory(memory, ids[:, None], missed)
+    # Nearly equal means and five units off zero: of the constants, the smallest one misses least.
+    for place, token in enumerate(ids.tolist()):
+        others = [n for n in range(8) if ids[n] == token and n != place]
+        assert torch.allclose(left[place], missed[place] - missed[others].sum(0) / (len(others) + 1), atol=1e-4)
+        assert torch.allclose(
+            memory.update(ids[place : place + 1], torch.float32),
+            missed[ids == token].sum(0) / (len(others) + 2), atol=1e-4,
+        )  # fmt: skip
+
+
+def test_longer_ngrams_take_what_shorter_ones_leave_and_few_directions_what_there_is_in_them():
+    ids = tokens(1, 4096, seed=1) % 12 + 3
+    ngrams = suffixes(ids, 2)[0]
+    generator = torch.Generator().manual_seed(2)
+    by_pair = torch.randn(15, 15, 3, generator=generator) @ torch.randn(3, 10, generator=generator)
+    missed = by_pair[ngrams[:, 0], ngrams[:, 1].clamp(min=0)]
+    left = {}
+    for order in (1, 2):
+        memory = memory_of(10, ngram_order=order, memory_width=3, memory_slots=65536)
+        left[order] = float(fit_memory(memory, ngrams[1:], missed[1:]).square().sum() / missed[1:].square().sum())
+    assert left[1] > 0.5 and left[2] < 0.03
+
+
+def test_a_memory_is_fitted_to_the_chosen_tokens_alone():
+    memory, missed = memory_of(6, ngram_order=1), torch.randn(64, 6)
+    ngrams, chosen = tokens(64, 1), torch.arange(64) < 40
+    left = fit_memory(memory, ngrams, missed, chosen)
+    table = memory.table.clone()
+    update = memory.update(ngrams, torch.float32)
+    fit_memory(memory, ngrams[:40], missed[:40])
+    assert torch.equal(table, memory.table)
+    assert torch.allclose(left[40:], (missed - update)[40:], atol=1e-5)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_fitted_memory_brings_text_that_it_has_not_seen_closer_to_the_dense_model(target):
+    text, other = [{"input_ids": tokens(32, 128, seed=8) % 12 + 3}], tokens(4, 32, seed=9) % 12 + 3
+    far = {}
+    for name, fields in {"lowrank": {}, "memory": MEMORY}.items():
+        model = build(target=target, branch_rank=2, **fields)
+        missed = fit_branches(model, text)
+        with torch.no_grad():
+            close = model(input_ids=other).logits
+            with model.disable_adapter():
+                far[name] = float(F.mse_loss(close, model(input_ids=other).logits)), sum(missed.values())
+    assert far["memory"][0] < far["lowrank"][0] and far["memory"][1] < far["lowrank"][1]
 
 
 def test_what_cannot_be_fitted_is_refused():

@@ -125,7 +125,8 @@ def routed_call(
         ngrams = continued_ngrams(holder, ngrams, kwargs)
     site = SITES[plan.config.target].of_call(holder, plan, hidden_states, ngrams, kwargs)
     stream = site.enter(layer, holder.family, hidden_states, kwargs)
-    return replace(call_on_stream(layer, plan, site, stream, token_mask, kwargs, decides), ngrams=ngrams)
+    call = call_on_stream(layer, plan, site, stream, token_mask, kwargs, decides)
+    return call if ngrams is None else replace(call, ngrams=ngrams)
 
 
 def call_on_stream(

@@ -83,7 +83,8 @@ class LayerWalk:
         assert holder is not None
         device = next(holder.depth_route_gate.parameters()).device
         h, given = send_to_device((h, self._given[batch][index]), device)
-        ngrams = suffixes(self._ids[batch], plan.config.ngram_order, self.real[batch])
+        order, ids = plan.config.ngram_order, self._ids[batch]
+        ngrams = suffixes(ids, order, self.real[batch]) if plan.config.has_memory else None
         return routed_call(self.layers[index], plan, h, None, dict(given), decides=False, ngrams=ngrams)
 
 
