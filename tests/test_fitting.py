@@ -197,7 +197,7 @@ def test_a_fitted_memory_brings_text_that_it_has_not_seen_closer_to_the_dense_mo
     far = {}
     for name, fields in {"lowrank": {}, "memory": MEMORY}.items():
         model = build(target=target, branch_rank=2, **fields)
-        missed = fit_branches(model, text)
+        fit_branches(model, text)
         with torch.no_grad():
             close = model(input_ids=other).logits
             with model.disable_adapter():
