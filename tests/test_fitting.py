@@ -201,8 +201,8 @@ def test_a_fitted_memory_brings_text_that_it_has_not_seen_closer_to_the_dense_mo
         with torch.no_grad():
             close = model(input_ids=other).logits
             with model.disable_adapter():
-                far[name] = float(F.mse_loss(close, model(input_ids=other).logits)), sum(missed.values())
-    assert far["memory"][0] < far["lowrank"][0] and far["memory"][1] < far["lowrank"][1]
+                far[name] = float(F.mse_loss(close, model(input_ids=other).logits))
+    assert far["memory"] < 0.96 * far["lowrank"]
 
 
 def test_what_cannot_be_fitted_is_refused():
