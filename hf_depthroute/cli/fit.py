@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..config.fields import MEMORY_FIELDS, RoutingFields
 from ..files.shown import reason, say
 from . import options as o
 from .errors import CliError
@@ -28,6 +29,11 @@ class FitOptions:
     gate: Annotated[str, "mlp (regressed in a few hundred steps) or affine (in closed form)."] = "mlp"
     layers: Annotated[str, "Which layers may be routed, such as all or last:12."] = "all"
     branch_rank: Annotated[int | None, "Rank of the low-rank branch; by default an eighth of the model's width."] = None
+    branch: Annotated[str, "What easy tokens get: lowrank, or memory, which also looks their n-grams up."] = "lowrank"
+    memory_slots: Annotated[int, "Branch memory: slots of a layer's table."] = RoutingFields.memory_slots
+    memory_width: Annotated[int, "Branch memory: width of a slot."] = RoutingFields.memory_width
+    memory_heads: Annotated[int, "Branch memory: hashes of every order."] = RoutingFields.memory_heads
+    ngram_order: Annotated[int, "Branch memory: tokens of the longest n-gram."] = RoutingFields.ngram_order
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is fitted; the best round is kept.")] = 2
     blocks: Annotated[int, typer.Option(min=2, help="Blocks of text to fit on.")] = 64
     length: o.Length = 256
@@ -71,7 +77,8 @@ def fit(options: FitOptions) -> None:
 
     config = DepthRouteConfig(
         layers=o.parse_layers(options.layers), target=options.target, gate=options.gate,
-        branch_rank=options.branch_rank, seed=options.seed,
+        branch=options.branch, branch_rank=options.branch_rank, seed=options.seed,
+        **{name: getattr(options, name) for name in MEMORY_FIELDS},
     )  # fmt: skip
     loading.check_dtype(options.dtype, loading.DTYPES)
     # One of several under accelerate launch: each with a GPU of its own, or all on processors.
