@@ -23,6 +23,8 @@ from transformers import DynamicCache, StaticCache
 from hf_depthroute import (
     DepthRouteConfig,
     DepthRouteTrainer,
+    calibrate,
+    calibrate_budgets,
     draft_view,
     get_depth_routed_model,
     lossless_generate,
@@ -31,6 +33,7 @@ from hf_depthroute import (
     route_cost,
     set_budget,
     slot_use,
+    tune_execution,
 )
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.adapter.files import AdapterMismatchError
@@ -613,6 +616,23 @@ def test_cost_counts_what_skipping_tokens_pay() -> None:
         ffn = 3 * WIDTH * 64
         assert two.ffn_ratio - one.ffn_ratio == pytest.approx((1 - budget) * product / ffn)
     assert two.parameters_adapter - one.parameters_adapter == 2 * (8192 * 4 + product)
+
+
+def test_a_memory_that_costs_more_than_it_replaces_is_said() -> None:
+    remark = route_cost(branch_model(gate="linear", memory_width=21)).remark
+    assert remark is not None and "make branch_rank (now 4), memory_width (now 21) smaller" in remark
+
+
+def test_calibration_and_the_choice_of_executors_take_it() -> None:
+    model, batches = branch_model(layers=[1, 2]), [{"input_ids": tokens(4, 12)}]
+    calibrate_budgets(model, batches)
+    set_budget(model, 0.25)
+    with record_routes(model) as trace, torch.no_grad():
+        model(**batches[0])
+    assert all(abs(float(record.mask.float().mean()) - 0.25) < 0.05 for record in trace.values())
+    assert list(calibrate(model, batches)) == [1, 2]
+    chosen = tune_execution(model, tokens(2, 8), steps=1, repeats=1, keep_decisions=True)
+    assert {choice.executor for choice in chosen} <= {"gathered", "masked"}
 
 
 def test_occupancy_is_counted_from_the_shortest_order_on() -> None:

@@ -179,7 +179,7 @@ def last_tokens(cache: Any, index: int) -> torch.Tensor | None:
     tokens: torch.Tensor | None = getattr(layer, "tokens", None)
     known = 0 if tokens is None else tokens.shape[1]
     missing = known == 0 or isinstance(layer, DynamicLayer)  # the others hold the last position's only
-    if layer is not None and missing and int(layer.get_seq_length()) != known:
+    if layer is not None and missing and layer.get_seq_length() != known:
         raise ValueError(
             "this KV cache was filled without the adapter's memory, which has to know its tokens; start a new cache"
         )

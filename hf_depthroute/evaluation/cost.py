@@ -137,7 +137,8 @@ def _remark(holder: Routing, saved: float, gates: float, branches: float, ratio:
     if saved == 0 or saved > gates + branches:
         return None
     config = holder.active_config()
-    names = traits_of(config.gate).sizes if gates >= branches else ("branch_rank",)
+    branch = ("branch_rank", "memory_width") if config.branch == "memory" else ("branch_rank",)
+    names = traits_of(config.gate).sizes if gates >= branches else branch
     smaller = ", ".join(f"{name} (now {getattr(config, name)})" for name in names)
     advice = f"make {smaller} smaller" if smaller else "take a gate with fewer weights, such as gate='linear'"
     return (
