@@ -12,9 +12,10 @@ routers get one threshold from that text; the loss is that of a third text. With
 are trained from there, on 8 x 128 tokens a step, to the predictions of the dense base; the gates stay as they were
 fitted. The kinds `random`, `linear`, `oracle`, `jepa` and `similarity` are gates that start from random weights and the
 same branches, in all layers with one threshold, and train with them. `static_memory` and `mlp_memory` are `static` and
-`mlp` with `branch="memory"`, which also looks n-grams up. The learning rate of each kind is the one with the lowest
-loss on the text to choose on (`--tune`), with another seed. What `results.json` holds is not measured again, unless it
-was trained at another rate or for other steps.
+`mlp` with `branch="memory"`, which also looks n-grams up; `static_rank` and `mlp_rank` have low-rank branches that
+multiply a token with as many weights as those. The learning rate of each kind is the one with the lowest loss on the
+text to choose on (`--tune`), with another seed. What `results.json` holds is not measured again, unless it was trained
+at another rate or for other steps.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ EMBEDDED = HERE.parent / "embedded_base" / "model"
 WIDE = HERE.parent / "embedded_base" / "wide"
 BATCH = 8
 KINDS = ("static", "mlp", "affine")  # the best layers left out, and the gates that are fitted
-WITH_MEMORY = ("static_memory", "mlp_memory")  # the same with branches that also look n-grams up
+# The same with branches that also look n-grams up, and with ranks that multiply a token with as many weights as these.
+OTHER_BRANCHES = ("static_memory", "mlp_memory", "static_rank", "mlp_rank")
 MEMORY = {"branch": "memory", "memory_slots": 32768, "memory_width": 64, "memory_heads": 1, "ngram_order": 2}
 
 # Gates that are learned, from random weights: fields of the adapter, and losses beside the divergence from the base.
@@ -169,9 +171,9 @@ def row_losses(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(found).double()
 
 
-def branch_of(kind: str) -> dict[str, Any]:
-    """The fields of the branch of a kind."""
-    return MEMORY if kind in WITH_MEMORY else {}
+def branch_of(kind: str, width: int) -> dict[str, Any]:
+    """The fields of the branch of a kind, on a base of a width."""
+    return {"memory": MEMORY, "rank": {"branch_rank": width // 8 + 64}}.get(kind.partition("_")[2], {})
 
 
 def left_out(base: Base, layers: tuple[int, ...], seed: int, kind: str = "static") -> Any:
@@ -179,9 +181,9 @@ def left_out(base: Base, layers: tuple[int, ...], seed: int, kind: str = "static
     from hf_depthroute import DepthRouteConfig, get_depth_routed_model
     from hf_depthroute.inference.fitting import fit_branches
 
-    model = get_depth_routed_model(
-        base.model(), DepthRouteConfig(layers=list(layers), gate="none", seed=seed, **branch_of(kind))
-    ).eval()
+    model = base.model()
+    config = DepthRouteConfig(layers=list(layers), gate="none", seed=seed, **branch_of(kind, model.config.hidden_size))
+    model = get_depth_routed_model(model, config).eval()
     fit_branches(model, base.text.drawn(base.rows, seed))
     return model
 
@@ -201,8 +203,10 @@ def fitted(base: Base, kind: str, keep: float, seed: int) -> tuple[Any, dict[str
     from hf_depthroute import DepthRouteConfig, calibrate, fit_router
     from hf_depthroute.training.record import remembered
 
-    config = DepthRouteConfig(layers="all", gate=kind.removesuffix("_memory"), seed=seed, **branch_of(kind))
-    model = fit_router(base.model(), base.text.drawn(base.rows, seed), keep=keep, config=config)
+    model = base.model()
+    branch = branch_of(kind, model.config.hidden_size)
+    config = DepthRouteConfig(layers="all", gate=kind.partition("_")[0], seed=seed, **branch)
+    model = fit_router(model, base.text.drawn(base.rows, seed), keep=keep, config=config)
     calibrate(model, batches(base.text.choose))
     record = remembered(model, "default").training
     assert record is not None
@@ -383,7 +387,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bases", nargs="+", default=["embedded", "wide", "stories260k", "shakespeare"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=[*KINDS, *WITH_MEMORY, *LEARNED])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=[*KINDS, *OTHER_BRANCHES, *LEARNED])
     parser.add_argument("--steps", type=int, default=0, help="of training, from the fit and from the layers left out")
     parser.add_argument("--rate", type=float, default=1e-3, help="the first that --tune tries")
     parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
