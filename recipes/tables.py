@@ -470,6 +470,13 @@ def fitted() -> Study:
             if kind == "static"
         ]
         after = f", {less(found, True)} with both sides trained" if base in trained else ""
+        points = fit_report.summary(found)
+        tables = [
+            f"{fit_report.spared(points, row):.0%}"
+            for (kind, _), row in sorted(points.items())
+            if kind == "static_memory" and row["seeds"] > 2
+        ]
+        after += f" (a table of n-grams spares the layers left out {' / '.join(tables)})" if tables else ""
         said.append(f"{fit_report.TITLES[base]} {less(found, False)} less at {' / '.join(skipped)} skipped{after}")
     intro = (
         "`fit_router` beside the best of all subsets of FFNs to leave out, with the same branches fitted on the same "
@@ -481,6 +488,7 @@ def fitted() -> Study:
     section = [intro, "", "Without training:", "", *fit_report.table(results)]
     if trained:
         section += ["", fit_report.TRAINED, "", *fit_report.table(results, trained=True)]
+    section += ["", fit_report.TUNED, "", *fit_report.tuning_table(results)]
     phases = read("fit_router/phases.json")
     behind = (
         f"Loss of the 64 tokens behind a prompt of {phases['prompt']}, {fit_report.TITLES[phases['base']]}, without "

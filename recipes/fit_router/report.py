@@ -36,6 +36,7 @@ TITLES = {
 }  # fmt: skip
 
 TRAINED = "After training, in steps of 8 x 128 tokens:"
+TUNED = "Where learning rates were chosen, two layers' worth of calls skipped, one seed, on the text to choose on:"
 
 
 def runs_of(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
@@ -119,6 +120,24 @@ def table(results: dict[str, Any], trained: bool = False) -> list[str]:
     return markdown_table(["base", *(["steps"] if trained else []), "what", "skipped", "loss", "less", "p"], lines)
 
 
+def tuning_table(results: dict[str, Any]) -> list[str]:
+    """Of each kind that was trained, the best of the learning rates that were tried."""
+    rows: dict[tuple[str, int, str], list[dict[str, float]]] = {}
+    for base, found in results.items():
+        for key, row in found.items():
+            if key.startswith("tuning "):
+                _, kind, steps, _ = key.split()
+                rows.setdefault((base, int(steps), kind), []).append(row)
+    lines = []
+    for base, steps, kind in sorted(rows, key=lambda key: (key[0], key[1], list(KINDS).index(key[2]))):
+        tried = rows[base, steps, kind]
+        best = min(tried, key=lambda row: row["more"])
+        lines.append(
+            [TITLES[base], f"{steps:,}", KINDS[kind], f"+{best['more']:.4f}", f"{best['rate']:g}", str(len(tried))]
+        )
+    return markdown_table(["base", "steps", "what", "loss", "learning rate", "rates tried"], lines)
+
+
 def said(point: dict[str, float]) -> str:
     error = f" ± {point['error']:.4f}" if point["seeds"] > 1 else ""
     return f"+{point['more']:.4f}{error} ({point['seeds']:.0f})"
@@ -199,6 +218,7 @@ def page(results: dict[str, Any], phases: dict[str, Any]) -> str:
     parts = ["Without training:", "", *table(results), ""]
     if any(summary(found, trained=True) for found in results.values()):
         parts += [TRAINED, "", *table(results, trained=True), ""]
+    parts += [TUNED, "", *tuning_table(results), ""]
     parts += [f"The text behind a routed prompt of {phases['prompt']} tokens:", "", *phases_table(phases), ""]
     return "\n".join(parts)
 

@@ -272,7 +272,7 @@ class Results:
         from hf_depthroute.files.staged import write_text
 
         known = self.found.get(base, {}).get(key)
-        if known is None or (trained and not trained.items() <= known.get("trained", known).items()):
+        if known is None or (trained and not trained.items() <= known.get("trained", {}).items()):
             known = measure()
             with locked(HERE, TimeoutError(f"{HERE} is locked"), patience=60):
                 self._read()
@@ -294,8 +294,7 @@ def best_layers(name: str, base: Base, kind: str, count: int, results: Results) 
 
 def rate_of(found: dict[str, Any], kind: str, steps: int) -> float:
     """The learning rate with the lowest loss on the text to choose on, after as many steps."""
-    rows = [row for key, row in found.items() if key.startswith(f"tuning {kind} ") and row["steps"] == steps]
-    tuned = {row["rate"]: row["more"] for row in rows}
+    tuned = {row["rate"]: row["more"] for key, row in found.items() if key.startswith(f"tuning {kind} {steps} ")}
     return min(tuned, key=tuned.__getitem__)
 
 
@@ -316,8 +315,7 @@ def tune(name: str, base: Base, seed: int, kinds: list[str], steps: int, first_r
         return {"rate": rate, "steps": steps, "more": float(row_losses(model, base.text.choose).mean()) - dense}
 
     def loss(kind: str, rate: float) -> float:
-        row = results.once(name, f"tuning {kind} {rate:g}", lambda: measured(kind, rate), {"steps": steps})
-        return float(row["more"])
+        return float(results.once(name, f"tuning {kind} {steps} {rate:g}", lambda: measured(kind, rate))["more"])
 
     for kind in kinds:
         rate, factor = first_rate, 2.0 if loss(kind, first_rate * 2) < loss(kind, first_rate) else 0.5
