@@ -166,15 +166,17 @@ def phases_table(found: dict[str, Any]) -> list[str]:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    figure, axes = plt.subplots(1, len(results), figsize=(3.6 * len(results), 3.2), squeeze=False)
+    figure, axes = plt.subplots(1, len(results), figsize=(3.6 * len(results), 3.6), squeeze=False)
+    there = {kind for found in results.values() for kind, _ in summary(found) | summary(found, trained=True)}
+    colors = {kind: f"C{number}" for number, kind in enumerate(kind for kind in KINDS if kind in there)}
     for axis, (base, found) in zip(axes[0], results.items()):
-        for trained, (number, (kind, label)) in itertools.product((False, True), enumerate(KINDS.items())):
+        for trained, (kind, label) in itertools.product((False, True), KINDS.items()):
             points = summary(found, trained).items()
             line = sorted((1 - point["share"], point["more"], point["error"]) for (k, _), point in points if k == kind)
             if line:
                 x, y, error = zip(*[(0.0, 0.0, 0.0), *line])
                 axis.errorbar(
-                    x, y, yerr=error, marker="o", markersize=4, capsize=2, color=f"C{number}",
+                    x, y, yerr=error, marker="o", markersize=4, capsize=2, color=colors[kind],
                     linestyle="--" if trained else "-", label=f"{label}, trained" if trained else label,
                 )  # fmt: skip
         axis.set_title(TITLES[base], fontsize=10)
@@ -184,8 +186,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.set_ylim(bottom=0)
     axes[0][0].set_ylabel("loss over the dense base, nats")
     labels = dict(pair for axis in axes[0] for pair in zip(*reversed(axis.get_legend_handles_labels())))
-    figure.legend(labels.values(), labels.keys(), loc="upper center", ncols=len(labels), fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    figure.legend(labels.values(), labels.keys(), loc="upper center", ncols=4, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.88))
     write_bytes(path, png_of(figure, dpi=130))
 
 
