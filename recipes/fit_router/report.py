@@ -121,7 +121,7 @@ def table(results: dict[str, Any], trained: bool = False) -> list[str]:
 
 
 def tuning_table(results: dict[str, Any]) -> list[str]:
-    """Of each kind that was trained, the best of the learning rates that were tried."""
+    """The best of the learning rates that were tried, of each kind that was trained."""
     rows: dict[tuple[str, int, str], list[dict[str, float]]] = {}
     for base, found in results.items():
         for key, row in found.items():
