@@ -565,7 +565,8 @@ def numbers_block() -> str:
     routed = points["mlp", 2]
     static = routed["more"] / (1 - fit_report.spared(points, routed))
     phases = [row for row in read("fit_router/phases.json")["rows"] if row["keep"] == 0.5]
-    behind = statistics.mean(row["prefill"]["more"] for row in phases)
+    behind = [row["prefill"]["more"] for row in phases]
+    spread = statistics.stdev(behind) / len(behind) ** 0.5
     demo = read("demo/results.json")
     setting, machine = demo["bench"]["setting"], demo["bench"]["machine"]
 
@@ -578,7 +579,8 @@ def numbers_block() -> str:
         f"{routed['more']:.3f} ± {routed['error']:.3f} nats to a small Llama's loss; the best layers left out for "
         f"every token, as many calls, {static:.3f} (`python recipes/fit_router/run.py`; seeds: {routed['seeds']}).",
         f'* **Prompts**: where only the prompt is routed that way (`phases="prefill"`), the text behind it loses '
-        f"{behind:.3f} nats (`python recipes/fit_router/phases.py`; seeds: {len(phases)}).",
+        f"{statistics.mean(behind):.3f} ± {spread:.3f} nats (`python recipes/fit_router/phases.py`; "
+        f"seeds: {len(phases)}).",
         f"* **Time**: its prompts take {taken('bench', '0.5')} of the dense time at budget 0.5 and "
         f"{taken('bench', '0.25')} at 0.25; at the width of Qwen2.5-0.5B, with random weights, "
         f"{taken('bench_wide', '0.5')} and {taken('bench_wide', '0.25')} (`make demo`; {setting['dtype']}, "

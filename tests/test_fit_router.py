@@ -303,3 +303,17 @@ def test_the_command_saves_what_loads(tmp_path: Path) -> None:
     assert f"| `0` | {found['share']:.1%} | {found['branch_r2']:.2f} |" in card
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(out))
     assert is_calibrated(model)
+
+
+def test_the_command_fills_a_memory(tmp_path: Path) -> None:
+    base, out = save_base(tmp_path / "base"), tmp_path / "fitted"
+    ended = run(
+        "fit", "--model", base, "--dataset", write_text(tmp_path / "text.txt", 200), "--out", out, "--length", 32,
+        "--gate", "affine", "--branch", "memory", "--memory-slots", 2048, "--memory-width", 8, "--memory-heads", 1,
+        "--ngram-order", 2,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(out))
+    assert model.peft_config["default"].branch == "memory" and model.peft_config["default"].ngram_order == 2
+    tables = [weight for name, weight in model.named_parameters() if name.endswith(".table")]
+    assert tables and all(weight.shape == (2048, 8) and weight.ne(0).any() for weight in tables)

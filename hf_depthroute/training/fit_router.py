@@ -354,7 +354,7 @@ class _Rows:
         self.update = self._of(self.fulls) - streams
         self.gate = streams if residual else self._of([call.norm() for call in calls])
         self.normed: torch.Tensor = branch.norm(streams).float()
-        ngrams = [call.ngrams[mask] for call, mask in zip(calls, self.real) if call.ngrams is not None]
+        ngrams = [c.ngrams.to(mask.device)[mask] for c, mask in zip(calls, self.real) if c.ngrams is not None]
         self.ngrams = torch.cat(ngrams) if ngrams else torch.empty(0)  # of a branch with a memory
 
     def _of(self, parts: list[torch.Tensor]) -> torch.Tensor:

@@ -323,6 +323,15 @@ def tune(name: str, base: Base, seed: int, kinds: list[str], steps: int, first_r
             rate *= factor
 
 
+def known_pairs(base: Base) -> dict[str, Any]:
+    """The shares of the tokens, and of the pairs of tokens, to report on that the text to fit on holds (seed 0)."""
+    fit, report = torch.cat([batch["input_ids"] for batch in base.text.drawn(base.rows, 0)]), base.text.report
+    fit_pairs, pairs = (torch.stack([ids[:, :-1], ids[:, 1:]], -1).flatten(0, 1) for ids in (fit, report))
+    both = torch.cat([fit_pairs, pairs]).unique(dim=0, return_inverse=True)[1]
+    known = torch.isin(both[len(fit_pairs) :], both[: len(fit_pairs)])
+    return {"tokens": float(torch.isin(report, fit).float().mean()), "pairs": float(known.float().mean())}
+
+
 def study(name: str, base: Base, seeds: list[int], kinds: list[str], steps: int, results: Results) -> None:
     dense = row_losses(base.model(), base.text.report)
     depth = base.model().config.num_hidden_layers
@@ -370,6 +379,8 @@ def study(name: str, base: Base, seeds: list[int], kinds: list[str], steps: int,
     tokens = {"fit": base.rows * base.text.fit.shape[1]}
     tokens |= {part: getattr(base.text, part).numel() for part in ("choose", "report")}
     results.once(name, "dense", lambda: {"loss": float(dense.mean()), "tokens": tokens})
+
+    results.once(name, "known", lambda: known_pairs(base))
 
     def result(kind: str, count: int, seed: int) -> dict[str, Any]:
         if kind.startswith("static"):
