@@ -89,10 +89,11 @@ def step(
         inputs: dict[str, Any] = {}
         weights = {"alive": 1.0, "cgs": 0.5, "z": 0.1}
         if observed:
-            stack.enter_context(overridden(model, "observe_similarity", True))
+            stack.enter_context(overridden(model, "observed", ("similarity", "missed")))
             inputs["exits"] = stack.enter_context(observe_exits(model))
             inputs["routers"] = stack.enter_context(observe_routers(model))
-            weights |= dict.fromkeys(("capacity", "depth", "similarity", "exit", "balance", "router_z"), 1.0)
+            others = ("capacity", "depth", "similarity", "recoverability", "exit", "balance", "router_z")
+            weights |= dict.fromkeys(others, 1.0)
         lm = wrapped(**mine, num_items_in_batch=targets).loss * world
         if labelled:
             assert prefix is not None

@@ -86,7 +86,7 @@ def test_labels_of_two_processes_give_every_loss_that_needs_them(results: Path) 
 
 def test_other_methods_of_two_processes_give_every_loss(results: Path) -> None:
     first, _ = load(results, "other_methods")
-    expected = {"capacity", "depth", "similarity", "predictor", "exit", "balance", "router_z"}
+    expected = {"capacity", "depth", "similarity", "recoverability", "predictor", "exit", "balance", "router_z"}
     assert expected <= set(first["terms"]) and all(first["terms"][name] > 0 for name in expected - {"capacity"})
 
 

@@ -57,7 +57,8 @@ def test_every_row_of_the_table_has_a_formula_in_the_tests() -> None:
     defaults = {"lm": 1.0, "jepa": 1.0, "util": 1.0, "rank": 0.2, "budget": 1.0, "alive": 0.5, "predictor": 1.0}
     # The others are off until a weight turns them on.
     oracle = ("cgs", "z", "distill")  # in test_oracle_losses.py
-    others = ("capacity", "depth", "similarity", "exit", "balance", "router_z")  # in test_losses_baselines.py
+    # in test_losses_baselines.py
+    others = ("capacity", "depth", "similarity", "recoverability", "exit", "balance", "router_z")
     assert {name: term.weight for name, term in LOSSES.items()} == defaults | dict.fromkeys((*oracle, *others), 0.0)
 
 

@@ -15,9 +15,10 @@ from test_losses import REAL, TAU, average, made_trace, p_bar, real_entries
 from torch import nn
 from training import make_trainer, rows, step_logs
 
+from hf_depthroute.base.families import find_layers
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing.thresholds import BudgetController
-from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes, routings
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, record_routes, routings
 from hf_depthroute.training import objective as objective_module
 from hf_depthroute.training.base_routers import RouterTrace
 from hf_depthroute.training.losses import exit_cross_entropy, mean_probability, observe_exits, routing_losses
@@ -76,20 +77,23 @@ def test_depth_is_the_mean_active_probability() -> None:
     assert term("depth", trace).item() == pytest.approx(average([p_bar(trace, 1), p_bar(trace, 3)]), abs=1e-6)
 
 
+@pytest.mark.parametrize(("name", "extra", "sign"), [("similarity", "similarity", 1), ("recoverability", "missed", -1)])
 @pytest.mark.parametrize(("budget", "counts"), [(0.25, (1, 1)), (0.5, (2, 1)), (0.6, (3, 2)), (1.0, (4, 2))])
-def test_similarity_labels_the_tokens_that_the_full_path_changes_most(budget: float, counts: tuple[int, int]) -> None:
-    trace = with_extra("similarity", budget=budget)
+def test_labels_are_the_tokens_that_the_full_path_changes_most_or_the_cheap_one_misses_most(
+    name: str, extra: str, sign: int, budget: float, counts: tuple[int, int]
+) -> None:
+    trace = with_extra(extra, budget=budget)
 
     def losses(index: int) -> list[float]:
         found = []
         for b, count in enumerate(counts):
             real = [t for t in range(4) if REAL[b, t]]
-            lowest = sorted(real, key=lambda t: trace[index].similarity[b, t].item())[:count]
+            lowest = sorted(real, key=lambda t: sign * getattr(trace[index], extra)[b, t].item())[:count]
             found += [bce(trace[index].scores[b, t].item() / TAU, float(t in lowest)) for t in real]
         return found
 
     expected = average([average(losses(i)) for i in (1, 3)])
-    assert term("similarity", trace).item() == pytest.approx(expected, abs=1e-6)
+    assert term(name, trace).item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_predictor_is_taught_the_mask() -> None:
@@ -109,7 +113,7 @@ def test_predictor_and_scores_do_not_teach_each_other() -> None:
     assert all((record.predicted.grad[~REAL] == 0).all() for record in trace.values())
 
 
-@pytest.mark.parametrize("name", ["similarity", "predictor", "exit", "balance", "router_z"])
+@pytest.mark.parametrize("name", ["similarity", "recoverability", "predictor", "exit", "balance", "router_z"])
 def test_terms_without_their_inputs_do_not_apply(name: str) -> None:
     assert name not in routing_losses(made_trace(), weights={name: 1.0})
 
@@ -306,14 +310,27 @@ def test_training_holds_the_budget_by_the_controller_alone(tmp_path: Path, scope
     assert steps == pytest.approx([round(count) for count in steps], abs=1e-3) and min(steps) > 5
 
 
-def test_the_trainer_asks_for_similarities_only_with_their_loss(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "extra"), [("similarity", "similarity"), ("recoverability", "missed")])
+def test_the_trainer_looks_at_the_paths_only_for_a_loss_by_them(tmp_path: Path, name: str, extra: str) -> None:
     model = build_routed("llama")
-    trainer, _ = make_trainer(model, rows(4), tmp_path, similarity_weight=1.0)
+    trainer, _ = make_trainer(model, rows(4), tmp_path, **{f"{name}_weight": 1.0})
     trainer.train()
-    assert all(log["loss_similarity"] > 0 for log in step_logs(trainer))
+    assert all(log[f"loss_{name}"] > 0 for log in step_logs(trainer))
     with record_routes(model.train()) as trace:
         model(tokens(2, 8))
-    assert all("similarity" not in record.extras for record in trace.values())
+    assert all(extra not in record.extras for record in trace.values())
+
+
+def test_what_the_cheap_path_misses_is_how_far_its_update_is_from_the_full_one() -> None:
+    model, seen = build_routed("llama").train(), {}
+    holder = routings(model)[0]
+    layer = find_layers(model)[holder.layer_index]
+    parts = {"full": layer.mlp, "cheap": holder.depth_route_branch["default"]}
+    for name, part in parts.items():
+        part.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
+    with overridden(model, "observed", ("missed",)), record_routes(model) as trace:
+        model(tokens(2, 8))
+    torch.testing.assert_close(trace[holder.layer_index].missed, (seen["full"] - seen["cheap"]).norm(dim=-1))
 
 
 def test_the_predictor_learns_in_training(tmp_path: Path) -> None:

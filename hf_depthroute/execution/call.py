@@ -271,4 +271,7 @@ def _outcomes(call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> dict
     if "similarity" in call.plan.extras:
         with torch.no_grad():
             found["similarity"] = torch.cosine_similarity(call.stream.float(), after_full.float(), dim=-1)
+    if "missed" in call.plan.extras:
+        with torch.no_grad():
+            found["missed"] = (after_full.float() - after_cheap.float()).norm(dim=-1)
     return found

@@ -170,7 +170,7 @@ def draft_view(
     for holder in holders:
         holder._disable_adapters = False
         holder.replay = holder.selection = holder.scheduled_budget = holder.scheduled_temperature = None
-        holder.observe_similarity, holder.last_mask = False, None
+        holder.observed, holder.last_mask = (), None
     if not drop and not any(holder.adapter() for holder in holders):
         raise ValueError("the draft would skip nothing: no depth-routed adapter is active and drop is empty")
     if any(holder.adapter() and traits_of(holder.active_config().gate).soft for holder in holders):

@@ -89,7 +89,7 @@ class Routing(nn.Module, BaseTunerLayer):
         self.scheduled_temperature: float | None = None
         self.executor = "auto"  # how inference runs the routed part: "auto", or a row of `execution.executors`
         self.tuned: dict[tuple[bool, int], str] = {}  # executors by `shape_class`, from `tune_execution`
-        self.observe_similarity = False  # record the cosine of the stream before and after the full path
+        self.observed: tuple[str, ...] = ()  # of what the paths do, in training: "similarity", "missed"
         # Plans and decoding steps; making one costs as much as a small layer's arithmetic.
         self.derived = TransientCache()
         self.last_mask: torch.Tensor | None = None  # early exit: of the forward pass in progress

@@ -138,9 +138,7 @@ def _extras(holder: Routing, name: str, gate: GateTraits, target: Target, traini
         return (*extras, "expert_index")
     if training and name in holder.projections:
         extras += ("z_full", "z_cheap")
-    if training and holder.observe_similarity:
-        extras += ("similarity",)
-    return extras
+    return (*extras, *holder.observed) if training else extras
 
 
 def decide(

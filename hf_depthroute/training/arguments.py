@@ -54,6 +54,7 @@ class RoutingArguments:
         capacity_weight: Weight of Router-Tuning's `ReLU(mean(M) - budget)`.
         depth_weight: Weight of token-selective attention's mean active probability; 0.001 in its paper.
         similarity_weight: Weight of the labels by the similarity of the stream before and after the full path (DLO).
+        recoverability_weight: Weight of the labels by what the cheap path misses of the full one.
         predictor_weight: Weight of the causal predictor's loss; applies with `causal_rule="predictor"`.
         exit_weight: Weight of the cross-entropy of early exits, one at the input of every routed layer.
         balance_weight: Weight of the load-balancing loss of a mixture-of-experts base's own routers.
@@ -95,6 +96,7 @@ class RoutingArguments:
     capacity_weight: float = 0.0
     depth_weight: float = 0.0
     similarity_weight: float = 0.0
+    recoverability_weight: float = 0.0
     predictor_weight: float = 1.0
     exit_weight: float = 0.0
     balance_weight: float = 0.0

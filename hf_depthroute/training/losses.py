@@ -240,10 +240,24 @@ def similarity_loss(inputs: LossInputs) -> torch.Tensor | None:
     These are the tokens with the lowest cosine between the stream before and after the full path. None where the trace
     has no cosines: it was made in inference, or by routed experts. None where there is no budget.
     """
+    return _labels_loss(inputs, "similarity", -1)
+
+
+def recoverability_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence of which the cheap path misses most.
+
+    What it misses is `|after full - after cheap|`, so labels follow the branch as it learns: a token that the full path
+    changes much is easy where the branch knows how. None where `similarity_loss` is.
+    """
+    return _labels_loss(inputs, "missed", 1)
+
+
+def _labels_loss(inputs: LossInputs, name: str, sign: int) -> torch.Tensor | None:
+    """`BCE(p, label)`, with label 1 where `sign` times the extra is among the budget's share of its sequence."""
     records = list(inputs.trace.values())
-    if not _has_budget(inputs) or not all("similarity" in record.extras for record in records):
+    if not _has_budget(inputs) or not all(name in record.extras for record in records):
         return None
-    labels_CBT = stack([topk_mask(-record.similarity.detach(), record.budget, record.real) for record in records])
+    labels_CBT = stack([topk_mask(sign * getattr(record, name), record.budget, record.real) for record in records])
     logits_CBT = gate_logits(inputs.trace)
     return _cross_entropy(logits_CBT, labels_CBT.to(logits_CBT.dtype), real_tokens(inputs.trace))
 
@@ -262,7 +276,8 @@ for _name, _compute in {
     "jepa": jepa_loss, "util": util_loss, "rank": rank_loss, "budget": budget_loss, "alive": alive_loss,
     "cgs": cgs_loss, "z": z_loss, "distill": distill_loss, "capacity": capacity_loss,
     "depth": lambda i: mean_probability(i.trace).mean(),
-    "similarity": similarity_loss, "predictor": predictor_loss, "exit": exit_loss,
+    "similarity": similarity_loss, "recoverability": recoverability_loss,
+    "predictor": predictor_loss, "exit": exit_loss,
     "balance": lambda i: None if i.routers is None else load_balance(i.routers, i.balance_dispatch),
     "router_z": lambda i: None if i.routers is None else router_z(i.routers),
 }.items():  # fmt: skip

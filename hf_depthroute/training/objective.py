@@ -67,8 +67,9 @@ class RoutingObjective:
         a, config = self.arguments, active_routings(self.model)[0].active_config()
         with ExitStack() as watchers:
             watchers.enter_context(_without_input_gradients(self.model))
-            if a.similarity_weight > 0:
-                watchers.enter_context(overridden(self.model, "observe_similarity", True))
+            observed = {"similarity": a.similarity_weight, "missed": a.recoverability_weight}
+            names = tuple(name for name, weight in observed.items() if weight > 0)
+            watchers.enter_context(overridden(self.model, "observed", names))
             trace = watchers.enter_context(record_routes(self.model))
             prefix = watchers.enter_context(observe_prefix(self.model)) if a.forks() else None
             exits = watchers.enter_context(observe_exits(self.model)) if a.exit_weight > 0 else None

@@ -26,7 +26,10 @@ HERE = Path(__file__).parent
 KINDS = {
     "static": "best layers left out", "affine": "fitted, affine gates", "mlp": "fitted, MLP gates",
     "random": "random gates", "linear": "linear gates", "oracle": "MLP gates, oracle", "jepa": "JEPA gates",
-    "similarity": "MLP gates, similarity", "static_rank": "best layers left out, rank + 64",
+    "similarity": "MLP gates, similarity", "recoverability": "MLP gates, recoverability",
+    "annealed": "MLP gates, recoverability, annealed", "mlp_recoverability": "fitted, then recoverability",
+    "gumbel": "MLP gates, Gumbel noise", "controller": "MLP gates, controller",
+    "static_rank": "best layers left out, rank + 64",
     "mlp_rank": "fitted, MLP gates, rank + 64", "static_memory": "best layers left out, n-grams",
     "mlp_memory": "fitted, MLP gates, n-grams",
 }  # fmt: skip
@@ -79,7 +82,8 @@ def left_out_at(share: float, static: Iterable[dict[str, float]]) -> float:
 
 def rival(kind: str) -> str:
     """The layers left out that a kind is compared with: those with the same branches."""
-    return kind.replace("mlp_", "static_") if kind.startswith("mlp_") else "static"
+    static = kind.replace("mlp_", "static_")
+    return static if static in KINDS and kind.startswith("mlp_") else "static"
 
 
 def spared(points: dict[tuple[str, int], dict[str, float]], point: dict[str, float], static: str = "static") -> float:

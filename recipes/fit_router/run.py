@@ -10,12 +10,12 @@ Tiny-Shakespeare, on which nothing of the method was tuned. Both sides have the 
 by the same least squares. Static dropping gets the best of all subsets of layers, by the loss on text of its own;
 routers get one threshold from that text; the loss is that of a third text. With `--steps` the branches of both sides
 are trained from there, on 8 x 128 tokens a step, to the predictions of the dense base; the gates stay as they were
-fitted. The kinds `random`, `linear`, `oracle`, `jepa` and `similarity` are gates that start from random weights and the
-same branches, in all layers with one threshold, and train with them. `static_memory` and `mlp_memory` are `static` and
-`mlp` with `branch="memory"`, which also looks n-grams up; `static_rank` and `mlp_rank` have low-rank branches that
-multiply a token with as many weights as those. The learning rate of each kind is the one with the lowest loss on the
-text to choose on (`--tune`), with another seed. What `results.json` holds is not measured again, unless it was trained
-at another rate or for other steps.
+fitted. The kinds of `LEARNED` are gates that start from random weights and the same branches, in all layers with one
+threshold, and train with them; `mlp_recoverability` starts from the fitted ones. `static_memory` and `mlp_memory` are
+`static` and `mlp` with `branch="memory"`, which also looks n-grams up; `static_rank` and `mlp_rank` have low-rank
+branches that multiply a token with as many weights as those. The learning rate of each kind is the one with the lowest
+loss on the text to choose on (`--tune`), with another seed. What `results.json` holds is not measured again, unless it
+was trained at another rate or for other steps.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ LEARNED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "oracle": ({"gate": "mlp"}, _ORACLE),
     "jepa": ({"gate": "jepa", "context_dim": 51, "summary_dim": 26, "action_dim": 6}, _ORACLE | {"jepa_weight": 1.0}),
     "similarity": ({"gate": "mlp"}, {"similarity_weight": 1.0}),
+    "recoverability": ({"gate": "mlp"}, {"recoverability_weight": 1.0}),
+    "annealed": ({"gate": "mlp"}, {"recoverability_weight": 1.0, "budget_start": 1.0, "budget_schedule_steps": 750}),
+    "gumbel": ({"gate": "mlp", "selection": "gumbel"}, {"budget_weight": 1.0, "alive_weight": 0.5}),
+    "controller": ({"gate": "mlp", "selection": "controller"}, {"controller_step": 0.1}),
 }
+RELEARNED = "mlp_recoverability"  # the fitted gates, trained on by the labels of `recoverability`
 
 
 @dataclass
@@ -213,6 +218,11 @@ def fitted(base: Base, kind: str, keep: float, seed: int) -> tuple[Any, dict[str
     return model, record
 
 
+def losses_of(kind: str) -> dict[str, Any]:
+    """What trains the gates of a kind; nothing where they stay as they were fitted."""
+    return LEARNED["recoverability" if kind == RELEARNED else kind][1] if kind in (*LEARNED, RELEARNED) else {}
+
+
 def share_of_calls(model: Any, ids: torch.Tensor) -> float:
     from hf_depthroute.base.families import find_layers
     from hf_depthroute.routing.trace import count_routes
@@ -304,14 +314,14 @@ def tune(name: str, base: Base, seed: int, kinds: list[str], steps: int, first_r
     depth = base.model().config.num_hidden_layers
 
     def measured(kind: str, rate: float) -> dict[str, Any]:
-        losses, keep = {}, 1 - 2 / depth
+        keep = 1 - 2 / depth
         if kind.startswith("static"):
             model = left_out(base, best_layers(name, base, kind, 2, results), seed, kind)
         elif kind in LEARNED:
-            model, losses = learner(base, kind, keep, seed), LEARNED[kind][1]
+            model = learner(base, kind, keep, seed)
         else:
             model = fitted(base, kind, keep, seed)[0]
-        trained(model, base, seed, steps, rate, **losses)
+        trained(model, base, seed, steps, rate, **losses_of(kind))
         return {"rate": rate, "steps": steps, "more": float(row_losses(model, base.text.choose).mean()) - dense}
 
     def loss(kind: str, rate: float) -> float:
@@ -349,7 +359,7 @@ def study(name: str, base: Base, seeds: list[int], kinds: list[str], steps: int,
         how = with_training(kind)
         if how is None:
             return found
-        trained(model, base, seed, **how)
+        trained(model, base, seed, **how, **losses_of(kind))
         after = how | measured(model)
         return found | {
             "trained": after | ({} if kind.startswith("static") else {"share": share_of_calls(model, base.text.report)})
@@ -373,7 +383,7 @@ def study(name: str, base: Base, seeds: list[int], kinds: list[str], steps: int,
     def from_nothing(kind: str, keep: float, seed: int) -> dict[str, Any]:
         model, how = learner(base, kind, keep, seed), with_training(kind)
         assert how is not None
-        trained(model, base, seed, **how, **LEARNED[kind][1])
+        trained(model, base, seed, **how, **losses_of(kind))
         return {"trained": how | measured(model) | {"share": share_of_calls(model, base.text.report)}}
 
     tokens = {"fit": base.rows * base.text.fit.shape[1]}
@@ -396,7 +406,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bases", nargs="+", default=["embedded", "wide", "stories260k", "shakespeare"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=[*KINDS, *OTHER_BRANCHES, *LEARNED])
+    every = [*KINDS, *OTHER_BRANCHES, *LEARNED, RELEARNED]
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=every)
     parser.add_argument("--steps", type=int, default=0, help="of training, from the fit and from the layers left out")
     parser.add_argument("--rate", type=float, default=1e-3, help="the first that --tune tries")
     parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
