@@ -2,7 +2,7 @@
 
 * `base`: the untouched model.
 * `disabled`: the adapter is there and switched off.
-* `budget 1.0`: the adapter is on and every token runs full.
+* `budget 1.0`: the adapter is on and every token runs full, but for static layers.
 * `without FFNs`: the base without the FFNs that are routed: what is left of its time when all of them are skipped.
 * `budget B`: the routed model.
 * `masked B`: the same decisions by a plain mask-after-compute router, which runs both paths for every token.
@@ -23,7 +23,6 @@ from ..base.families import find_decoder
 from ..inference.autotune import tune_execution
 from ..inference.calibration import active_routings, calibrate
 from ..parts.targets import TARGETS
-from ..parts.traits import traits_of
 from ..routing.trace import RouteRecord, overridden
 
 BASE, DISABLED, FULL, LEFT_OUT = "base", "disabled", "budget 1.0", "without FFNs"
@@ -130,7 +129,8 @@ class Variants:
 
     def keeps_sequences(self) -> bool:
         """Whether a KV cache remembers decisions, so that no two variants can share one."""
-        return self.config.granularity == "sequence" or traits_of(self.config.gate).static
+        static = any(holder.active_gate().static for holder in active_routings(self.model))
+        return static or self.config.granularity == "sequence"
 
     def _tune(self, budget: float, prompts: torch.Tensor, decodes: bool) -> None:
         choices = tune_execution(self.model, prompts, steps=8 if decodes else 0, repeats=3)
