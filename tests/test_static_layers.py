@@ -29,6 +29,7 @@ from hf_depthroute import (
 )
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.adapter.files import AdapterMismatchError
+from hf_depthroute.bench import bench
 from hf_depthroute.card import make_card
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.evaluation.perplexity import evaluate_budgets
@@ -37,6 +38,7 @@ from hf_depthroute.inference.autotune import tune_execution
 from hf_depthroute.inference.calibration import gated_routings, is_calibrated, thresholds
 from hf_depthroute.inference.drafting import draft_view
 from hf_depthroute.inference.fitting import fit_branches
+from hf_depthroute.report.collect import collect_scores, count_costs
 from hf_depthroute.routing.trace import RouteTrace, count_routes, routings
 from hf_depthroute.training.fit_router import _narrowed
 from hf_depthroute.training.oracle import exact_utility, utility_labels
@@ -277,6 +279,19 @@ def test_costs_count_a_static_layer_as_skipped() -> None:
     assert dense == route_cost(build(kind="block", static_layers=None)).kv_bytes * 3 / 4
     rows = evaluate_budgets(model, text(), None, [0.5])
     assert rows[-1].full_ratio == pytest.approx(2 / 3 * 0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "block"])
+def test_bench_and_the_page_count_it_as_skipped(kind: str) -> None:
+    model = build(kind=kind)
+    result = bench(model, input_ids=tokens(1, 8), budgets=(0.5,), decode_steps=2, repeats=1)
+    for part in ("prefill", "decode"):
+        assert result[part]["budgets"]["0.5"]["full_ratio"] <= 2 / 3
+    (layers,) = collect_scores(model, text(), [0.5])
+    assert sorted(layers) == [1, 2, 3]
+    assert (layers[2].full_ratio, layers[2].threshold) == (0.0, None)
+    (cost,) = count_costs(model, [layers], 4, 16)
+    assert cost.saved > 0
 
 
 def test_executors_are_chosen_for_gates_only() -> None:

@@ -23,6 +23,7 @@ from ..base.families import find_decoder
 from ..inference.autotune import tune_execution
 from ..inference.calibration import active_routings, calibrate
 from ..parts.targets import TARGETS
+from ..parts.traits import traits_of
 from ..routing.trace import RouteRecord, overridden
 
 BASE, DISABLED, FULL, LEFT_OUT = "base", "disabled", "budget 1.0", "without FFNs"
@@ -129,7 +130,7 @@ class Variants:
 
     def keeps_sequences(self) -> bool:
         """Whether a KV cache remembers decisions, so that no two variants can share one."""
-        static = any(holder.active_gate().static for holder in active_routings(self.model))
+        static = traits_of(self.config.gate).static or self.config.static_layers is not None
         return static or self.config.granularity == "sequence"
 
     def _tune(self, budget: float, prompts: torch.Tensor, decodes: bool) -> None:

@@ -45,7 +45,7 @@ from .record import remember_training
 Batches = list[dict[str, torch.Tensor]]
 
 DENSE = 0.995  # a layer that runs this share of the tokens in full is not routed
-STATIC = 0.02  # a layer that runs no more than this share of the tokens in full needs no gate
+STATIC = 0.005  # a layer that runs no more than this share of the tokens in full may need no gate
 _PENALTY = 1e-3
 _FEWEST = 256  # tokens that a branch is fitted on, at least
 _BUDGET_TOKENS = 4096  # that the thresholds of the other budgets are found on
