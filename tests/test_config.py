@@ -52,6 +52,7 @@ BAD_FIELDS: dict[str, list[Any]] = {
         "a" * 1_000_000 + "!",
         "last:" + "1" * 1_000_000,
     ],
+    "static_layers": [[], [-1], [3, 3], [True], [1.0], ["1"], [[1]], list(range(5000)), "last:1", 3, {"1": 2}],
     "target": ["layer", "", None, 3, ["ffn"]],
     "granularity": ["word", None],
     "gate": ["os.system", None, 1],

@@ -109,8 +109,13 @@ class Case:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """The Llama that comes with the demo, and a router that was calibrated on random text."""
+    return calibrated_llama(tmp_path_factory.mktemp("llama"))
+
+
+def calibrated_llama(folder: Path, **fields: Any) -> Case:
     model = get_depth_routed_model(
-        AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32), DepthRouteConfig(layers=[1, 2, 4, 5])
+        AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32),
+        DepthRouteConfig(layers=[1, 2, 4, 5], **fields),
     ).eval()
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -118,7 +123,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
             parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     text = torch.randint(3, model.config.vocab_size, (8, 128), generator=generator)
     calibrate(model, [{"input_ids": text}])
-    return Case(tmp_path_factory.mktemp("llama"), EMBEDDED, model)
+    return Case(folder, EMBEDDED, model)
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +146,14 @@ def test_the_rows_that_enter_an_mlp_are_those_that_were_chosen(llama: Case, eage
         assert rows == given
         assert 0.2 * rows < full < 0.8 * rows
         assert entered[index] == full
+
+
+def test_no_row_enters_the_mlp_of_a_static_layer(tmp_path: Path) -> None:
+    case = calibrated_llama(tmp_path, static_layers=[2])
+    (answer,) = serve(case.folder, [case.engine([case.together, case.alone], {"enable_prefix_caching": False})])
+    case.check(answer)
+    (entered,), (counted,) = answer["entered"], answer["counted"]
+    assert entered.get("2", 0) == counted["2"][0] == 0 < counted["2"][1]
 
 
 def test_chunked_prompts_and_cached_prefixes_change_nothing(llama: Case) -> None:

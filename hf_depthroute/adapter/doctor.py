@@ -58,7 +58,8 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
         return
     saved_by = config.library_version or "a version before formats were numbered"
     yield "ok", f"{CONFIG_NAME}: format {config.format_version}, saved by hf_depthroute {saved_by}"
-    yield "ok", f"routes {config.target} of layers {config.layers} with gate {config.gate}"
+    static = f"; static, without one: {config.static_layers}" if config.static_layers else ""
+    yield "ok", f"routes {config.target} of layers {config.layers} with gate {config.gate}{static}"
     if base := config.base_architecture:
         sizes = ", ".join(f"{name} {value}" for name, value in base.items() if isinstance(value, (str, int)))
         name = config.base_model_name_or_path or "a base without a name"
@@ -89,7 +90,9 @@ def _examine_weights(path: Path, config: DepthRouteConfig) -> Iterator[tuple[str
         yield "ok", f"hash {config.weights_hash[:19]}... as saved"
     yield from _examine_layers(tensors, config)
     if config.takes_budget():  # thresholds decide: have they ever been fitted to scores?
-        counts = [int(value) for name, value in tensors.items() if name.endswith(_UPDATES)]
+        static = tuple(f".{layer}.routing{_UPDATES}" for layer in config.static_layers or ())
+        tables = [name for name in tensors if name.endswith(_UPDATES) and not name.endswith(static)]
+        counts = [int(tensors[name]) for name in tables]
         if all(counts):
             yield "ok", f"calibrated: thresholds fitted to the scores of {len(counts)} layers"
         else:
@@ -97,25 +100,29 @@ def _examine_weights(path: Path, config: DepthRouteConfig) -> Iterator[tuple[str
 
 
 def _examine_layers(tensors: dict[str, torch.Tensor], config: DepthRouteConfig) -> Iterator[tuple[str, str]]:
-    """Every routed layer has to hold the same parts, in the same shapes."""
+    """Every routed layer has to hold the same parts, in the same shapes; a static one has no gate."""
     parts: dict[int, dict[str, Any]] = defaultdict(dict)
     for name, value in tensors.items():
         found = _PART.search(name)
         if found is not None and found[2] != "target":  # in the first routed layer only
             parts[int(found[1])][f"{found[2]}.{found[3]}"] = tuple(value.shape)
     routed = config.layers if isinstance(config.layers, list) else sorted(parts)
-    first = parts[routed[0]]
+    gated = [layer for layer in routed if layer not in (config.static_layers or ())] or routed
+    first = parts[gated[0]]
+    ungated = {part for part in first if not part.startswith(("gate.", "controller."))}
     for layer in routed:
-        missing = sorted(set(first) ^ set(parts[layer]))
+        missing = sorted((set(first) if layer in gated else ungated) ^ set(parts[layer]))
         if missing or not parts[layer]:
             yield "fault", f"layer {layer} does not hold what the others hold: {', '.join(missing[:3]) or 'nothing'}"
             return
         for part, shape in parts[layer].items():
             if shape != first[part]:
-                yield "fault", f"layer {layer}: {part} has shape {shape}, in layer {routed[0]} it is another"
+                yield "fault", f"layer {layer}: {part} has shape {shape}, in layer {gated[0]} it is another"
                 return
     yield from _examine_parts(first, config)
-    yield "ok", f"{len(routed)} layers with {len(first)} tensors each"
+    yield "ok", f"{len(gated)} layers with {len(first)} tensors each"
+    if len(gated) < len(routed):
+        yield "ok", f"{len(routed) - len(gated)} static layers with {len(ungated)} tensors each"
     if config.has_memory:
         yield from _examine_slots(tensors)
 

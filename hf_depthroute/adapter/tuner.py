@@ -112,6 +112,7 @@ class DepthRouteModel(BaseTuner):
             )
         width = width_of(layers[0], family)
         config.layers = routed
+        config.static_layers = sorted(config.static_layers or ()) or None
         config.branch_rank = config.branch_rank or max(1, width // 8)
         config.gate_hidden = config.gate_hidden or default_hidden(width)
         config.base_architecture = describe_base(model)
@@ -152,6 +153,7 @@ class DepthRouteModel(BaseTuner):
         """Add the adapter's parts to the layers that it routes, and connect what reads elsewhere."""
         gate = traits_of(config.gate)
         holders: list[Routing] = []
+        owner: Routing | None = None
         for index in cast("list[int]", config.layers):
             layer = layers[index]
             if HOLDER not in layer._modules:
@@ -159,9 +161,10 @@ class DepthRouteModel(BaseTuner):
             holder: Routing = getattr(layer, HOLDER)
             holder.peft_configs = self.peft_config
             holder.add_adapter(name, config)
-            if gate.predicts_outcomes:
-                holder.add_projection(name, config, holders[0] if holders else holder)
-            if gate.reads_logits:
+            if gate.predicts_outcomes and config.gate_of(index) == config.gate:
+                owner = owner or holder
+                holder.add_projection(name, config, owner)
+            if gate.reads_logits and config.gate_of(index) == config.gate:
                 cast(Any, holder.depth_route_gate[name]).connect(ReadOut(model))
             if gate.exits and holders:
                 holder.follow(name, holders[-1])

@@ -2,7 +2,7 @@
 
 * `base`: the untouched model.
 * `disabled`: the adapter is there and switched off.
-* `budget 1.0`: the adapter is on and every token runs full.
+* `budget 1.0`: the adapter is on and every token runs full, but for static layers.
 * `without FFNs`: the base without the FFNs that are routed: what is left of its time when all of them are skipped.
 * `budget B`: the routed model.
 * `masked B`: the same decisions by a plain mask-after-compute router, which runs both paths for every token.
@@ -130,7 +130,8 @@ class Variants:
 
     def keeps_sequences(self) -> bool:
         """Whether a KV cache remembers decisions, so that no two variants can share one."""
-        return self.config.granularity == "sequence" or traits_of(self.config.gate).static
+        static = traits_of(self.config.gate).static or self.config.static_layers is not None
+        return static or self.config.granularity == "sequence"
 
     def _tune(self, budget: float, prompts: torch.Tensor, decodes: bool) -> None:
         choices = tune_execution(self.model, prompts, steps=8 if decodes else 0, repeats=3)

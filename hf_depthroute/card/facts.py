@@ -136,15 +136,15 @@ def _thresholds(
     if tensors is None:
         recorded = training.get("thresholds") or {}
         return {int(layer): float(value) for layer, value in recorded.items()}, bool(recorded) or None
-    found = {}
+    found, static = {}, config.static_layers or ()
     for name, values in tensors.items():
         layer = _TABLE.search(name)
-        if layer is not None:
+        if layer is not None and int(layer[1]) not in static:
             table = ScoreQuantiles(1.0)
             table.set(values)
             found[int(layer[1])] = float(table(config.budget))
-    updates = [int(value) for name, value in tensors.items() if _UPDATES.search(name)]
-    return dict(sorted(found.items())), all(updates)
+    updates = {int(at[1]): int(value) for name, value in tensors.items() if (at := _UPDATES.search(name)) is not None}
+    return dict(sorted(found.items())), all(count for layer, count in updates.items() if layer not in static)
 
 
 def read_training(folder: Path) -> dict[str, Any]:

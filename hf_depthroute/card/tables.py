@@ -42,6 +42,7 @@ def routed_rows(facts: Facts) -> list[Safe]:
         budget = Safe(f"{c.budget:g} in training; inference follows another rule")
     rows: list[tuple[str, object]] = [
         ("layers", Safe(", ".join(map(str, layers)) + depth)),
+        *([("static, without a gate", Safe(", ".join(map(str, c.static_layers))))] if c.static_layers else []),
         ("target", code(c.target)),
         ("one decision for each", code(c.granularity)),
         *_memory(c),
@@ -71,7 +72,8 @@ def _inference(facts: Facts) -> str:
         return "the gate weighs the memory of every token, as in training"
     if c.fixed_threshold is not None:
         return f"score at or above {c.fixed_threshold:g}"
-    return "the causal predictor" if c.causal_rule == "predictor" else "score at or above the layer's threshold"
+    rule = "the causal predictor" if c.causal_rule == "predictor" else "score at or above the layer's threshold"
+    return f"{rule}; in the static layers never" if c.static_layers else rule
 
 
 def threshold_rows(facts: Facts) -> list[Safe]:

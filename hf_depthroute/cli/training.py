@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .train import TrainOptions
 
 _BUDGET_BLOCKS = 16  # that the thresholds of budgets other than the adapter's are found on
+_FOUND_BY_FIT = ("layers", "static_layers", "budget")  # what a fit finds of a configuration
 # Not part of what an adapter computes: where it comes from, and what a save writes.
 _NOT_COMPARED = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "base_architecture")
 
@@ -162,6 +163,7 @@ def _threshold(text: str) -> float | str:
 
 _READ: dict[str, Callable[[str], Any]] = {  # fields that are given as text
     "layers": o.parse_layers,
+    "static_layers": o.parse_layers,
     "threshold": _threshold,
     "dropped_experts": _dropped,
     "modules_to_save": lambda text: [name.strip() for name in text.split(",")],
@@ -266,7 +268,7 @@ def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
     fit = understood(record).get("fit")
     if fit is None or fit["keep"] != keep or sorted(map(int, fit["layers"])) != layers:
         raise CliError(f"--resume: {checkpoint} was not trained from a fit of this --budget and --layers")
-    model = get_depth_routed_model(base, replace(config, layers=saved.layers, budget=saved.budget))
+    model = get_depth_routed_model(base, replace(config, **{n: getattr(saved, n) for n in _FOUND_BY_FIT}))
     remember_training(model, record)
     return model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import peft
 from peft import PeftConfig
@@ -15,7 +15,17 @@ from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..version import __version__
 from .fields import MEMORY_FIELDS, RoutingFields, with_help
-from .rules import FORMAT_VERSION, ConfigError, check_complete, check_given, check_known, module_of, package_of, require
+from .rules import (
+    FORMAT_VERSION,
+    ConfigError,
+    check_complete,
+    check_given,
+    check_known,
+    check_static,
+    module_of,
+    package_of,
+    require,
+)
 from .rules import check_budget as check_budget
 from .rules import check_phases as check_phases
 
@@ -61,6 +71,8 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
         saved = super().to_dict() | {"library_version": __version__, "weights_hash": None}
         if self.phases == "all":  # so that versions without the field read what they can run, and nothing else
             del saved["phases"]
+        if self.static_layers is None:  # the same
+            del saved["static_layers"]
         if not self.has_memory:  # the same
             saved = {name: value for name, value in saved.items() if name not in MEMORY_FIELDS}
         module = module_of(GATES[self.gate])
@@ -77,6 +89,14 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
     def fixed_threshold(self) -> float | None:
         """The score that every routed layer compares with; None where the layer's own table gives it."""
         return None if isinstance(self.threshold, str) else self.threshold
+
+    def gate_of(self, layer_index: int) -> str:
+        """The gate of a routed layer: `"none"` in a static one."""
+        return "none" if layer_index in (self.static_layers or ()) else self.gate
+
+    def gated_layers(self) -> list[int]:
+        """The routed layers that are not static, of an injected adapter."""
+        return [index for index in cast("list[int]", self.layers) if index not in (self.static_layers or ())]
 
     def takes_budget(self) -> bool:
         """Whether inference follows the budget: there is a gate, and its threshold comes from a quantile table."""
@@ -119,6 +139,7 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
             raise ConfigError(
                 f"dropped_experts has {len(self.dropped_experts)} lists for {len(routed)} routed layers; give one each"
             )
+        check_static(self.static_layers, routed)
         return routed
 
     def _named_layers(self, depth: int) -> list[int]:

@@ -36,6 +36,8 @@ class RoutingFields:
             (the deepest but the last; `"before_last:half"`: half of all), `"all"`, or indices such as 2,3,5; by
             default the last third (halting: all but the first). Injection replaces it with the list of indices, which
             is saved.
+        static_layers: Routed layers without a gate, such as 2,3: every token takes the cheap path there. The budget is
+            that of the other routed layers. For the targets ffn, attention and block, per token.
         target: What an easy token skips: `"ffn"`, `"attention"`, `"block"` (both) or `"experts"`. Of the attention it
             skips its query, its softmax and the output projection; keys and values are always written. The experts are
             those of a mixture-of-experts layer, one (token, expert) pair at a time. `"memory"` skips nothing of the
@@ -97,6 +99,7 @@ class RoutingFields:
     """
 
     layers: str | list[int] | None = None
+    static_layers: list[int] | None = None
     target: str = "ffn"
     granularity: str = "token"
     gate: str = "mlp"

@@ -92,6 +92,17 @@ def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
             yield f"layers={reprlib.repr(c.layers)} must ascend, because dropped_experts has one list for each of them"
     elif c.dropped_experts is not None:
         yield "dropped_experts goes with target='experts' and gate='none'"
+    if c.static_layers is not None:
+        if target.per_pair or target.reads_ids or c.granularity != "token":
+            yield (
+                f"static_layers is not supported with target={c.target!r} per {c.granularity}; "
+                "use ffn, attention or block per token"
+            )
+        if gate.static or gate.exits:
+            instead = "all routed layers are static" if gate.static else "who has left stays out of all later layers"
+            yield f"static_layers is not supported with gate={c.gate!r}: {instead}"
+        if not c.takes_budget():
+            yield "static_layers needs thresholds that follow the budget: threshold='budget', causal_rule='quantile'"
     if c.branch == "memory" and (target.per_pair or target.reads_ids or c.granularity != "token"):
         yield (
             f"branch='memory' looks up what ends at a token; it is not supported with target={c.target!r} per "
@@ -132,6 +143,14 @@ def require(holds: object, name: str, value: Any, what: str) -> None:
 def check_budget(budget: Any) -> float:
     """Return `budget` if it is a number in (0, 1]; raise `ConfigError` otherwise."""
     return _check_number("budget", budget, low=0.0, low_open=True, high=1.0)
+
+
+def check_static(static: list[int] | None, routed: list[int]) -> None:
+    """Raise `ConfigError` unless the static layers are some of the routed ones, and not all."""
+    outside = [index for index in static or () if index not in routed]
+    require(not outside, "static_layers", static, f"must be routed layers, and layer {(outside or [0])[0]} is none")
+    what = "are all of the routed layers; use gate='none'"
+    require(static is None or len(static) < len(routed), "static_layers", static, what)
 
 
 def check_phases(phases: Any, granularity: str, target: str) -> str:
@@ -216,6 +235,10 @@ def check_complete(c: DepthRouteConfig) -> None:
     rule = c.layers is None or (isinstance(c.layers, str) and _LAYER_RULE.fullmatch(c.layers))
     what = "must be 'last:N', 'every:N', 'before_last:N', 'before_last:half', 'all' or a list of distinct layer indices"
     require(rule or (_are_indices(c.layers, 4096) and c.layers), "layers", c.layers, what)
+    static = c.static_layers is None or (_are_indices(c.static_layers, 4096) and c.static_layers)
+    require(static, "static_layers", c.static_layers, "must be a list of distinct layer indices, or left out")
+    if isinstance(c.layers, (list, tuple)):
+        check_static(c.static_layers, list(c.layers))
     lists: Any = c.dropped_experts
     listed = lists is None or (isinstance(lists, (list, tuple)) and len(lists) <= 1024)
     indices = listed and all(_are_indices(experts, 1024) for experts in lists or ())

@@ -75,7 +75,8 @@ def route_cost(
         batch_size: Sequences.
         length: New tokens per sequence: the prompt in prefill, 1 in decode, which `phases="prefill"` leaves dense.
         cached: Tokens per sequence already in the KV cache.
-        budget: Share of tokens that run full; default: the adapter's budget, and 0 where there is no gate.
+        budget: Share of tokens that run full; default: the adapter's budget, and 0 where there is no gate. In static
+            layers it is 0 in any case.
         full_ratio: Measured shares per layer, as from `RouteTrace.full_ratio`; overrides `budget`.
         logits_to_keep: Positions per sequence that go through the LM head.
 
@@ -110,7 +111,7 @@ def route_cost(
         gate, branch = gate_weights(holder, length), (1 - share) * branch_weights(holder, config)
         ratios.append(share + (branch + gate) / max(part, 1.0))
         gates, branches = gates + 2.0 * gate, branches + 2.0 * branch
-        if skips_sequences(holder.active_config()):
+        if skips_sequences(holder):
             kv_bytes -= (1 - share) * per_layer
     return RouteCost(
         flops_dense=dense,
@@ -151,8 +152,8 @@ def _remark(holder: Routing, saved: float, gates: float, branches: float, ratio:
 def _share(holder: Routing, config: DepthRouteConfig, budget: float | None) -> float:
     """The share that runs full when nothing was measured."""
     if budget is not None:
-        return check_budget(budget)
-    if not traits_of(config.gate).static:
+        return check_budget(budget) if config.gate_of(holder.layer_index) == config.gate else 0.0
+    if not holder.active_gate().static:
         return config.budget
     if config.dropped_experts is None:
         return 0.0

@@ -17,12 +17,10 @@ from torch import nn
 
 from ..base.families import Family, find_decoder, find_family
 from ..base.projections import STYLES
-from ..config.adapter import DepthRouteConfig
 from ..inference.calibration import active_routings
 from ..parts.gates import MLPGate
 from ..parts.memory import NgramMemory
 from ..parts.targets import TARGETS
-from ..parts.traits import traits_of
 from ..routing.holder import HOLDER, Routing
 
 PARTS = ("attention projections", "attention core", "ffn", "router", "head")
@@ -131,7 +129,7 @@ def _left_out(layer: Any, holder: Routing) -> dict[str, float]:
     if target.per_pair:
         parts[f"{family.ffn}.{family.experts}"] = 1.0
     if skips_attention(holder):
-        if skips_sequences(holder.active_config()):
+        if skips_sequences(holder):
             return parts | {family.attention: 1.0}
         assert family.queries is not None
         queries = STYLES[family.queries].weights(getattr(layer, family.attention))
@@ -139,14 +137,15 @@ def _left_out(layer: Any, holder: Routing) -> dict[str, float]:
     return parts
 
 
-def whole_sequences(config: DepthRouteConfig) -> bool:
+def whole_sequences(holder: Routing) -> bool:
     """Whether a decision holds for a whole sequence."""
-    return config.granularity == "sequence" or (traits_of(config.gate).static and config.phases == "all")
+    config = holder.active_config()
+    return config.granularity == "sequence" or (holder.active_gate().static and config.phases == "all")
 
 
-def skips_sequences(config: DepthRouteConfig) -> bool:
+def skips_sequences(holder: Routing) -> bool:
     """Whether a skipped attention leaves its keys and values out."""
-    return whole_sequences(config) and TARGETS[config.target].skips_attention
+    return whole_sequences(holder) and TARGETS[holder.active_config().target].skips_attention
 
 
 def runs_full(holder: Routing, length: int) -> bool:
@@ -156,8 +155,8 @@ def runs_full(holder: Routing, length: int) -> bool:
 
 def skips_attention(holder: Routing) -> bool:
     """Whether the cheap path saves the attention: per token only where the family's projections are known."""
-    config = holder.active_config()
-    return TARGETS[config.target].skips_attention and (whole_sequences(config) or holder.family.queries is not None)
+    queries_known = holder.family.queries is not None
+    return TARGETS[holder.active_config().target].skips_attention and (whole_sequences(holder) or queries_known)
 
 
 def gate_weights(holder: Routing, length: int) -> float:
@@ -250,7 +249,7 @@ def count_work(
             flops, moved = _product(matrix, tokens, rows, passes)
             work.add(matrix.part, again * flops, again * size * moved)
         skips = holder is not None and skips_attention(holder)
-        whole = holder is not None and whole_sequences(holder.active_config())
+        whole = holder is not None and whole_sequences(holder)
         share = rows if skips else 1.0
         read = share if length == 1 or whole or not skips else passes
         moved = batch * cached_values * ((cached + length) * read + length * (share if whole else 1.0))

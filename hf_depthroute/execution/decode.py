@@ -33,7 +33,7 @@ class DecodeStep:
     """A routed FFN layer's forward pass for one new token per sequence: `[B, 1, d] -> [B, 1, d]`.
 
     It computes what `layer._run` does, with the adapter's weights in the stream's dtype and the threshold on the host.
-    A batch of one needs no mask: its score is read, and one of two calls is made.
+    A batch of one needs no mask: its score is read, and one of two calls is made. A static layer needs no score.
 
     Args:
         holder: The layer's adapter state.
@@ -67,6 +67,8 @@ class DecodeStep:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
         a = h + modules[attention](modules[attention_norm](h), **kwargs)[0]
+        if self.plan.rule == "static":
+            return a if self.branch is None else a.add_(self.branch(a))
         normed = None if self.reads_stream else modules[ffn_norm](a)
         scores_B = self.score(a if normed is None else normed)
         one = len(scores_B) == 1
@@ -133,4 +135,4 @@ def supports_decode(plan: RoutePlan, family: Family) -> bool:
         return False
     if plan.gate.exits or plan.recorders or plan.replayed is not None:
         return False
-    return plan.rule == "threshold" and plan.mix == "hard" and plan.executor in ("auto", "gathered")
+    return plan.rule in ("threshold", "static") and plan.mix == "hard" and plan.executor in ("auto", "gathered")

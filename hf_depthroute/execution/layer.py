@@ -69,7 +69,8 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     if plan.recorders:
         mask, scores, probs, *extras = outputs[1:]
         named = dict(zip(plan.extras, extras))
-        record = RouteRecord(mask, scores, probs, token_mask, plan.budget, named, plan.temperature, plan.compared)
+        state = plan.temperature, plan.compared, plan.gate.static
+        record = RouteRecord(mask, scores, probs, token_mask, plan.budget, named, *state)
         for trace in plan.recorders:
             trace[holder.layer_index] = record
     return (outputs[0], None) if holder.family.returns_weights else outputs[0]
@@ -142,8 +143,8 @@ def call_on_stream(
     """As `routed_call`, from the stream in front of the routed part, `[B, T, d]`, and its norm where that is known."""
     holder: Routing = layer._modules[HOLDER]
     reads_stream = plan.config.gate_input == "residual"
-    # A gathered FFN needs the norm of the rows that it runs on, and of no others, unless the gate reads it.
-    if normed is None and (layer.training or not reads_stream):
+    # A gathered FFN needs the norm of the rows that it runs on, and of no others, unless a gate reads it.
+    if normed is None and (layer.training or not (reads_stream or plan.gate.static)):
         normed = site.norm(layer, holder.family, stream)
     decision = None
     if decides:

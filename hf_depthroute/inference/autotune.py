@@ -26,7 +26,7 @@ from ..execution.sites import SITES
 from ..parts.traits import traits_of
 from ..routing.holder import HOLDER, Routing, shape_class
 from ..routing.trace import overridden
-from .calibration import active_routings
+from .calibration import active_routings, gated_routings
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def tune_execution(
     keep_decisions: bool = False,
     executors: Sequence[str] | None = None,
 ) -> list[Choice]:
-    """Time every routed layer under every executor on these prompts, and use the fastest from now on.
+    """Time every layer that has a gate under every executor on these prompts, and use the fastest from now on.
 
     A layer for which no executor reaches `floor` of the base's speed runs as the base does at that shape: every token
     full, no gate. That changes the output, towards the base's, and makes it depend on the batch size; `keep_decisions`
@@ -86,8 +86,7 @@ def tune_execution(
         ValueError: No routed adapter is active; decisions are about sequences or exits, which have to hold through a
             generation; the target is memory; `floor` is not in (0, 1]; or there is no such executor.
     """
-    holders = active_routings(model)
-    config = holders[0].active_config()
+    config = active_routings(model)[0].active_config()
     gate = traits_of(config.gate)
     if config.granularity == "sequence" or gate.exits or gate.static:
         about = "decisions of whole sequences and of early exit hold through a generation"
@@ -99,6 +98,7 @@ def tune_execution(
     for name in executors or ():
         check_executor(name)
     model.eval()
+    holders = gated_routings(model)
     for holder in holders:
         holder.tuned = {}
     layers = [find_layers(model)[holder.layer_index] for holder in holders]

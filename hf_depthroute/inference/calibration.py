@@ -15,7 +15,7 @@ from torch import nn
 
 from ..base.contexts import evaluating
 from ..base.distributed import each_of_all, rows_of_all
-from ..config.adapter import DepthRouteConfig, check_budget, check_phases
+from ..config.adapter import check_budget, check_phases
 from ..data.batches import device_of, model_inputs, token_mask
 from ..parts.traits import traits_of
 from ..routing.thresholds import NOT_FITTED, Measured, quantile_table, quantile_tables
@@ -32,7 +32,8 @@ def track_thresholds(trace: RouteTrace) -> None:
 
     With gradients disabled, or of layers in evaluation mode, nothing moves.
     """
-    holders = [holder for holder in trace.holders if holder.training and holder.layer_index in trace]
+    scored = trace.gated()
+    holders = [holder for holder in trace.holders if holder.training and holder.layer_index in scored]
     if not holders:
         return
     pooled = holders[0].active_config().budget_scope == "global"
@@ -60,15 +61,16 @@ def calibrate(
         budget: In (0, 1]; becomes the adapter's budget. Default: the adapter's.
 
     Returns:
-        `{layer_index: fraction of real tokens that runs full}`, measured in a third pass with the final thresholds.
+        `{layer_index: fraction of real tokens that runs full}`, measured in a third pass with the final thresholds; 0
+        in static layers, which have no part in the budget.
 
     Raises:
         ValueError: No routed layer is active, the adapter has a fixed threshold, a batch has no `input_ids`, or
             `batches` holds no real token.
         ConfigError: `budget` is out of range.
     """
-    holders = active_routings(model)
-    configs = _budgeted_configs(holders)
+    holders = _budgeted_routings(model)
+    configs = [holder.active_config() for holder in holders]
     budget = check_budget(configs[0].budget if budget is None else budget)
     kept = list(model_inputs(model, batches))
     if not _holds_tokens(kept):
@@ -115,8 +117,8 @@ def calibrate_budgets(
         ValueError: As `calibrate`, and where the model is not calibrated.
         ConfigError: A budget is out of range.
     """
-    holders = active_routings(model)
-    configs = _budgeted_configs(holders)
+    holders = _budgeted_routings(model)
+    configs = [holder.active_config() for holder in holders]
     own, kept = configs[0].budget, list(model_inputs(model, batches))
     if not is_calibrated(model):
         raise ValueError(f"calibrate_budgets: {NOT_FITTED}")
@@ -155,7 +157,8 @@ def set_budget(model: nn.Module, budget: float) -> None:
     """Change the budget of the active adapter at run time, without retraining; saved with the adapter.
 
     Without `calibrate_budgets`, the thresholds come from quantiles measured at the calibrated budget. At another one,
-    later layers see another stream, so the share that runs full can miss the budget by some points.
+    later layers see another stream, so the share that runs full can miss the budget by some points. Static layers stay
+    so at every budget.
 
     Raises:
         ConfigError: `budget` is not in (0, 1].
@@ -163,12 +166,11 @@ def set_budget(model: nn.Module, budget: float) -> None:
             so that no share of tokens but all of them could be asked for.
     """
     budget = check_budget(budget)
-    holders = active_routings(model)
-    configs = _budgeted_configs(holders)
+    holders = _budgeted_routings(model)
     if budget < 1.0 and not is_calibrated(model):
         raise ValueError(f"set_budget: {NOT_FITTED}")
-    for holder, config in zip(holders, configs):
-        config.budget = budget
+    for holder in holders:
+        holder.active_config().budget = budget
         if (controller := holder.active_controller()) is not None:
             controller.set(holder.active_quantiles()(budget))
 
@@ -201,14 +203,14 @@ def set_phases(model: nn.Module, phases: str) -> None:
 
 
 def is_calibrated(model: nn.Module) -> bool:
-    """Whether every active layer's quantile table has been tracked in training or set by `calibrate`."""
-    return all(holder.active_quantiles().fitted() for holder in active_routings(model))
+    """Whether the quantile table of every active gate has been tracked in training or set by `calibrate`."""
+    return all(holder.active_quantiles().fitted() for holder in gated_routings(model))
 
 
 def thresholds(model: nn.Module) -> dict[int, float]:
     """`{layer_index: score}` that a token has to reach to run full. Empty where no threshold of a budget decides."""
-    holders = active_routings(model)
-    if not holders[0].active_config().takes_budget():
+    holders = gated_routings(model)
+    if not holders or not holders[0].active_config().takes_budget():
         return {}
     return {h.layer_index: float(h.active_quantiles()(h.active_config().budget)) for h in holders}
 
@@ -225,10 +227,14 @@ def active_routings(model: nn.Module) -> list[Routing]:
     return holders
 
 
-def _budgeted_configs(holders: list[Routing]) -> list[DepthRouteConfig]:
-    """The configs of the active adapters; `ValueError` where the budget is without effect on inference."""
-    configs = [holder.active_config() for holder in holders]
-    for config in configs:
+def gated_routings(model: nn.Module) -> list[Routing]:
+    """Those of `active_routings` that have a gate: all but the static ones."""
+    return [holder for holder in active_routings(model) if not holder.active_gate().static]
+
+
+def _budgeted_routings(model: nn.Module) -> list[Routing]:
+    """`gated_routings`; `ValueError` where the budget is without effect on inference."""
+    for config in (holder.active_config() for holder in active_routings(model)):
         if traits_of(config.gate).soft:
             raise ValueError(f"target={config.target!r} is weighed by its gate: there is no budget, and no threshold")
         if traits_of(config.gate).static:
@@ -240,7 +246,7 @@ def _budgeted_configs(holders: list[Routing]) -> list[DepthRouteConfig]:
             )
         if config.causal_rule == "predictor":
             raise ValueError("the adapter decides by its predictor; set its config's causal_rule to 'quantile'")
-    return configs
+    return gated_routings(model)
 
 
 @contextmanager
@@ -255,13 +261,13 @@ def _holds_tokens(batches: list[dict[str, torch.Tensor]]) -> bool:
 
 
 def _collect(model: nn.Module, batches: list[dict[str, torch.Tensor]], by_sequence: bool) -> dict[int, torch.Tensor]:
-    """Scores of all real tokens (pairs, sequences), in one dimension per layer."""
+    """Scores of all real tokens (pairs, sequences), in one dimension per layer with a gate."""
     nothing = torch.empty(0, device=device_of(model))
-    scores = {holder.layer_index: [nothing] for holder in active_routings(model)}
+    scores = {holder.layer_index: [nothing] for holder in gated_routings(model)}
     for batch in batches:
         with record_routes(model) as trace:
             model(**batch, use_cache=False)
-        for index, record in trace.items():
+        for index, record in trace.gated().items():
             once = (record.real.any(dim=1), 0)  # a sequence's score is the same at every position
             scores[index].append(record.scores[once if by_sequence else record.real])
     return {

@@ -236,6 +236,7 @@ def _leave_out(model: Any, drop: Sequence[int]) -> None:
         if adapter.dropped_experts is not None:
             adapter.dropped_experts = [adapter.dropped_experts[at] for at in remaining]
         adapter.layers = [places[routed[at]] for at in remaining]
+        adapter.static_layers = [places[at] for at in adapter.static_layers or () if at in places] or None
 
 
 def lossless_generate(

@@ -22,7 +22,6 @@ from ..execution.layer import DECODE_STEPS, LAST_TOKENS, NGRAMS, TOKEN_MASK, rou
 from ..parts.memory import NgramMemory
 from ..parts.regression import leading_directions, moments, ridge_weights
 from ..parts.targets import TARGETS
-from ..parts.traits import traits_of
 from ..routing.holder import Routing
 from ..routing.trace import record_routes
 from .calibration import active_routings
@@ -177,8 +176,8 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
             cheap = ~trace[holder.layer_index].mask.to(real.device)
             rows.append([part[real] for part in seen] + [cheap[real]])
     x_Nd, y_Nd, ngrams_NO, cheap_N = (torch.cat(parts) for parts in zip(*rows))
-    config = holder.config(name)
-    decided = traits_of(config.gate).static or config.fixed_threshold is not None or holder.active_quantiles().fitted()
+    fixed = holder.active_gate().static or holder.config(name).fixed_threshold is not None
+    decided = fixed or holder.active_quantiles().fitted()
     if decided and int(cheap_N.sum()) >= branch.down.in_features + (branch.down.bias is not None):
         x_Nd, y_Nd, ngrams_NO = x_Nd[cheap_N], y_Nd[cheap_N], ngrams_NO[cheap_N]
     missed = fit_branch(branch, x_Nd, y_Nd, ridge)

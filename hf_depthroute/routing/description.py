@@ -12,12 +12,12 @@ from ..parts.memory import shortest_order
 from ..parts.targets import TARGETS
 
 
-def routing_summary(config: DepthRouteConfig) -> str:
-    """`ffn per token, budget 0.5, gate mlp, branch lowrank`."""
+def routing_summary(config: DepthRouteConfig, gate: str | None = None) -> str:
+    """`ffn per token, budget 0.5, gate mlp, branch lowrank`; with the `gate` of a layer, where one is given."""
     memory = f"{config.memory_slots:,} slots of {config.memory_width}, {config.memory_heads} heads, {_orders(config)}"
     if TARGETS[config.target].reads_ids:
         return f"{config.target} per {config.granularity}, {memory}"
-    parts = [f"{config.target} per {config.granularity}", f"budget {config.budget:g}", f"gate {config.gate}"]
+    parts = [f"{config.target} per {config.granularity}", f"budget {config.budget:g}", f"gate {gate or config.gate}"]
     parts += [] if config.branch == "none" else [f"branch {config.branch}"]
     parts += [memory] if config.branch == "memory" else []
     return ", ".join(parts if config.phases == "all" else [*parts, f"phases {config.phases}"])
@@ -35,6 +35,7 @@ def routed_lines(model: PeftModel) -> list[str]:
     for name, config in model.peft_config.items():
         if isinstance(config, DepthRouteConfig) and isinstance(config.layers, list):
             which = f"{len(config.layers)} of {len(find_layers(base))} layers ({_ranges(config.layers)})"
+            which += f", static {_ranges(config.static_layers)}" if config.static_layers else ""
             lines.append(f"routed: {which}: {routing_summary(config)}; adapter {name!r}")
     return lines
 

@@ -21,6 +21,7 @@ from ..parts.branches import LowRankBranch, TransientCache, stamp
 from ..parts.gates import GATES, MLPGate, TargetProjection
 from ..parts.memory import NgramMemory
 from ..parts.targets import TARGETS
+from ..parts.traits import GateTraits, traits_of
 from .description import routing_summary
 from .misuse import warn_of_thresholds
 from .plan import RoutePlan, decide, make_plan
@@ -95,14 +96,16 @@ class Routing(nn.Module, BaseTunerLayer):
         self.last_mask: torch.Tensor | None = None  # early exit: of the forward pass in progress
 
     def extra_repr(self) -> str:
-        """Each adapter in one line of `print(model)`; the same in every layer, so that equal layers fold into one."""
-        return "\n".join(f"{name}: {routing_summary(self.config(name))}" for name in self.depth_route_gate)
+        """Each adapter in one line of `print(model)`; the same in equal layers, which fold into one."""
+        configs = ((name, self.config(name)) for name in self.depth_route_gate)
+        return "\n".join(f"{name}: {routing_summary(c, c.gate_of(self.layer_index))}" for name, c in configs)
 
     def add_adapter(self, name: str, config: DepthRouteConfig) -> None:
         """Create the seeded, untrained adapter `name` for this layer."""
         target = TARGETS[config.target]
         per_expert = target.per_pair and config.expert_gates == "per_expert"
-        gate = GATES[config.gate](self.width, config, self.num_experts if per_expert else 1)
+        kind = config.gate_of(self.layer_index)
+        gate = GATES[kind](self.width, config, self.num_experts if per_expert else 1)
         self.depth_route_gate[name] = self._initialised(gate, config, "gate")
         if config.branch != "none":
             assert config.branch_rank is not None
@@ -114,7 +117,7 @@ class Routing(nn.Module, BaseTunerLayer):
             self.depth_route_memory[name] = self._initialised(memory, config, "memory")
         if config.causal_rule == "predictor":
             self.depth_route_predictor[name] = self._initialised(MLPGate(self.width, config), config, "predictor")
-        if config.selection == "controller":
+        if config.selection == "controller" and kind == config.gate:
             self.depth_route_controller[name] = BudgetController()
         self.depth_route_quantiles[name] = ScoreQuantiles(cast(float, config.gate_temperature))
         self._move_adapter_to_device_of_base_layer(name)
@@ -150,6 +153,10 @@ class Routing(nn.Module, BaseTunerLayer):
     def active_config(self) -> DepthRouteConfig:
         """The configuration of the adapter that routes this layer now; `ValueError` when there is none."""
         return self.config(self.active_name())
+
+    def active_gate(self) -> GateTraits:
+        """What the gate of this layer says of itself, of the adapter that routes it now; `ValueError` without one."""
+        return traits_of(self.active_config().gate_of(self.layer_index))
 
     def active_quantiles(self) -> ScoreQuantiles:
         """The quantile table of the adapter that routes this layer now; `ValueError` when there is none."""

@@ -49,9 +49,9 @@ def warn_of_training(decoder: nn.Module, holders: Sequence[Routing], inputs: tor
 def warn_of_backward(holder: Routing, *outputs: torch.Tensor) -> None:
     """Warn if gradients come back through the outputs of a layer that is in evaluation mode and whose gate trains.
 
-    Said by the adapter's last layer only, which every gradient of a loss passes.
+    Said by the adapter's last layer with a gate only, which every gradient of a loss passes.
     """
-    if holder.layer_index != cast("list[int]", holder.active_config().layers)[-1]:
+    if holder.layer_index not in holder.active_config().gated_layers()[-1:]:
         return
 
     def warn(gradient: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ def warn_of_thresholds(holder: Routing, plan: RoutePlan) -> None:
     config = plan.config
     if plan.budget >= 1.0 or plan.rule != "threshold" or not config.takes_budget() or holder.selection:
         return
-    if holder.layer_index != cast("list[int]", config.layers)[0]:
+    if holder.layer_index not in config.gated_layers()[:1]:
         return
     table = cast(ScoreQuantiles, holder.depth_route_quantiles[plan.adapter])
     if table.updates.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -28,7 +28,7 @@ class RoutePlan:
 
     Attributes:
         adapter: Name of the active adapter, with its `config`.
-        gate: What the adapter's gate says of itself.
+        gate: What the layer's gate says of itself.
         target: What it routes.
         rule: One of `SELECTIONS`, `"predictor"`, `"static"`, or `"full"`: the base's layer runs, without the gate.
         mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"` or `"scaled_sublayers"`.
@@ -91,7 +91,7 @@ def make_plan(
     elif budget < 1.0:
         threshold = cast(ScoreQuantiles, holder.depth_route_quantiles[name])(budget)
     replayed = None if holder.replay is None else holder.replay.get(holder.layer_index)
-    gate = traits_of(config.gate)
+    gate = traits_of(config.gate_of(holder.layer_index))
     if gate.static:
         rule = "static"
     elif gate.soft:

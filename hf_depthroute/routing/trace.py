@@ -36,6 +36,7 @@ class RouteRecord:
         temperature: `tau`; the default is that of `DepthRouteConfig`.
         threshold: What the scores were compared with, a float or `[]`; None where something else decided, such as
             top-k, a causal predictor or a replay.
+        static: Whether the layer has no gate; its scores are 0.
     """
 
     mask: torch.Tensor
@@ -46,6 +47,7 @@ class RouteRecord:
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
     temperature: float = 2.0
     threshold: torch.Tensor | float | None = None
+    static: bool = False
 
     def __getattr__(self, name: str) -> torch.Tensor:
         extras = self.__dict__.get("extras", {})
@@ -103,6 +105,11 @@ class RouteTrace(Mapping[int, RouteRecord]):
             real = record.real.sum()
             ratios[index] = float((record.mask & record.real).sum() / real.clamp(min=1))
         return ratios
+
+    def gated(self) -> RouteTrace:
+        """The trace of the layers that have a gate; of an adapter without gates, of all."""
+        kept = {index: record for index, record in self.items() if not record.static}
+        return RouteTrace(kept or self, self.holders)
 
     def positions(self, start: int, stop: int) -> RouteTrace:
         """The part of the trace at positions `start:stop`, to replay a longer run piece by piece."""

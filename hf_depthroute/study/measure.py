@@ -15,7 +15,7 @@ from ..base.readout import token_losses
 from ..data.blocks import Blocks, spread, to_batches
 from ..evaluation.cost import route_cost
 from ..evaluation.perplexity import mean_loss
-from ..inference.calibration import calibrate, use_selection
+from ..inference.calibration import calibrate, gated_routings, use_selection
 from ..routing.trace import count_routes, record_routes, routings
 from ..training.oracle import exact_utility, refresh_cost, utility_labels
 from ..training.trainer import DepthRouteTrainingArguments
@@ -96,7 +96,7 @@ def compare_with_oracle(
 
     In float32: the utilities are differences of losses, small against what rounding does to them.
     """
-    collected: dict[int, list[tuple[torch.Tensor, ...]]] = {holder.layer_index: [] for holder in routings(model)}
+    collected: dict[int, list[tuple[torch.Tensor, ...]]] = {holder.layer_index: [] for holder in gated_routings(model)}
     for batch in batches:
         with record_routes(model) as trace:
             model(**batch, use_cache=False, logits_to_keep=1)
@@ -128,8 +128,8 @@ def compare_with_oracle(
 def cost_of(model: Any, arguments: DepthRouteTrainingArguments) -> dict[str, float]:
     """Inference and training cost in units of one full FFN on one token, mean over the routed layers."""
     holders = routings(model)
-    gate = route_cost(model, budget=1.0).ffn_ratio - 1
-    cheap = route_cost(model, full_ratio=dict.fromkeys((holder.layer_index for holder in holders), 0.0)).ffn_ratio
+    full, none = (dict.fromkeys((holder.layer_index for holder in holders), share) for share in (1.0, 0.0))
+    gate, cheap = route_cost(model, full_ratio=full).ffn_ratio - 1, route_cost(model, full_ratio=none).ffn_ratio
     training = metrics.training_ffn_ratio(
         layers=len(holders),
         branch=cheap - gate,

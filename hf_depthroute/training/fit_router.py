@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,7 @@ from .record import remember_training
 Batches = list[dict[str, torch.Tensor]]
 
 DENSE = 0.995  # a layer that runs this share of the tokens in full is not routed
+STATIC = 0.005  # a layer that runs no more than this share of the tokens in full may need no gate
 _PENALTY = 1e-3
 _FEWEST = 256  # tokens that a branch is fitted on, at least
 _BUDGET_TOKENS = 4096  # that the thresholds of the other budgets are found on
@@ -56,7 +57,7 @@ class LayerFit:
     """What was found for one layer, on the calibration text.
 
     Attributes:
-        share: The share of the tokens that runs in full.
+        share: The share of the tokens that runs in full; 0 in a static layer.
         branch_r2: `1 - |update - branch|^2 / |update|^2`, over the tokens that take the branch.
         gate_r2: The share of the variance of the scores, over all tokens, that the gate predicts.
         nats: The divergence from the base that its cheap tokens alone cause, nats per token, measured.
@@ -87,8 +88,10 @@ def fit_router(
     branch leaves, scaled to what the layer's cheap tokens alone cost; one threshold over all layers then holds `keep`.
     Each further round fits branches and gates again on the stream and on the tokens that they really get. Every fifth
     row is held out: costs are measured and thresholds set on it, and the round with the lowest loss there is kept.
-    Layers that run every token in full are left out of the adapter. The thresholds of other budgets are calibrated
-    too, so that `set_budget` holds them.
+    Layers that run every token in full are left out of the adapter. Those that run next to none become static: they
+    lose their gates, and the other layers run that much more. They keep them where the loss of the held-out rows rises,
+    by the mean of the rows' differences, by more than that mean's standard error: a smaller rise may be chance, and
+    no gate is the cheaper choice. The thresholds of other budgets are calibrated too, so that `set_budget` holds them.
 
     About 13 forward passes of the text with two rounds, whatever the number of layers, and the gates' regression. In
     memory are the base and a few times the hidden states of the text at one layer. Nothing is random but for the
@@ -143,8 +146,15 @@ def fit_router(
         with full_depth(routed):
             dense_loss = _loss(routed, own)
         layers = best[2]
-        routed = _without_dense(routed, [index for index, layer in layers.items() if layer.share >= DENSE])
+        dense, static = (
+            [index for index, layer in layers.items() if holds(layer.share)]
+            for holds in (lambda share: share >= DENSE, lambda share: share <= STATIC)
+        )
+        routed = _narrowed(routed, dense=dense)
         calibrate(routed, own)
+        routed = _without_gates(routed, static, own)
+        for index in active_routings(routed)[0].active_config().static_layers or ():
+            layers[index].share = 0.0
         calibrate_budgets(routed, _share(_first_tokens(held_out, _BUDGET_TOKENS)))
     record = {
         "fit": {
@@ -175,6 +185,8 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
     if not hasattr(GATES[given.gate], "fit"):
         known = ", ".join(name for name, gate in GATES.items() if hasattr(gate, "fit"))
         raise ConfigError(f"gate={given.gate!r} is not fitted; use one of: {known}")
+    if given.static_layers is not None:
+        raise ConfigError("fit_router finds the static layers itself; leave static_layers out")
     if given.branch == "none" or given.scale_by_gate or not given.takes_budget():
         raise ConfigError("fit_router fits a branch, with thresholds that follow the budget, unscaled")
     routed = len(given.routed_layers(depth))
@@ -434,21 +446,49 @@ def _state(model: nn.Module) -> dict[int, dict[str, Any]]:
 
 
 def _restore(model: nn.Module, state: Mapping[int, dict[str, Any]]) -> None:
+    """Give every layer what it held; of a layer that has become static, the gate is left out."""
     for holder in active_routings(model):
-        if holder.layer_index in state:
-            holder.load_state_dict(state[holder.layer_index])
+        if (held := state.get(holder.layer_index)) is not None:
+            holder.load_state_dict({name: held[name] for name in holder.state_dict()})
 
 
-def _without_dense(model: PeftModel, dense: list[int]) -> PeftModel:
-    """The model with the layers in `dense` not routed; the others hold what they held, and the budget that is left."""
-    holders = active_routings(model)
-    config = copy.deepcopy(holders[0].active_config())
-    left = [holder.layer_index for holder in holders if holder.layer_index not in dense]
-    if not dense or not left:
+def _narrowed(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] = ()) -> PeftModel:
+    """The model with the layers in `dense` not routed and those in `static` without gates.
+
+    The others hold what they held, and the budget that is left; where no other is left, the model stays as it is.
+    """
+    config = copy.deepcopy(active_routings(model)[0].active_config())
+    layers = cast("list[int]", config.layers)
+    gated = [index for index in layers if index not in (*dense, *static)]
+    if not gated or len(gated) == len(layers):
         return model
-    state = _state(model)
-    config.budget = max(0.01, (config.budget * len(holders) - len(dense)) / len(left))
-    config.layers = left
-    smaller = get_depth_routed_model(model.unload(), config)
-    _restore(smaller, state)
-    return smaller
+    config.budget = min(1.0, max(0.01, (config.budget * len(layers) - len(dense)) / len(gated)))
+    config.layers = [index for index in layers if index not in dense]
+    config.static_layers = [index for index in layers if index in static] or None
+    return _injected(model, config, _state(model))
+
+
+def _injected(model: PeftModel, config: DepthRouteConfig, state: Mapping[int, dict[str, Any]]) -> PeftModel:
+    """The base of `model` with another configuration of the adapter, and what its layers hold."""
+    routed = get_depth_routed_model(model.unload(), config)
+    _restore(routed, state)
+    return routed.eval()
+
+
+def _without_gates(model: PeftModel, static: Sequence[int], text: Batches) -> PeftModel:
+    """The calibrated model with the layers in `static` static, unless that costs more than noise; calibrated."""
+    if not static:
+        return model
+    config, state = active_routings(model)[0].active_config(), _state(model)
+    before_R = rows_of_all(_row_losses(model, text))
+    narrowed = _narrowed(model, static=static)
+    if narrowed is model:
+        return model
+    calibrate(narrowed, text)
+    rise_R = rows_of_all(_row_losses(narrowed, text)) - before_R
+    error = float(rise_R.std()) / len(rise_R) ** 0.5 if len(rise_R) > 1 else 0.0
+    if float(rise_R.mean()) <= error:
+        return narrowed
+    model = _injected(narrowed, config, state)
+    calibrate(model, text)
+    return model

@@ -26,6 +26,7 @@ from ..base.sublayers import hidden_of
 from ..execution.call import RoutedCall
 from ..execution.layer import LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_call
 from ..inference.calibration import active_routings
+from ..parts.traits import traits_of
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
 
@@ -117,7 +118,8 @@ def run_forks(
 
     Args:
         prefix: From `observe_prefix`, after a forward pass, inside `prefix.replaying()`.
-        on_policy: Whether routed layers follow the gate; otherwise they run full.
+        on_policy: Whether routed layers follow the gate; otherwise they run full. Static layers take the cheap path in
+            either case, unless nothing is forked: then all is dense.
         fork: Makes the new streams of a layer; None for the trunk alone.
         layers: Indices of the layers to fork at; default: all routed ones.
 
@@ -140,6 +142,9 @@ def run_forks(
             continue
         _check_forkable(plan)
         call = routed_call(layer, plan, h, token_mask, kwargs, decides=on_policy, ngrams=ngrams)
+        if plan.gate.static:  # there is one path
+            streams_FBTd = call.finish(call.cheap()).view_as(streams_FBTd)
+            continue
         if on_policy:
             out, after_full, after_cheap = _follow(call, batch)
         else:
@@ -176,7 +181,7 @@ def _follow(call: RoutedCall, batch: int) -> tuple[torch.Tensor, torch.Tensor, t
 
 def _check_forkable(plan: RoutePlan) -> None:
     """Raise `ValueError` for adapters whose two paths are not a choice between two streams at one token."""
-    config, gate = plan.config, plan.gate
+    config, gate = plan.config, traits_of(plan.config.gate)
     refused = {
         "target": plan.target.per_pair,
         "granularity": config.granularity == "sequence",

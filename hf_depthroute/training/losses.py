@@ -305,7 +305,7 @@ def routing_losses(
     follow its scores, so that `set_budget` and a saved adapter know them.
 
     Args:
-        trace: From `record_routes`, in training mode.
+        trace: From `record_routes`, in training mode. Static layers have no part in the losses.
         lm: The model's own loss; left out of the result when None.
         weights: Overrides of the default weights in `LOSSES`; a term with weight 0 is not computed.
         alive_min: `p_min`.
@@ -318,6 +318,7 @@ def routing_losses(
     for name in weights or {}:
         if name not in LOSSES:
             raise KeyError(f"unknown loss {name!r}; known: {', '.join(LOSSES)}")
+    trace = trace.gated()
     if torch.is_grad_enabled():
         track_thresholds(trace)
     given = LossInputs(trace, lm, alive_min, **inputs)

@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from ..base.distributed import sum_over_processes
 from ..base.families import find_decoder, find_family
-from ..inference.calibration import active_routings
+from ..inference.calibration import active_routings, gated_routings
 from ..routing.holder import Routing
 from ..routing.thresholds import Measured
 from ..routing.trace import RouteRecord, RouteTrace, overridden, record_routes, routings
@@ -117,7 +117,7 @@ class RoutingObjective:
             due = self._refreshed(prefix, labels)
         given = vars(watched) | {"lm": lm, "labels": labels, "logits": logits} | due
         terms = routing_losses(**given, weights=a.weights())
-        for holder in active_routings(self.model):
+        for holder in gated_routings(self.model):
             self._count(holder, trace[holder.layer_index])
             self._compare(holder, trace[holder.layer_index])
         self._collect(terms, trace, share)
@@ -133,7 +133,7 @@ class RoutingObjective:
         if a.uses_oracle() and step >= a.oracle_warmup and (step - a.oracle_warmup) % a.oracle_interval == 0:
             due["utility"] = prefix_utility(prefix, labels, a.oracle, a.oracle_window, a.oracle_gamma)
         if a.cgs_weight > 0 and step >= a.cgs_warmup and (step - a.cgs_warmup) % a.cgs_interval == 0:
-            layers = [holder.layer_index for holder in active_routings(self.model)]
+            layers = [holder.layer_index for holder in gated_routings(self.model)]
             layer = layers[(step - a.cgs_warmup) // a.cgs_interval % len(layers)]
             difference = prefix_utility(prefix, labels, "on_policy", window=1, layers=[layer])
             due |= {"counterfactual": difference, "counterfactual_temperature": self._adapt(difference[layer])}

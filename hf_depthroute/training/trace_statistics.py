@@ -59,16 +59,19 @@ def diagnostics(trace: RouteTrace) -> dict[str, torch.Tensor]:
     """Scalars per layer for the log, such as `full_ratio/layer_11`.
 
     `full_ratio` (tokens run full), `gate_prob` (mean `p`), `score_var` (variance of `u`), and for the JEPA gate
-    `q_distance` (mean `||q_full - q_cheap||_2`) and `q_cosine` (mean cosine of the two).
+    `q_distance` (mean `||q_full - q_cheap||_2`) and `q_cosine` (mean cosine of the two). A static layer has the first.
     """
     result: dict[str, torch.Tensor] = {}
+    gated = trace.gated()
     for index, record in trace.items():
 
         def mean(values: torch.Tensor, real: torch.Tensor = record.real) -> torch.Tensor:
             return (values * real).sum() / real.sum().clamp(min=1)
 
-        values = {"full_ratio": mean(record.mask.float()), "gate_prob": mean(record.probs)}
-        values["score_var"] = mean((record.scores - mean(record.scores)).square())
+        values = {"full_ratio": mean(record.mask.float())}
+        if index in gated:
+            values["gate_prob"] = mean(record.probs)
+            values["score_var"] = mean((record.scores - mean(record.scores)).square())
         if "q_full" in record.extras:
             q_full, q_cheap = record.q_full.float(), record.q_cheap.float()
             values["q_distance"] = mean((q_full - q_cheap).norm(dim=-1))
