@@ -31,6 +31,7 @@ RECIPES = Path(__file__).parent
 README = RECIPES.parent / "README.md"
 RESULTS_PAGE = RECIPES.parent / "docs" / "results.md"
 GATE_PAGE = RECIPES.parent / "docs" / "how-to" / "pick-a-gate.md"
+LEARNED = {"recoverability", "similarity", "oracle", "jepa", "linear"}  # kinds of `fit_router`
 RESULTS, GATES, NUMBERS = "results", "gates", "numbers"  # the names of the generated parts' markers
 
 
@@ -241,30 +242,6 @@ def aux_losses() -> Study:
     return Study("Auxiliary losses", "aux_losses", command, brief, section)
 
 
-def pareto() -> Study:
-    """The verdicts of the comparison with static dropping."""
-    text = (RECIPES / "pareto/results.md").read_text()
-    verdicts = text.split("## Verdicts\n")[1].split("\n## ")[0].strip()
-    setting = read("pareto/results.json")["setting"]
-    steps = f"{setting['steps']} steps of {setting['batch_size']} x {setting['length']} tokens"
-    answers = [line for line in verdicts.splitlines() if line.startswith("* ")]
-    won = sum("**no**" not in line for line in answers)
-    brief = (
-        "at equal prefill time, a routed config beats every static baseline beyond the seed spread at "
-        f"**{won or 'none'} of {len(answers)} budgets**"
-    )
-    section = [
-        "Every method and baseline with the same cheap "
-        f"branches, {steps}, up to {len(setting['seeds'])} seeds on the embedded base, loss against measured prefill "
-        "time ([tables and plot](studies/pareto/results.md)). Does a routed config beat every static baseline at equal "
-        "time, beyond the seed spread?",
-        "",
-        verdicts,
-    ]
-    command = "python recipes/pareto/run.py --out OUT --jobs 2"
-    return Study("Routing against static dropping", "pareto", command, brief, section)
-
-
 def token_selective() -> Study:
     """TSA beside the paper's figures."""
     result = read("token_selective/results.json")
@@ -406,13 +383,10 @@ def duels() -> list[Duel]:
                 for gate in ("mlp", "jepa")
             ]
             found.append(Duel(f"stories260k, input {gate_input}", budget, *losses))
-    grid = read("pareto/results.json")["runs"]
-    for budget in (0.75, 0.5, 0.25, 0.1):
-        losses = [
-            {run["seed"]: run["loss"] for run in grid if (run["method"], run["point"]) == (method, budget)}
-            for method in ("ffn_mlp", "ffn_jepa")
-        ]
-        found.append(Duel("pareto, input normed", budget, *losses))
+    runs = fit_report.runs_of(read("fit_router/results.json")["stories260k"], trained=True)
+    for count in (1, 2):
+        losses = [{seed: row["more"] for seed, row in runs[kind, count].items()} for kind in ("oracle", "jepa")]
+        found.append(Duel("fit_router, stories260k, loss over dense, oracle's labels", 1 - count / 5, *losses))
     study = read_results(RECIPES / "aux_losses/results")
     configs = [(0.75, "{}_b75"), (0.5, "{}"), (0.25, "{}_b25"), (0.1, "{}_b10")]
     pairs = [("aux_losses, input residual, oracle's labels", *case) for case in configs]
@@ -427,18 +401,11 @@ def gate_comparison() -> list[str]:
     """Which gate ended lower, in every committed comparison: a part of the page about gates."""
     rows = duels()
     plain, labelled = ([duel for duel in rows if ("oracle's" in duel.study) == taught] for taught in (False, True))
-    timing = read("pareto/results.json")["timing"]["adapters"]
-    mlp, jepa = (
-        [statistics.median(timing[f"{method}|{budget:g}"]) for budget in (0.75, 0.5, 0.25, 0.1)]
-        for method in ("ffn_mlp", "ffn_jepa")
-    )
-    slower = sorted(100 * (b - a) for a, b in zip(mlp, jepa))
     counts = [Counter(duel.lower()[0] for duel in group)["MLP"] for group in (plain, labelled)]
     return [
         "Neither is ahead of the other everywhere. Trained with the default losses the MLP gate ended lower in "
         f"{counts[0]} of {len(plain)} comparisons and the JEPA gate in {len(plain) - counts[0]}; with the oracle's "
-        f"labels the MLP gate in {counts[1]} of {len(labelled)}. In pareto (width 256) the JEPA gate took "
-        f"{slower[0]:.0f} to {slower[-1]:.0f} % of the dense time more. Mean loss in nats over seeds; the last column "
+        f"labels the MLP gate in {counts[1]} of {len(labelled)}. Mean loss in nats over seeds; the last column "
         "says in how many seeds the lower one is lower:",
         "",
         *markdown_table(
@@ -456,10 +423,10 @@ def fitted() -> Study:
     """Routers without training beside the best static subset."""
     results = read("fit_router/results.json")
 
-    def less(found: dict[str, Any], trained: bool) -> str:
+    def less(found: dict[str, Any], trained: bool, gates: str = "mlp") -> str:
         """The parts spared, by the number of layers' worth of calls skipped."""
         points = fit_report.summary(found, trained)
-        routed = [points["mlp", count] for count in sorted(count for kind, count in points if kind == "mlp")]
+        routed = [points[gates, count] for count in sorted(count for kind, count in points if kind == gates)]
         return " / ".join(f"{fit_report.spared(points, point):.0%}" for point in routed)
 
     said, trained = [], [base for base, found in results.items() if fit_report.summary(found, trained=True)]
@@ -470,13 +437,16 @@ def fitted() -> Study:
             if kind == "static"
         ]
         after = f", {less(found, True)} with both sides trained" if base in trained else ""
+        learned = {kind for kind, _ in fit_report.summary(found, True)} & LEARNED
+        best = max((less(found, True, kind) for kind in learned), default="")
+        after += f" (at best {best} with gates learned from random weights)" if learned else ""
         points = fit_report.summary(found)
         tables = [
             f"{fit_report.spared(points, row):.0%}"
             for (kind, _), row in sorted(points.items())
             if kind == "static_memory" and row["seeds"] > 2
         ]
-        after += f" (a table of n-grams spares the layers left out {' / '.join(tables)})" if tables else ""
+        after += f"; a table of n-grams spares the layers left out {' / '.join(tables)}" if tables else ""
         said.append(f"{fit_report.TITLES[base]} {less(found, False)} less at {' / '.join(skipped)} skipped{after}")
     intro = (
         "`fit_router` beside the best of all subsets of FFNs to leave out, with the same branches fitted on the same "
@@ -497,7 +467,7 @@ def fitted() -> Study:
     )
     section += ["", behind, "", *fit_report.phases_table(phases)]
     return Study(
-        "Routers without training", "fit_router", "python recipes/fit_router/run.py",
+        "Routing against leaving layers out", "fit_router", "python recipes/fit_router/run.py",
         "what leaving out the best layers adds to the loss, against MLP gates: " + "; ".join(said), section,
     )  # fmt: skip
 
@@ -541,7 +511,7 @@ def served() -> Study:
 
 
 def studies() -> list[Study]:
-    own = [fitted(), quality(), speed(), demo(), served(), pareto(), token_selective(), moe()]
+    own = [fitted(), quality(), speed(), demo(), served(), token_selective(), moe()]
     return [*own, kv_cache(), aux_losses()]
 
 

@@ -170,26 +170,27 @@ def phases_table(found: dict[str, Any]) -> list[str]:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    figure, axes = plt.subplots(1, len(results), figsize=(3.6 * len(results), 3.6), squeeze=False)
+    """Losses against the share skipped: a column for each base, without training above and trained below."""
+    figure, axes = plt.subplots(2, len(results), figsize=(3.6 * len(results), 6.6), squeeze=False)
     there = {kind for found in results.values() for kind, _ in summary(found) | summary(found, trained=True)}
-    colors = {kind: f"C{number}" for number, kind in enumerate(kind for kind in KINDS if kind in there)}
-    for axis, (base, found) in zip(axes[0], results.items()):
-        for trained, (kind, label) in itertools.product((False, True), KINDS.items()):
-            points = summary(found, trained).items()
-            line = sorted((1 - point["share"], point["more"], point["error"]) for (k, _), point in points if k == kind)
+    colors = dict(zip((kind for kind in KINDS if kind in there), (plt.colormaps["tab20"](n) for n in range(20))))
+    for axis, (trained, (base, found)) in zip(axes.flat, itertools.product((False, True), results.items())):
+        points = summary(found, trained)
+        steps = next((f", {point['steps']:,.0f} steps" for point in points.values()), "") if trained else ""
+        for kind, color in colors.items():
+            line = sorted((1 - row["share"], row["more"], row["error"]) for (k, _), row in points.items() if k == kind)
             if line:
                 x, y, error = zip(*[(0.0, 0.0, 0.0), *line])
-                axis.errorbar(
-                    x, y, yerr=error, marker="o", markersize=4, capsize=2, color=colors[kind],
-                    linestyle="--" if trained else "-", label=f"{label}, trained" if trained else label,
-                )  # fmt: skip
-        axis.set_title(TITLES[base], fontsize=10)
+                axis.errorbar(x, y, yerr=error, marker="o", markersize=4, capsize=2, color=color, label=KINDS[kind])
+        axis.set_title(f"{TITLES[base]}{steps}", fontsize=10)
         axis.set_xlabel("share of FFN calls skipped")
         axis.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
         axis.grid(alpha=0.3)
         axis.set_ylim(bottom=0)
-    axes[0][0].set_ylabel("loss over the dense base, nats")
-    labels = dict(pair for axis in axes[0] for pair in zip(*reversed(axis.get_legend_handles_labels())))
+        axis.set_visible(bool(points))
+    for row in axes:
+        row[0].set_ylabel("loss over the dense base, nats")
+    labels = dict(pair for axis in axes.flat for pair in zip(*reversed(axis.get_legend_handles_labels())))
     figure.legend(labels.values(), labels.keys(), loc="upper center", ncols=4, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.88))
     write_bytes(path, png_of(figure, dpi=130))
