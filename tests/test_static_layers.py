@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from models import build_base, build_routed, decoder_layers, routed, tokens
 from peft import PeftModel
 from protocol import gap
+from report_pages import byte_tokenizer
 from safetensors.torch import load_file, save_file
 from test_invariants_execution import assert_only_decided_rows_ran, counted_rows
 from training import backward, make_trainer, rows, stacked, step_logs
@@ -24,7 +27,9 @@ from hf_depthroute import (
     fit_router,
     get_depth_routed_model,
     record_routes,
+    replay_routes,
     route_cost,
+    search_draft,
     set_budget,
 )
 from hf_depthroute.adapter.doctor import examine
@@ -32,15 +37,17 @@ from hf_depthroute.adapter.files import AdapterMismatchError
 from hf_depthroute.bench import bench
 from hf_depthroute.card import make_card
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.evaluation.perplexity import evaluate_budgets
+from hf_depthroute.evaluation.perplexity import evaluate_budgets, mean_loss
 from hf_depthroute.execution.decode import DecodeStep
 from hf_depthroute.inference.autotune import tune_execution
 from hf_depthroute.inference.calibration import gated_routings, is_calibrated, thresholds
 from hf_depthroute.inference.drafting import draft_view
 from hf_depthroute.inference.fitting import fit_branches
-from hf_depthroute.report.collect import collect_scores, count_costs
+from hf_depthroute.report.collect import RunReport, Sample, collect_scores, collect_tokens, count_costs
+from hf_depthroute.report.run_page import render_page
 from hf_depthroute.routing.trace import RouteTrace, count_routes, routings
 from hf_depthroute.training.fit_router import _narrowed
+from hf_depthroute.training.log_lines import log_line
 from hf_depthroute.training.oracle import exact_utility, utility_labels
 from hf_depthroute.training.record import remembered
 from hf_depthroute.vllm.limits import check_adapter
@@ -300,6 +307,63 @@ def test_executors_are_chosen_for_gates_only() -> None:
     assert not routings(model)[1].tuned
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_what_another_adapter_was_tuned_to_leaves_a_static_layer_static(again: bool) -> None:
+    model = build(static_layers=None)
+    for holder in routings(model):
+        holder.tuned = dict.fromkeys(itertools.product((False, True), range(20)), "full")
+    model.add_adapter("b", DepthRouteConfig(**STATIC))
+    model.set_adapter("b")
+    if again:
+        tune_execution(model, tokens(2, 8), steps=2, repeats=1, keep_decisions=True)
+        assert not routings(model)[1].tuned
+    with torch.no_grad(), record_routes(model) as trace:
+        model(tokens(2, 8))
+    assert not trace[2].mask.any()
+
+
+@pytest.mark.parametrize("kind", ["mlp", "attention", "block"])
+def test_replayed_decisions_run_in_a_static_layer_too(kind: str) -> None:
+    model, twin, ids = build(kind=kind), build_routed("llama", kind, layers=STATIC["layers"]), tokens(2, 12)
+    twin.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad(), record_routes(twin.eval()) as trace:
+        wanted = twin(ids).logits
+    with torch.no_grad(), replay_routes(model, trace):
+        assert gap(model(ids).logits, wanted) < 1e-5
+    assert trace[2].mask.any()
+
+
+def test_a_page_counts_the_layers_with_gates() -> None:
+    model = build(layers="all", static_layers=[1, 2])
+    dense, row = {"rule": "dense", "budget": 1.0, "loss": 2.0, "perplexity": 7.4, "full_ratio": 1.0}, {"budget": 0.5}
+    row = dense | row | {"rule": "threshold", "full_ratio": 0.25}
+    scores = collect_scores(model, text(), [0.5])
+    report = RunReport(
+        title="A title", facts=[], rows=[dense, row], budgets=[0.5], follows_budget=True, scores=scores,
+        costs=count_costs(model, scores, 4, 16), cost_shape=(4, 16),
+        tokens=collect_tokens(model, byte_tokenizer(), [Sample("A text", tokens(1, 8)[0])], [0.5]),
+    )  # fmt: skip
+    page = render_page(report)
+    assert "Routers in 2 layers (0, 3) decide for every token" in page
+    assert "Layers without a gate, which every token skips: 1-2." in page
+    share = (report.scores[0][0].full_ratio + report.scores[0][3].full_ratio) / 2
+    assert f"{share:.1%}" in page and "asked for 0.5; layers with a gate from" in page
+    assert "layer 1</th>" not in page[page.index("Thresholds and quartiles") :]
+
+
+def test_a_line_of_a_training_averages_over_the_layers_with_gates() -> None:
+    logs = {"full_ratio/layer_1": 0.4, "full_ratio/layer_2": 0.0, "gate_prob/layer_1": 0.6}
+    assert log_line(logs, 1, 2) == "step 1/2 | full 40.0% | gate p 0.600"
+
+
+def test_a_hostile_list_is_refused_at_once() -> None:
+    layers = list(range(90_000, 94_096))
+    started = time.process_time()
+    with pytest.raises(ConfigError, match="layer 5 is none"):
+        DepthRouteConfig(layers=layers, static_layers=[*layers[1:], 5])
+    assert time.process_time() - started < 0.1
+
+
 # Saving, and what is said -----------------------------------------------------------------------------------------
 
 
@@ -336,7 +400,7 @@ def test_a_card_and_the_lines_name_the_static_layers(capsys: pytest.CaptureFixtu
     model = build()
     calibrate(model, text())
     card = make_card(model).text
-    assert "| static, without a gate | 2 |" in card and "In the static ones nothing decides" in card
+    assert "| static, without a gate | 2 |" in card and "Where there is no router, every token skips the part" in card
     shown = card[card.index("share full in calibration") :].splitlines()[2:4]
     assert [line.split("|")[1].strip() for line in shown] == ["1", "3"]
     assert "not calibrated" not in card
@@ -359,6 +423,21 @@ def test_a_draft_that_leaves_blocks_out_keeps_what_is_static() -> None:
             assert torch.equal(
                 model.generate(input_ids=ids, assistant_model=draft_view(model, drop=drop), **settings), wanted
             )
+
+
+def test_a_draft_without_any_gate_says_that_it_has_no_budget() -> None:
+    view = draft_view(build(), drop=[1, 3])
+    for call in (lambda: set_budget(view, 0.3), lambda: calibrate(view, text())):
+        with pytest.raises(ValueError, match="no layer with a gate is left"):
+            call()
+
+
+def test_a_search_tries_the_draft_that_is_static_only() -> None:
+    found = search_draft(
+        build(), [tokens(1, 6)], budgets=[0.5, 1.0], drops=[[]], confidences=(0.0,), lengths=(2,), rounds=1,
+        max_new_tokens=4, pad_token_id=0,
+    )  # fmt: skip
+    assert {row.budget for row in found.table} == {0.5, 1.0}
 
 
 def test_vllm_serves_it() -> None:
@@ -460,6 +539,10 @@ def test_a_fit_makes_a_layer_static_that_nothing_needs(tmp_path: Path) -> None:
     assert is_calibrated(model) and 2 not in thresholds(model)
     record = remembered(model, "default").training
     assert record is not None and record["fit"]["layers"]["2"]["share"] == 0.0
+    held_out = torch.cat([batch["input_ids"] for batch in fit_text()])[4::5]
+    with count_routes(model) as counter:
+        assert mean_loss(model, [{"input_ids": held_out}]) == pytest.approx(record["fit"]["loss"], abs=1e-5)
+    assert counter.full_ratio() == pytest.approx({i: record["fit"]["layers"][str(i)]["share"] for i in found.layers})
     set_budget(model, 0.3)
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(with_useless_layer(), str(tmp_path)).eval()

@@ -158,6 +158,8 @@ def test_resume_ends_where_an_uninterrupted_run_ends(
     assert code == errors.USAGE and "pass --resume" in err
     code, _, err = train(*words, "--resume", "--budget", 0.75)
     assert code == errors.USAGE and "checkpoint-4 was trained with budget=0.5, not 0.75" in err
+    code, _, err = train(*words, "--resume", "--phases", "prefill")
+    assert code == errors.USAGE and "checkpoint-4 was trained with phases=all, not prefill" in err
     (tmp_path / "out" / "checkpoint-4" / MARKER).unlink()
     code, out, err = train(*words, "--resume")
     assert code == 0, err

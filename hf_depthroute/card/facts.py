@@ -206,6 +206,7 @@ def _is_fit(value: Any) -> bool:
     if not isinstance(value, Mapping) or not isinstance(value.get("loss_of_rounds"), list):
         return False
     figures = [*value["loss_of_rounds"], *(value.get(name) for name in ("keep", "tokens", "loss_dense"))]
+    figures += [value["loss"]] if "loss" in value else []
     layers = value.get("layers")
     if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
         return False

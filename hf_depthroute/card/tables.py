@@ -73,7 +73,7 @@ def _inference(facts: Facts) -> str:
     if c.fixed_threshold is not None:
         return f"score at or above {c.fixed_threshold:g}"
     rule = "the causal predictor" if c.causal_rule == "predictor" else "score at or above the layer's threshold"
-    return f"{rule}; in the static layers never" if c.static_layers else rule
+    return f"{rule}; without a gate in the static layers" if c.static_layers else rule
 
 
 def threshold_rows(facts: Facts) -> list[Safe]:
@@ -169,11 +169,11 @@ def _fitted(fit: Mapping[str, Any] | None, trained: bool) -> Safe | None:
     """What `fit_router` found, on the text that it held out, before training if there was any."""
     if fit is None:
         return None
-    best = min(fit["loss_of_rounds"])
+    loss = fit.get("loss", min(fit["loss_of_rounds"]))  # 0.1.0 wrote those alone
     said, verb = ("training started from a fit to", "was") if trained else ("fitted without training on", "is")
     return Safe(
         f"{said} {int(fit['tokens']):,} tokens; on text held out of it, the loss {verb} "
-        f"{_figure(fit['loss_dense'])} dense and {_figure(best)} with {_share(fit['keep'])} of all calls run in full"
+        f"{_figure(fit['loss_dense'])} dense and {_figure(loss)} with {_share(fit['keep'])} of all calls run in full"
     )
 
 

@@ -107,6 +107,6 @@ def fit(options: FitOptions) -> None:
         say(f"layer {index}: {layer['share']:.1%} of the tokens run full")
     say(
         f"loss on {found['held_out_tokens']} held-out tokens: dense {found['loss_dense']:.4f}, "
-        f"routed {min(found['loss_of_rounds']):.4f} with {options.keep:.0%} of the calls"
+        f"routed {found['loss']:.4f} with {options.keep:.0%} of the calls"
     )
     say(f"saved {options.out} in {record['seconds']} s")

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 _BUDGET_BLOCKS = 16  # that the thresholds of budgets other than the adapter's are found on
 _FOUND_BY_FIT = ("layers", "static_layers", "budget")  # what a fit finds of a configuration
-# Not part of what an adapter computes: where it comes from, and what a save writes.
-_NOT_COMPARED = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "base_architecture")
 
 
 @dataclass
@@ -261,7 +259,7 @@ def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
         found = record_of(model)["fit"]
         say(
             f"fitted to {found['tokens']} tokens: {len(_active_config(model).layers or ())} layers are routed, loss on "
-            f"text held out of them {min(found['loss_of_rounds']):.4f} (dense {found['loss_dense']:.4f})"
+            f"text held out of them {found['loss']:.4f} (dense {found['loss_dense']:.4f})"
         )
         return model
     saved, record = loading.load_adapter_config(str(checkpoint)), read_training(checkpoint)
@@ -288,12 +286,11 @@ def _checkpoint_to_resume(out: Path) -> Path | None:
 
 def _check_same(checkpoint: Path, config: DepthRouteConfig) -> None:
     """Refuse a checkpoint of another adapter than `config` describes."""
-    saved, wanted = loading.load_adapter_config(str(checkpoint)).to_dict(), config.to_dict()
-    for name, value in saved.items():
-        if name not in _NOT_COMPARED and value != wanted.get(name):
-            raise CliError(
-                f"--resume: {checkpoint} was trained with {name}={value}, not {wanted.get(name)}; give it again"
-            )
+    saved = loading.load_adapter_config(str(checkpoint))
+    for field in fields(RoutingFields):
+        before, now = getattr(saved, field.name), getattr(config, field.name)
+        if before != now:
+            raise CliError(f"--resume: {checkpoint} was trained with {field.name}={before}, not {now}; give it again")
 
 
 def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, Any]]:

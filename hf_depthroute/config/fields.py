@@ -39,10 +39,10 @@ class RoutingFields:
         static_layers: Routed layers without a gate, such as 2,3: every token takes the cheap path there. The budget is
             that of the other routed layers. For the targets ffn, attention and block, per token.
         target: What an easy token skips: `"ffn"`, `"attention"`, `"block"` (both) or `"experts"`. Of the attention it
-            skips its query, its softmax and the output projection; keys and values are always written. The experts are
-            those of a mixture-of-experts layer, one (token, expert) pair at a time. `"memory"` skips nothing of the
-            base: what a table of hashed n-grams holds for a token is added in front of the attention, times the gate's
-            `p`; it has a gate and a rule of its own, no branch and no budget.
+            skips its query, its softmax and the output projection; keys and values are written all the same, but for
+            static layers. The experts are those of a mixture-of-experts layer, one (token, expert) pair at a time.
+            `"memory"` skips nothing of the base: what a table of hashed n-grams holds for a token is added in front of
+            the attention, times the gate's `p`; it has a gate and a rule of its own, no branch and no budget.
         granularity: What one decision covers: a `"token"`, or a `"sequence"`. A sequence is decided on its prompt, and
             the decision is kept with the KV cache; where it skips the attention, no keys and values are written.
         gate: What scores a token: `"mlp"`, `"jepa"`, `"linear"`, `"affine"`, `"halting"`, `"random"`, `"exit"` or

@@ -147,8 +147,8 @@ def check_budget(budget: Any) -> float:
 
 def check_static(static: list[int] | None, routed: list[int]) -> None:
     """Raise `ConfigError` unless the static layers are some of the routed ones, and not all."""
-    outside = [index for index in static or () if index not in routed]
-    require(not outside, "static_layers", static, f"must be routed layers, and layer {(outside or [0])[0]} is none")
+    outside = min(set(static or ()).difference(routed), default=None)
+    require(outside is None, "static_layers", static, f"must be routed layers, and layer {outside} is none")
     what = "are all of the routed layers; use gate='none'"
     require(static is None or len(static) < len(routed), "static_layers", static, what)
 

@@ -49,7 +49,8 @@ def skips_sequences(call: RoutedCall) -> bool:
     """Whether `skip_sequences` runs the call: one decision per sequence about its attention, no mixing, no compiler."""
     if not call.plan.target.skips_attention or call.needs_both_paths or torch.compiler.is_compiling():
         return False
-    return call.plan.config.granularity == "sequence" or (call.plan.rule == "static" and call.plan.last_tokens is None)
+    static = call.plan.rule == "static" and call.plan.last_tokens is None and call.plan.replayed is None
+    return call.plan.config.granularity == "sequence" or static
 
 
 def skip_sequences(call: RoutedCall) -> Tensor:

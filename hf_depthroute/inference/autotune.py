@@ -98,9 +98,9 @@ def tune_execution(
     for name in executors or ():
         check_executor(name)
     model.eval()
-    holders = gated_routings(model)
-    for holder in holders:
+    for holder in active_routings(model):
         holder.tuned = {}
+    holders = gated_routings(model)
     layers = [find_layers(model)[holder.layer_index] for holder in holders]
     if executors is None:
         executors = _supported(model, layers, input_ids, attention_mask)

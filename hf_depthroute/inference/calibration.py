@@ -246,7 +246,10 @@ def _budgeted_routings(model: nn.Module) -> list[Routing]:
             )
         if config.causal_rule == "predictor":
             raise ValueError("the adapter decides by its predictor; set its config's causal_rule to 'quantile'")
-    return gated_routings(model)
+    holders = gated_routings(model)
+    if not holders:  # of a draft that leaves out all layers with gates
+        raise ValueError("no layer with a gate is left: the others are skipped by every token, whatever the budget")
+    return holders
 
 
 @contextmanager

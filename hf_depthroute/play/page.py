@@ -80,7 +80,7 @@ def make_page(model: PeftModel, tokenizer: Any, title: str) -> gradio.Blocks:
             # Nothing to move where a rule decides that knows no budget.
             budget = gradio.Slider(
                 min(0.05, config.budget), 1, value=config.budget, step=0.05, visible=config.takes_budget(),
-                label="Budget: share of tokens that run a routed layer in full",
+                label="Budget: share of tokens that run a layer with a gate in full",
             )  # fmt: skip
             length = gradio.Slider(1, _MAX_NEW_TOKENS, value=64, step=1, label="New tokens")
         with gradio.Row():

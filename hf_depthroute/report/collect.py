@@ -31,6 +31,7 @@ class LayerScores:
         edges: `BINS + 1` borders of the histogram's bins, the same at every budget; NaN scores are in none.
         full: Decisions per bin that ran full.
         skipped: Decisions per bin that did not.
+        static: Whether the layer has no gate, unlike others.
     """
 
     threshold: float | None
@@ -38,6 +39,7 @@ class LayerScores:
     edges: list[float]
     full: list[int]
     skipped: list[int]
+    static: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,10 @@ class RunReport:
     def dense(self) -> Mapping[str, Any]:
         return next(row for row in self.rows if row["rule"] == "dense")
 
+    def gated(self, number: int) -> dict[int, LayerScores]:
+        """Those of `scores` at one budget that have a gate, or all where none has one."""
+        return {index: layer for index, layer in self.scores[number].items() if not layer.static}
+
     @property
     def routed(self) -> list[Mapping[str, Any]]:
         """The rows of the inference rule, one per budget."""
@@ -170,7 +176,8 @@ def collect_scores(
                 }
             )
     edges = {index: _edges(torch.cat([layers[index][1] for layers in found])) for index in found[0]}
-    return [{i: _layer_scores(*layers[i], edges[i]) for i in layers} for layers in found]
+    gated = traces[0].gated()
+    return [{i: _layer_scores(*layers[i], edges[i], static=i not in gated) for i in layers} for layers in found]
 
 
 def count_costs(
@@ -269,9 +276,11 @@ def _edges(scores: torch.Tensor) -> torch.Tensor:
     return torch.linspace(low, max(high, low + 1e-3), BINS + 1)
 
 
-def _layer_scores(record: RouteRecord, scores: torch.Tensor, mask: torch.Tensor, edges: torch.Tensor) -> LayerScores:
+def _layer_scores(
+    record: RouteRecord, scores: torch.Tensor, mask: torch.Tensor, edges: torch.Tensor, static: bool
+) -> LayerScores:
     known = ~scores.isnan()
     place = (torch.bucketize(scores, edges, right=True) - 1).clamp(0, BINS - 1)
-    counts = [torch.bincount(place[known & chosen], minlength=BINS).tolist() for chosen in (mask, ~mask)]
+    full, skipped = (torch.bincount(place[known & chosen], minlength=BINS).tolist() for chosen in (mask, ~mask))
     threshold = None if record.threshold is None else float(record.threshold)
-    return LayerScores(threshold, float(mask.float().mean()), edges.tolist(), *counts)
+    return LayerScores(threshold, float(mask.float().mean()), edges.tolist(), full, skipped, static)

@@ -41,7 +41,10 @@ def render_page(report: RunReport) -> str:
         cost_table=_costs(report),
         ratios=[charts.ratio_chart(report, number) for number in numbers],
         ratio_table=_ratios(report),
-        histograms=[[charts.histogram(report, n, index) for index in report.tokens["layers"]] for n in numbers],
+        histograms=[
+            [charts.histogram(report, n, i) if i in report.gated(n) else None for i in report.tokens["layers"]]
+            for n in numbers
+        ],
         thresholds=any(layer.threshold is not None for layer in report.scores[0].values()),
         score_table=_thresholds(report),
         facts=report.facts,
@@ -50,10 +53,13 @@ def render_page(report: RunReport) -> str:
 
 
 def _lead(report: RunReport) -> str:
-    layers, row = report.tokens["layers"], report.routed[report.start]
+    gated, row = report.gated(report.start), report.routed[report.start]
+    static = [index for index in report.scores[report.start] if index not in gated]
+    left_out = f" Layers without a gate, which every token skips: {_runs(static)}." if static else ""
+    share = statistics.fmean(layer.full_ratio for layer in gated.values())
     return (
-        f"Routers in {len(layers)} {'layer' if len(layers) == 1 else 'layers'} ({_runs(layers)}) decide for every "
-        f"token whether it runs the full layer. With {row['full_ratio']:.0%} of these decisions for full, the loss is "
+        f"Routers in {len(gated)} {'layer' if len(gated) == 1 else 'layers'} ({_runs(list(gated))}) decide for every "
+        f"token whether it runs the full layer.{left_out} With {share:.0%} of these decisions for full, the loss is "
         f"{row['loss']:.3f}; the dense model's is {report.dense['loss']:.3f}."
     )
 
@@ -61,7 +67,7 @@ def _lead(report: RunReport) -> str:
 def _tiles(report: RunReport, number: int) -> Iterable[tuple[str, str, str]]:
     """The figures of one budget: a name, a value and a line of text about it."""
     dense, row = report.dense, report.routed[number]
-    shares = [layer.full_ratio for layer in report.scores[number].values()]
+    shares = [layer.full_ratio for layer in report.gated(number).values()]
     asked = f"asked for {report.budgets[number]:g}; " if report.follows_budget else ""
     change = f"{row['loss'] - dense['loss']:+.3f}, perplexity {row['perplexity']:.2f}"
     yield "Dense loss", f"{dense['loss']:.3f}", f"nats per token, perplexity {dense['perplexity']:.2f}"
@@ -72,7 +78,8 @@ def _tiles(report: RunReport, number: int) -> Iterable[tuple[str, str, str]]:
             f"{static['loss'] - dense['loss']:+.3f}; the same layers for every token, fitted branches, as many calls"
         )
         yield "Loss of layers left out", f"{static['loss']:.3f}", instead
-    yield "Run full", f"{row['full_ratio']:.1%}", f"{asked}layers from {min(shares):.0%} to {max(shares):.0%}"
+    where = "layers with a gate" if len(shares) < len(report.scores[number]) else "layers"
+    yield "Run full", f"{statistics.fmean(shares):.1%}", f"{asked}{where} from {min(shares):.0%} to {max(shares):.0%}"
     yield "Arithmetic", f"{report.costs[number].computed:.1%}", "of the dense model's FLOPs"
     times = {part: report.timed(part).get(str(report.budgets[number])) for part in PARTS}
     for part, time in times.items():
@@ -148,7 +155,7 @@ def _ratios(report: RunReport) -> Table:
 def _thresholds(report: RunReport) -> Table:
     columns = ["layer", "score, lower quartile", "median", "upper quartile"]
     rows = []
-    for index in report.tokens["layers"]:
+    for index in report.gated(0):
         thresholds = [scores[index].threshold for scores in report.scores]
         shown = ["-" if threshold is None else f"{threshold:.4f}" for threshold in thresholds]
         rows.append([f"layer {index}", *_quartiles(report.scores[0][index]), *shown])

@@ -192,7 +192,7 @@ class Routing(nn.Module, BaseTunerLayer):
             return None
         config = self.config(name)
         executor = self.executor
-        if self.tuned and executor == "auto":
+        if self.tuned and executor == "auto" and not self.active_gate().static:  # what another adapter was tuned to
             executor = self.tuned.get(shape_class(*rows), executor)
         prompts_only = config.phases == "prefill" and not training and self.selection is None
         last_tokens = last_tokens if prompts_only else None

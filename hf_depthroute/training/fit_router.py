@@ -57,7 +57,8 @@ class LayerFit:
     """What was found for one layer, on the calibration text.
 
     Attributes:
-        share: The share of the tokens that runs in full; 0 in a static layer.
+        share: The share of the tokens that runs in full with the final thresholds; 0 in a static layer, 1 in one that
+            is not routed.
         branch_r2: `1 - |update - branch|^2 / |update|^2`, over the tokens that take the branch.
         gate_r2: The share of the variance of the scores, over all tokens, that the gate predicts.
         nats: The divergence from the base that its cheap tokens alone cause, nats per token, measured.
@@ -146,22 +147,22 @@ def fit_router(
         with full_depth(routed):
             dense_loss = _loss(routed, own)
         layers = best[2]
-        dense, static = (
-            [index for index, layer in layers.items() if holds(layer.share)]
-            for holds in (lambda share: share >= DENSE, lambda share: share <= STATIC)
-        )
+        dense = [index for index, layer in layers.items() if layer.share >= DENSE]
+        static = [index for index, layer in layers.items() if layer.share <= STATIC]
         routed = _narrowed(routed, dense=dense)
-        calibrate(routed, own)
-        routed = _without_gates(routed, static, own)
-        for index in active_routings(routed)[0].active_config().static_layers or ():
-            layers[index].share = 0.0
+        shares = calibrate(routed, own)
+        routed, shares = _without_gates(routed, shares, static, own)
         calibrate_budgets(routed, _share(_first_tokens(held_out, _BUDGET_TOKENS)))
+        for index, layer in layers.items():
+            layer.share = shares.get(index, 1.0)
+        loss = _loss(routed, own)
     record = {
         "fit": {
             "keep": keep,
             "tokens": tokens,
             "held_out_tokens": sum(int(token_mask(batch).sum()) for batch in held_out),
             "loss_dense": dense_loss,
+            "loss": loss,
             "loss_of_rounds": losses,
             "layers": {str(index): asdict(layer) for index, layer in layers.items()},
         },
@@ -475,20 +476,19 @@ def _injected(model: PeftModel, config: DepthRouteConfig, state: Mapping[int, di
     return routed.eval()
 
 
-def _without_gates(model: PeftModel, static: Sequence[int], text: Batches) -> PeftModel:
-    """The calibrated model with the layers in `static` static, unless that costs more than noise; calibrated."""
-    if not static:
-        return model
+def _without_gates(
+    model: PeftModel, shares: dict[int, float], static: Sequence[int], text: Batches
+) -> tuple[PeftModel, dict[int, float]]:
+    """The calibrated model with the layers in `static` static, unless that costs more than noise; and its shares."""
+    if not static or len(static) == len(shares):
+        return model, shares
     config, state = active_routings(model)[0].active_config(), _state(model)
     before_R = rows_of_all(_row_losses(model, text))
     narrowed = _narrowed(model, static=static)
-    if narrowed is model:
-        return model
-    calibrate(narrowed, text)
+    shares_without = calibrate(narrowed, text)
     rise_R = rows_of_all(_row_losses(narrowed, text)) - before_R
     error = float(rise_R.std()) / len(rise_R) ** 0.5 if len(rise_R) > 1 else 0.0
     if float(rise_R.mean()) <= error:
-        return narrowed
+        return narrowed, shares_without
     model = _injected(narrowed, config, state)
-    calibrate(model, text)
-    return model
+    return model, calibrate(model, text)

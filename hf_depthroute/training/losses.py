@@ -305,7 +305,7 @@ def routing_losses(
     follow its scores, so that `set_budget` and a saved adapter know them.
 
     Args:
-        trace: From `record_routes`, in training mode. Static layers have no part in the losses.
+        trace: From `record_routes`, in training mode. Static layers have no part in the losses of gates.
         lm: The model's own loss; left out of the result when None.
         weights: Overrides of the default weights in `LOSSES`; a term with weight 0 is not computed.
         alive_min: `p_min`.
