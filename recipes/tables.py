@@ -21,7 +21,9 @@ import numpy as np
 from aux_losses.paper.claims import judge
 from aux_losses.paper.values import fixed, spread, values
 from demo import report as demo_report
+from engram import report as engram_report
 from fit_router import report as fit_report
+from peers import report as peers_report
 from vllm_load import report as vllm_report
 
 from hf_depthroute.files.markdown import markdown_table
@@ -510,9 +512,56 @@ def served() -> Study:
     return Study("Served by vLLM", "vllm_load", "python recipes/vllm_load/load.py", brief, section)
 
 
+def peers() -> Study:
+    """Time and rows of other packages' skipping beside ours."""
+    result = read("peers/results.json")
+    systems, machine = result["systems"], result["machine"]
+    prompt = {name: f"{next(iter(row['times'].values()))['ratio']:.2f}" for name, row in systems.items()}
+    names = ("mod", "block", "router-tuning, attention", "attention", "early exit")
+    brief = (
+        "a prompt of 1,024 tokens, half of them skipping in 6 of 12 layers, over the dense time: "
+        + ", ".join(f"{peers_report.LABELS[name]} {prompt[name]}" for name in names)
+        + "; of the routers, only ours decode what they prefill and compute no skipped row"
+    )
+    section = [
+        "A Llama with random weights, 12 layers at the width of Qwen2.5-0.5B, bfloat16; six layers are routed, half of "
+        "the tokens skip. Times are over the dense model of the same version of transformers, medians of "
+        f"{result['rounds']} rounds in turn; rows computed are those of the routed layers' queries and FFNs "
+        f"({machine['device']}, {machine['threads']} threads).",
+        "",
+        *peers_report.table(systems),
+    ]
+    return Study("Beside the peers", "peers", "python recipes/peers/run.py", brief, section)
+
+
+def engram() -> Study:
+    """Counterfactual gate supervision on a memory that is trained from scratch."""
+    results = read("engram/results.json")
+    runs = engram_report.runs_of(results)
+    losses = ", ".join(
+        f"{engram_report.KINDS[kind]} {engram_report.said([engram_report.loss(run) for run in seeds.values()])}"
+        for kind, seeds in runs.items()
+    )
+    steps = next(iter(runs["memory"].values()))["steps"]
+    brief = f"a Llama of width 128 and its memory from scratch, {steps:,} steps, loss (seeds): {losses}"
+    section = [
+        '"Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" '
+        f"again, at the width of 128, with {steps:,} steps of 16 x 256 tokens of Python. Mean ± standard error "
+        "(seeds); AUC is how well `alpha` tells where the memory helps, by layer and their mean; hot tokens are the "
+        "half whose slots are looked up most often.",
+        "",
+        *engram_report.table(runs),
+        "",
+        "Differences within each seed, with their 95 % interval and p times the number of comparisons:",
+        "",
+        *engram_report.claims_table(runs),
+    ]
+    return Study("Counterfactual gate supervision", "engram", "python recipes/engram/run.py", brief, section)
+
+
 def studies() -> list[Study]:
-    own = [fitted(), quality(), speed(), demo(), served(), token_selective(), moe()]
-    return [*own, kv_cache(), aux_losses()]
+    own = [fitted(), quality(), speed(), peers(), demo(), served(), token_selective(), moe()]
+    return [*own, kv_cache(), aux_losses(), engram()]
 
 
 def results() -> dict[Path, str]:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, DepthRouteTrainin
 from hf_depthroute.data.text import PYTHON_STDLIB, load_text, pack
 from hf_depthroute.evaluation import evaluate_budgets, mean_loss
 from hf_depthroute.report.study_results import read_results
+from hf_depthroute.routing.trace import RouteTrace
+from hf_depthroute.training import losses
+from hf_depthroute.training.oracle import UtilityLabels
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
@@ -124,6 +128,64 @@ def test_auxiliary_loss_report_is_made_from_its_results():
     assert len(verdicts) == len(CLAIMS) + len(QUESTIONS)
     for verdict in verdicts:
         assert f"**{verdict.word}**: {verdict.statement} {verdict.sentence}" in written.replace("\\", "")
+
+
+@pytest.mark.parametrize("name", ["engram", "peers"])
+def test_page_of_a_study_is_made_from_its_results(name):
+    folder = RECIPES / name
+    report, results = load_script(folder / "report.py"), json.loads((folder / "results.json").read_text())
+    page = report.page(results) if name == "engram" else "\n".join([*report.table(results["systems"]), ""])
+    assert page == (folder / "results.md").read_text()
+
+
+def test_only_this_librarys_routers_compute_the_chosen_rows_and_decode_what_they_prefill(monkeypatch):
+    folder = RECIPES / "peers"
+    systems = json.loads((folder / "results.json").read_text())["systems"]
+    assert list(systems) == list(load_script(folder / "worker.py").SYSTEMS)
+    assert list(systems) == list(load_script(folder / "report.py").LABELS)
+    for name, row in systems.items():
+        skips = min(row["computed"].values()) < 0.6
+        assert skips == (row["own"] or name in ("mod", "early exit")), name
+        assert (row["difference"]["difference"] < 1e-3) == (name != "mod"), name
+
+
+def test_the_published_memory_has_the_published_size():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = load_script(RECIPES / "engram" / "run.py").published()
+    assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(332.9e6, abs=5e4)
+
+
+@pytest.mark.parametrize("kind", ["none", "memory", "cgs", "smooth", "curriculum"])
+def test_a_memory_trains_from_scratch_as_the_study_does(kind, monkeypatch):
+    script = load_script(RECIPES / "engram" / "run.py")
+    monkeypatch.setattr(script, "POINTS", 2)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    make = script.base
+    monkeypatch.setattr(script, "base", lambda vocabulary, seed: make(vocabulary, seed, **sizes))
+    rows = torch.randint(50, (48, 12), generator=torch.Generator().manual_seed(0))
+    before = dict(losses.LOSSES)
+    text = {"train": rows, "choose": rows[:4], "report": rows[:8]}
+    found = script.train(kind, text, "report", seed=0, steps=20, rate=1e-2, slots=4096)
+    assert before == losses.LOSSES
+    assert [point["step"] for point in found["curve"]] == [10, 20]
+    assert found["curve"][1]["loss"] < found["curve"][0]["loss"]
+    assert list(found.get("areas", [])) == ([] if kind == "none" else ["1", "2", "3"])
+    for point in found["curve"] if kind != "none" else []:
+        assert min(point["hot"], point["cold"]) < point["loss"] < max(point["hot"], point["cold"])
+        assert len(point["alpha_hot"]) == 3
+
+
+def test_labels_are_means_over_neighbours_that_have_one(monkeypatch):
+    script = load_script(RECIPES / "engram" / "run.py")
+    utility = torch.arange(12.0)[None].clone()
+    valid = torch.ones(1, 12, dtype=torch.bool)
+    valid[0, -1] = False
+    monkeypatch.setattr(losses, "cgs_loss", lambda inputs: inputs.counterfactual[1].utility)
+    given = losses.LossInputs(RouteTrace(), counterfactual={1: UtilityLabels(utility, valid)})
+    found = script.smoothed_loss(given)
+    expected = [utility[0, max(0, t - 4) : min(11, t + 5)].mean() for t in range(12)]
+    assert torch.allclose(found[0], torch.stack(expected))
 
 
 def test_moe_report_is_made_from_its_results(monkeypatch):

@@ -238,7 +238,8 @@ def similarity_loss(inputs: LossInputs) -> torch.Tensor | None:
     """DLO: `BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence that the full path changes most.
 
     These are the tokens with the lowest cosine between the stream before and after the full path. None where the trace
-    has no cosines: it was made in inference, or by routed experts. None where there is no budget.
+    has no cosines: it was made in inference, by routed experts, or outside of a `RoutingObjective` (the Trainer's and
+    the callback's), which asks for them. None where there is no budget.
     """
     return _labels_loss(inputs, "similarity", -1)
 
