@@ -521,7 +521,7 @@ def peers() -> Study:
     brief = (
         "a prompt of 1,024 tokens, half of them skipping in 6 of 12 layers, over the dense time: "
         + ", ".join(f"{peers_report.LABELS[name]} {prompt[name]}" for name in names)
-        + "; of the routers, only ours decode what they prefill and compute no skipped row"
+        + "; of the routers, only ours both compute no skipped row and decode what they prefill"
     )
     section = [
         "A Llama with random weights, 12 layers at the width of Qwen2.5-0.5B, bfloat16; six layers are routed, half of "
@@ -543,7 +543,7 @@ def engram() -> Study:
         for kind, seeds in runs.items()
     )
     steps = next(iter(runs["memory"].values()))["steps"]
-    brief = f"a Llama of width 128 and its memory from scratch, {steps:,} steps, loss (seeds): {losses}"
+    brief = f"a pilot: a Llama of width 128 and its memory from scratch, {steps:,} steps, loss (seeds): {losses}"
     section = [
         '"Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" '
         f"again, at the width of 128, with {steps:,} steps of 16 x 256 tokens of Python. Mean ± standard error "

@@ -1,0 +1,307 @@
+"""Counterfactual gate supervision on the memory that it was made for, from scratch at a size of minutes.
+
+    python recipes/engram/run.py --tune --seeds 5 --steps 500
+    python recipes/engram/run.py --seeds 0 1 2
+    python recipes/engram/report.py
+
+A Llama of 6 layers and width 128 trains from random weights on Python sources, with a memory in front of layers 1, 2
+and 3 that trains with it. `memory` has the language-model loss alone; `cgs` also supervises the gates by what the
+memory is worth, `smooth` by the mean of that over 9 tokens, and `curriculum` from the middle of the training on;
+`equal` is `memory` for as many more steps as `cgs` takes longer, and `none` has no memory. The optimizer is that of the
+published study, its warm-up scaled with `--steps`; the learning rates of `none`, `memory` and `cgs` are those with the
+lowest loss on text of its own (`--tune`), after fewer steps with another seed. What `results.json` holds is
+not measured again. `--paper` prints how many parameters the published size would have, and trains nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from hf_depthroute import (
+    DepthRouteConfig,
+    DepthRouteTrainer,
+    DepthRouteTrainingArguments,
+    get_depth_routed_model,
+    preset,
+    record_routes,
+)
+from hf_depthroute.base.readout import token_losses
+from hf_depthroute.parts.memory import NgramMemory, suffixes
+from hf_depthroute.study.metrics import oracle_auc
+from hf_depthroute.training import losses
+from hf_depthroute.training.oracle import utility_labels
+
+HERE = Path(__file__).parent
+TOKENIZER = HERE.parent / "embedded_base" / "model"
+KINDS = ("none", "memory", "cgs", "equal", "smooth", "curriculum")
+SUPERVISED = ("cgs", "smooth", "curriculum")
+LAYERS = [1, 2, 3]
+LENGTH, BATCH = 256, 16
+POINTS = 10  # of the curves
+SMOOTHED = 9  # tokens
+
+Texts = dict[str, torch.Tensor]
+
+
+def texts() -> Texts:
+    """Token ids `[rows, 256]`: to train on, to choose rates on, to report."""
+    from transformers import AutoTokenizer
+
+    from hf_depthroute.data import load_text, pack
+
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, trust_remote_code=False)
+    train, held = (
+        torch.tensor(pack(load_text("python-stdlib", split=split), tokenizer, LENGTH)["input_ids"])
+        for split in ("train", "validation")
+    )
+    held = held[torch.randperm(len(held), generator=torch.Generator().manual_seed(0))]
+    return {"train": train, "choose": held[:64], "report": held[64:192]}
+
+
+def base(vocabulary: int, seed: int, **sizes: Any) -> Any:
+    """A Llama with random weights; the same for every kind of a seed."""
+    torch.manual_seed(seed)
+    sizes = {
+        "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "max_position_embeddings": LENGTH, "tie_word_embeddings": False,
+    } | sizes  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocabulary, **sizes))
+
+
+def with_memory(model: Any, seed: int, slots: int, layers: list[int]) -> Any:
+    """The base with a memory; all of it trains."""
+    fields = preset("counterfactual-gate-supervision-memory")[0].to_dict()
+    sizes = {name: fields[name] for name in ("memory_width", "memory_heads", "ngram_order")}
+    config = DepthRouteConfig(target="memory", layers=layers, memory_slots=slots, seed=seed, **sizes)
+    return get_depth_routed_model(model, config).requires_grad_(True)
+
+
+def smoothed_loss(inputs: losses.LossInputs) -> torch.Tensor | None:
+    """`cgs_loss` with labels that are means over 9 neighbouring tokens."""
+    if inputs.counterfactual is None:
+        return None
+    means = {}
+    for index, labels in inputs.counterfactual.items():
+        counted = torch.stack([labels.utility * labels.valid, labels.valid.to(labels.utility)], dim=1)
+        sums = torch.nn.functional.avg_pool1d(counted, SMOOTHED, stride=1, padding=SMOOTHED // 2)
+        means[index] = dataclasses.replace(labels, utility=sums[:, 0] / sums[:, 1].clamp(min=1e-6))
+    return losses.cgs_loss(dataclasses.replace(inputs, counterfactual=means))
+
+
+def heat(model: Any, train: torch.Tensor, report: torch.Tensor) -> torch.Tensor:
+    """How often the training text looks the slots of a token up, mean of the logarithms, `[rows, T]`; first memory."""
+    holder = next(module for module in model.modules() if isinstance(module, NgramMemory))
+    order = model.peft_config["default"].ngram_order
+    counts = torch.zeros(len(holder.table))
+    for rows in train.split(512):
+        counts += torch.bincount(holder.slots(suffixes(rows, order, None)).flatten(), minlength=len(counts))
+    return counts[holder.slots(suffixes(report, order, None))].add(1).log().mean(-1)
+
+
+@torch.no_grad()
+def measured(model: Any, report: torch.Tensor, hot: torch.Tensor | None) -> dict[str, Any]:
+    """Loss, and of a memory those of tokens with hot and cold slots with the mean `alpha` of each layer.
+
+    Args:
+        report: Token ids `[rows, T]`.
+        hot: Which tokens are hot, bool of the same shape; the others are cold. None where there is no memory.
+    """
+    model.eval()
+    found, alphas = [], []
+    for ids in report.split(BATCH):
+        with contextlib.nullcontext({}) if hot is None else record_routes(model) as trace:
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        found.append(token_losses(logits.flatten(0, 1), ids[:, 1:].flatten()).view(len(ids), -1))
+        alphas.append(torch.stack([record.probs for record in trace.values()]) if hot is not None else None)
+    model.train()
+    loss = torch.cat(found)
+    point: dict[str, Any] = {"loss": float(loss.mean())}
+    if hot is not None:
+        alpha = torch.cat(alphas, dim=1)[..., :-1]
+        for name, chosen in (("hot", hot[:, :-1]), ("cold", ~hot[:, :-1])):
+            point |= {name: float(loss[chosen].mean()), f"alpha_{name}": alpha[:, chosen].mean(-1).tolist()}
+    return point
+
+
+def areas(model: Any, report: torch.Tensor) -> dict[str, float | None]:
+    """By layer, how well `alpha` tells where the memory helps: the area under the ROC curve."""
+    model.eval()
+    seen: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for ids in report.split(BATCH):
+        batch = {"input_ids": ids, "labels": ids}
+        with torch.no_grad(), record_routes(model) as trace:
+            model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        for index, labels in utility_labels(model, batch, "on_policy", window=1).items():
+            seen.setdefault(index, []).append((trace[index].probs[labels.valid], labels.utility[labels.valid]))
+    return {str(index): oracle_auc(*(torch.cat(part) for part in zip(*rows))) for index, rows in seen.items()}
+
+
+class Curve(transformers.TrainerCallback):
+    """`measure` at equal distances over a training, and at its end."""
+
+    def __init__(self, steps: int, measure: Callable[[], dict[str, Any]]) -> None:
+        self.every, self.measure = max(1, steps // POINTS), measure
+        self.points: list[dict[str, Any]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            self.points.append({"step": state.global_step} | self.measure())
+
+
+def train(kind: str, text: Texts, part: str, seed: int, steps: int, rate: float, slots: int) -> dict[str, Any]:
+    """Train one kind from scratch; its curve on a part of the text, and the areas at its end."""
+    model = base(int(text["train"].max()) + 1, seed)
+    hot = None
+    if kind != "none":
+        model = with_memory(model, seed, slots, LAYERS)
+        warmth = heat(model, text["train"], text[part])
+        hot = warmth > warmth.median()
+    trainer = trainer_of(kind, model, text["train"], seed, steps, rate)
+    curve = Curve(steps, lambda: measured(model, text[part], hot))
+    trainer.add_callback(curve)
+    cgs = losses.LOSSES["cgs"]
+    if kind == "smooth":
+        losses.LOSSES["cgs"] = losses.LossTerm(cgs.weight, smoothed_loss)
+    started = time.process_time()
+    try:
+        trainer.train()
+    finally:
+        losses.LOSSES["cgs"] = cgs
+    found = {"steps": steps, "rate": rate, "seconds": round(time.process_time() - started), "curve": curve.points}
+    return found if kind == "none" else found | {"areas": areas(model, text[part])}
+
+
+def trainer_of(kind: str, model: Any, rows: torch.Tensor, seed: int, steps: int, rate: float) -> transformers.Trainer:
+    """The published optimizer; a tenth of the steps passes before gates are supervised, with a curriculum a half."""
+    common = {
+        "output_dir": tempfile.gettempdir(), "max_steps": steps, "learning_rate": rate, "seed": seed,
+        "per_device_train_batch_size": BATCH, "warmup_steps": steps // 20, "weight_decay": 0.1, "adam_beta2": 0.95,
+        "lr_scheduler_type": "cosine", "logging_steps": max(1, steps // POINTS), "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
+    dataset = [{"input_ids": row, "labels": row} for row in rows]
+    if kind == "none":
+        return transformers.Trainer(model, transformers.TrainingArguments(**common), train_dataset=dataset)
+    supervised = {"cgs_weight": 0.5, "cgs_interval": 4, "cgs_warmup": steps // (2 if kind == "curriculum" else 10)}
+    arguments = DepthRouteTrainingArguments(**common, **(supervised if kind in SUPERVISED else {}))
+    return DepthRouteTrainer(model=model, args=arguments, train_dataset=dataset)
+
+
+def step_ratio(text: Texts, slots: int, steps: int = 16, rounds: int = 5) -> dict[str, Any]:
+    """What a supervised step takes of a plain one, processor time: short trainings in turn."""
+    times: dict[str, list[float]] = {"memory": [], "cgs": []}
+    for _, kind in itertools.product(range(rounds + 1), times):
+        model = with_memory(base(int(text["train"].max()) + 1, 0), 0, slots, LAYERS)
+        trainer = trainer_of(kind, model, text["train"], 0, steps, 1e-4)
+        started = time.process_time()
+        trainer.train()
+        times[kind].append(time.process_time() - started)
+    ratios = [cgs / memory for memory, cgs in list(zip(times["memory"], times["cgs"]))[1:]]  # the first round warms up
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if rounds > 1 else 0.0
+    return {"ratio": statistics.median(ratios), "error": error, "rounds": rounds, "steps": steps}
+
+
+class Results:
+    """What was measured, by key; each entry is written as soon as it is there. Processes may share a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: dict[str, Any] = {}
+        self._read()
+
+    def once(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What is known of `key`, measured where nothing is."""
+        from hf_depthroute.files.locks import locked
+        from hf_depthroute.files.staged import write_text
+
+        self._read()
+        if key not in self.found:
+            known = measure()
+            with locked(HERE, TimeoutError(f"{HERE} is locked"), patience=60):
+                self._read()
+                self.found[key] = known
+                write_text(self.path, json.dumps(self.found, indent=1) + "\n")
+            print(key, known["curve"][-1] if "curve" in known else known, flush=True)
+        return self.found[key]
+
+    def _read(self) -> None:
+        if self.path.exists():
+            self.found = json.loads(self.path.read_text())
+
+    def rate(self, kind: str) -> float:
+        """The learning rate of a kind, by the longest search; kinds without one have that of the kind they vary."""
+        tuned = {"equal": "memory", "smooth": "cgs", "curriculum": "cgs"}.get(kind, kind)
+        rows = [row for key, row in self.found.items() if key.startswith(f"tuning {tuned} ")]
+        return float(min(rows, key=lambda row: (-row["steps"], row["curve"][-1]["loss"]))["rate"])
+
+
+def tune(text: Texts, seed: int, kinds: list[str], steps: int, rate: float, slots: int, results: Results) -> None:
+    """Rates that double, or halve, until the loss rises."""
+
+    def loss(kind: str, rate: float) -> float:
+        key = f"tuning {kind} {steps} {rate:g}"
+        found = results.once(key, lambda: train(kind, text, "choose", seed, steps, rate, slots))
+        return float(found["curve"][-1]["loss"])
+
+    for kind in kinds:
+        best, factor = rate, 2.0 if loss(kind, rate * 2) < loss(kind, rate) else 0.5
+        while loss(kind, best * factor) < loss(kind, best):
+            best *= factor
+
+
+def published() -> Any:
+    """The published model, without weights: 12 layers of width 768, memory in layers 2, 4 and 6."""
+    with torch.device("meta"):
+        config = transformers.GPT2Config(vocab_size=128_815, tie_word_embeddings=False)
+        model = transformers.GPT2LMHeadModel(config)
+        return with_memory(model, 0, 500_000, [2, 4, 6])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--slots", type=int, default=20_000)
+    parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
+    parser.add_argument("--rate", type=float, default=2e-3, help="the first that --tune tries")
+    parser.add_argument("--paper", action="store_true", help="count the parameters of the published size")
+    parser.add_argument("--out", type=Path, default=HERE / "results.json")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    if args.paper:
+        print(f"{sum(p.numel() for p in published().parameters()) / 1e6:.1f} M parameters")
+        return
+    torch.set_num_threads(args.threads)
+    text, results = texts(), Results(args.out)
+    if args.tune:
+        tuned = [kind for kind in args.kinds if kind in ("none", "memory", "cgs")]
+        tune(text, args.seeds[0], tuned, args.steps, args.rate, args.slots, results)
+        return
+    ratio = results.once("step", lambda: step_ratio(text, args.slots))["ratio"]
+    more = 1 + (ratio - 1) * 0.9  # supervised after the first tenth
+    for seed, kind in itertools.product(args.seeds, args.kinds):
+        steps = round(args.steps * more) if kind == "equal" else args.steps
+        rate = results.rate(kind)
+        results.once(
+            f"{kind} {seed} {args.steps}",
+            lambda k=kind, s=seed, n=steps, r=rate: train(k, text, "report", s, n, r, args.slots),
+        )
+
+
+if __name__ == "__main__":
+    main()
