@@ -70,9 +70,10 @@ def log_line(logs: Mapping[str, Any], step: int, steps: int, seconds_left: float
     terms = [name for name in rest if name.startswith("loss_")]
     if terms:
         parts.append(", ".join(f"{name.removeprefix('loss_')} {_number(rest.pop(name))}" for name in terms))
-    layers = [key.removeprefix("gate_prob/") for key in logs if key.startswith("gate_prob/layer_")]  # those with gates
+    gated = {key.removeprefix("gate_prob/") for key in logs if key.startswith("gate_prob/layer_")}
     for name, form in {"full_ratio": "full {:.1%}", "gate_prob": "gate p {:.3f}"}.items():
-        values = [float(logs[key]) for key in (f"{name}/{layer}" for layer in layers) if key in logs]
+        of_layers = {key.removeprefix(f"{name}/"): value for key, value in logs.items() if key.startswith(f"{name}/")}
+        values = [float(value) for layer, value in of_layers.items() if not gated or layer in gated]
         parts += [form.format(sum(values) / len(values))] if values else []
     short = {"learning_rate": "lr", "grad_norm": "grad"}
     parts += [f"{short.get(name, name)} {_number(value)}" for name, value in rest.items()]
