@@ -169,7 +169,7 @@ def _fitted(fit: Mapping[str, Any] | None, trained: bool) -> Safe | None:
     """What `fit_router` found, on the text that it held out, before training if there was any."""
     if fit is None:
         return None
-    loss = fit.get("loss", min(fit["loss_of_rounds"]))  # 0.1.0 wrote those alone
+    loss = fit.get("loss", min(fit["loss_of_rounds"]))  # older records have those alone
     said, verb = ("training started from a fit to", "was") if trained else ("fitted without training on", "is")
     return Safe(
         f"{said} {int(fit['tokens']):,} tokens; on text held out of it, the loss {verb} "
