@@ -44,7 +44,8 @@ def test_where_the_gate_costs_more_than_it_saves_the_base_runs(model: PeftModel)
     assert {choice.executor for choice in choices} == {"full"}
     assert all(choice.milliseconds["gathered"] > choice.milliseconds["full"] for choice in choices)
     assert torch.equal(logits(model, ids), dense)
-    assert torch.equal(logits(model, ids[:, :1]), other)  # a shape that was not measured runs as before
+    # A shape that was not measured runs as before, but for the hook, under which no maps join.
+    torch.testing.assert_close(logits(model, ids[:, :1]), other, atol=1e-5, rtol=1e-5)
     with record_routes(model) as trace:
         assert torch.equal(logits(model, ids), dense)
     assert set(trace.full_ratio().values()) == {1.0}

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base.families import Family
-from ..parts.branches import TensorMap, stamp
+from ..parts.branches import TensorMap, rms_of, stamp
+from ..parts.joint import JointMaps, joint_maps
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
 from .gathered import gathered_update
@@ -33,7 +34,8 @@ class DecodeStep:
     """A routed FFN layer's forward pass for one new token per sequence: `[B, 1, d] -> [B, 1, d]`.
 
     It computes what `layer._run` does, with the adapter's weights in the stream's dtype and the threshold on the host.
-    A batch of one needs no mask: its score is read, and one of two calls is made. A static layer needs no score.
+    A batch of one needs no mask: its score is read, and one of two calls is made. A static layer needs no score. Where
+    gate and branch join (`parts.joint`), scores and cheap updates differ by rounding.
 
     Args:
         holder: The layer's adapter state.
@@ -50,25 +52,30 @@ class DecodeStep:
         gate, branch = holder.depth_route_gate[plan.adapter], holder.depth_route_branch._modules.get(plan.adapter)
         self._parts: tuple[Any, Any] = gate, branch
         modules = [module for part in self._parts if part is not None for module in part.modules()]
+        norm = None if self.reads_stream or plan.rule == "static" else holder.norm_in_front("ffn")
+        self._norm = norm if norm is not None and _is_plain(norm) else None  # that the gate joins
+        modules += [] if self._norm is None else [self._norm]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
-        self._plain = all(type(w) is nn.Parameter and w.device.type == "cpu" for w in self._weights)
-        self._plain &= not any(hasattr(m, "_hf_hook") for m in modules)
+        self._plain = all(_is_plain(module) for module in modules)
         self._stamp = stamp(*self._weights)
         self._dtype: torch.dtype | None = None  # of the stream; known at the first step
+        self._joint: JointMaps | None = None
 
     def usable(self) -> bool:
         """Whether the weights are plain, still those of the start, and nobody watches the adapter's modules."""
         return self._plain and not any(self._hooks) and self._stamp is not None and self._stamp == stamp(*self._weights)
 
     def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        if h.dtype is not self._dtype:
-            self._freeze(h.dtype)
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
+        if h.dtype is not self._dtype or (self._joint is not None and modules[ffn_norm] is not self._norm):
+            self._freeze(h.dtype, modules[ffn_norm])
         a = h + modules[attention](modules[attention_norm](h), **kwargs)[0]
         if self.plan.rule == "static":
             return a if self.branch is None else a.add_(self.branch(a))
+        if self._joint is not None:
+            return self._joint.run(a, self.threshold, lambda rows: modules[ffn](modules[ffn_norm](rows)))[0]
         normed = None if self.reads_stream else modules[ffn_norm](a)
         scores_B = self.score(a if normed is None else normed)
         one = len(scores_B) == 1
@@ -79,11 +86,21 @@ class DecodeStep:
             return a + modules[ffn](normed)
         return gathered_update(a, normed, (scores_B >= self.threshold)[:, None], modules[ffn], self.branch)
 
-    def _freeze(self, dtype: torch.dtype) -> None:
+    def _freeze(self, dtype: torch.dtype, norm: nn.Module) -> None:
         gate, branch = self._parts
-        self.score: TensorMap = gate.frozen(dtype) if hasattr(gate, "frozen") else lambda x: gate(x)["scores"].view(-1)
-        self.branch: TensorMap | None = None if branch is None else branch.frozen(dtype)
         self._dtype = dtype
+        self._joint = joint_maps(rms_of(norm), gate, branch) if norm is self._norm else None
+        if self._joint is None:
+            frozen = hasattr(gate, "frozen")
+            self.score: TensorMap = gate.frozen(dtype) if frozen else lambda x: gate(x)["scores"].view(-1)
+            self.branch: TensorMap | None = None if branch is None else branch.frozen(dtype)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether the module and those in it have plain weights on the CPU, and nothing that fetches them."""
+    if any(hasattr(part, "_hf_hook") for part in module.modules()):
+        return False
+    return all(type(weight) is nn.Parameter and weight.device.type == "cpu" for weight in module.parameters())
 
 
 def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Step]:

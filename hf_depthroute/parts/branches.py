@@ -134,11 +134,18 @@ class RMSNorm(nn.Module):
         return lambda x: F.rms_norm(x.float(), shape, weight, eps)
 
 
+def rms_of(norm: Any) -> tuple[torch.Tensor, float] | None:
+    """Weight and epsilon of a norm of transformers that is `w * x / rms(x)`; None for any other."""
+    if hasattr(norm, "variance_epsilon") and type(norm).__name__.endswith("RMSNorm"):
+        return norm.weight, norm.variance_epsilon
+    return None
+
+
 def copy_norm(norm: Any) -> nn.Module:
     """A float32 copy of a norm, without the hooks that accelerate may have put on the original."""
-    if hasattr(norm, "variance_epsilon") and type(norm).__name__.endswith("RMSNorm"):  # `w * normed`, in transformers
+    if (rms := rms_of(norm)) is not None:
         with align_module_device(norm):
-            return RMSNorm(nn.Parameter(_known_values("weight", norm.weight)), norm.variance_epsilon)
+            return RMSNorm(nn.Parameter(_known_values("weight", norm.weight)), rms[1])
     kind: type[nn.Module] = type(norm)
     copied: nn.Module = kind.__new__(kind)
     nn.Module.__init__(copied)

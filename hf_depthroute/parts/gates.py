@@ -19,6 +19,7 @@ from torch import nn
 
 from .baseline_gates import ExitGate, RandomGate, StaticGate
 from .branches import MixedLinear, TensorMap, TransientCache, reset_linear, stamp
+from .joint import ScoreMaps
 from .memory import MemoryGate
 from .regression import moments, regress, ridge_weights
 
@@ -95,6 +96,10 @@ class MLPGate(_LinearMaps):
         """The gate with its weights as they are now, for decoding: `[B, 1, d] -> [B]`, in few operators."""
         (weight, bias), score = self.hidden.cast(dtype), self.score.frozen()
         return lambda a: score(F.silu(F.linear(a, weight, bias)))
+
+    def score_maps(self) -> ScoreMaps:
+        """The gate as data, for one score per token."""
+        return ScoreMaps(self.hidden.weight, self.hidden.bias, self.score.weight.squeeze(0), self.score.bias)
 
     def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int) -> None:
         """Regress the scores on `y`, from fresh weights, in 400 steps."""
@@ -209,6 +214,10 @@ class LinearGate(_LinearMaps):
     def frozen(self, dtype: torch.dtype) -> TensorMap:
         """As `MLPGate.frozen`."""
         return self.score.frozen()
+
+    def score_maps(self) -> ScoreMaps:
+        """As `MLPGate.score_maps`."""
+        return ScoreMaps(self.score.weight, self.score.bias)
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
         return {"scores": self.score(a)}

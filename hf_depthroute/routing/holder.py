@@ -147,6 +147,11 @@ class Routing(nn.Module, BaseTunerLayer):
             raise ValueError(f"only one depth-routed adapter can be active, not {', '.join(names)}; use set_adapter")
         return names[0] if names else None
 
+    def norm_in_front(self, part: str) -> nn.Module | None:
+        """The base's norm in front of the `"ffn"` or the `"attention"`; None where it stands behind."""
+        norm, in_front = self._norms[0][part]
+        return cast(nn.Module, norm) if in_front else None
+
     def config(self, name: str) -> DepthRouteConfig:
         return cast(DepthRouteConfig, self.peft_configs[name])
 

@@ -29,10 +29,10 @@ class RowCount:
         self.full: Tensor | int = 0
         self._log = log
 
-    def add(self, mask: Tensor | None, rows: int) -> None:
-        """The rows of one forward pass; `mask`, bool `[1, N]`, of those in full; all are where it is None."""
+    def add(self, full: Tensor | int, rows: int) -> None:
+        """The rows of one forward pass, and how many of them ran in full, int64 `[]`."""
         self.rows += rows
-        self.full = self.full + (rows if mask is None else mask.sum())
+        self.full = self.full + full
         self._log.tick(self)
 
 

@@ -11,14 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ..base.sublayers import ffn_map
+from ..base.sublayers import ffn_map, norm_of
 from ..execution.call import RoutedCall
+from ..execution.decode import DECODE_ROWS, supports_decode
 from ..execution.executors import executor_of
 from ..execution.layer import call_on_stream
 from ..execution.sites import FFNSite, attended
+from ..parts.branches import rms_of
+from ..parts.joint import JointMaps, joint_maps
 from ..routing.holder import HOLDER, Routing
+from ..routing.plan import RoutePlan
 from .counts import RowCount
 
 OPERATOR = "hf_depthroute::routed_ffn"
@@ -48,6 +53,9 @@ class FFNStep:
     def __init__(self, layer: nn.Module, count: RowCount | None) -> None:
         self.layer = layer
         self.count = count
+        self._plan: RoutePlan | None = None  # that what is below was made for
+        self._joint: JointMaps | None = None
+        self._threshold = 0.0
 
     def __call__(self, stream: Tensor, normed: Tensor, batch: Any) -> Tensor:
         """The stream after the FFN, or after the cheap branch, `[1, N, d]`.
@@ -65,18 +73,38 @@ class FFNStep:
         else:
             plan = holder.plan(False, (1, rows), None if batch is None else _last_rows(batch, rows))
         assert plan is not None
+        ran: Tensor | int = rows if real is None else real  # rows in full
         if plan.rule == "full":
-            mask, out = None, stream + ffn_map(layer, holder.family)(normed)
+            out = stream + ffn_map(layer, holder.family)(normed)
+        elif rows <= DECODE_ROWS and real in (None, rows) and (joint := self._joint_of(holder, plan)) is not None:
+            # To a layer, few rows of one sequence are what one row of a few sequences is: `[N, 1, d]`.
+            ffn, own = ffn_map(layer, holder.family), stream.transpose(0, 1).clone()
+            after, chosen = joint.run(own, self._threshold, ffn, normed.transpose(0, 1))
+            ran, out = len(chosen), after.transpose(0, 1)
         else:
             token_mask = None
             if real is not None and real < rows:  # what a graph of a fixed size is filled up with
                 token_mask = (torch.arange(rows, device=stream.device) < real)[None]
             own = stream if holder.family.parallel else stream.clone()  # an executor may overwrite it
             call = call_on_stream(layer, plan, _SITE, own, token_mask, {}, normed=normed)
-            mask, out = call.mask, executor_of(call).run(call)
+            ran, out = call.mask.sum(), executor_of(call).run(call)
         if self.count is not None and real is not None:
-            self.count.add(mask, real)
+            self.count.add(ran, real)
         return out
+
+    def _joint_of(self, holder: Routing, plan: RoutePlan) -> JointMaps | None:
+        """Gate and branch as one product, where a decoding step of the library's own would have them so."""
+        if plan is not self._plan:  # what a served adapter decides by stays as it was at the start
+            self._plan, self._joint = plan, None
+            self._threshold = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
+            norm, reads_norm = holder.norm_in_front("ffn"), plan.config.gate_input == "normed"
+            rms = None if norm is None else rms_of(norm)
+            joins = reads_norm and plan.last_tokens is None and supports_decode(plan, holder.family)
+            if rms is not None and joins and current_platform.is_cpu():
+                weight = norm_of(self.layer, holder.family, "ffn").weight  # vLLM has put its own norm of the kind there
+                branch = holder.depth_route_branch._modules.get(plan.adapter)
+                self._joint = joint_maps((weight, rms[1]), holder.depth_route_gate[plan.adapter], branch)
+        return self._joint
 
 
 def _routed_ffn(stream: Tensor, normed: Tensor, layer_name: str) -> Tensor:

@@ -1,6 +1,6 @@
-"""What a fit takes, in forward passes of its text: random weights at the shape of Qwen2.5-0.5B, cut to a few layers.
+"""What a fit takes, in forward passes of its text: random weights at the shape of Qwen2.5-0.5B.
 
-    python recipes/fit_router/cost.py --depth 2
+    python recipes/fit_router/cost.py
 
 A forward pass of the whole text is timed before and after the fit, in the same process. Memory is the highest resident
 set of the process: after the first pass, and after the fit.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import resource
 import statistics
 import time
@@ -18,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from hf_depthroute import DepthRouteConfig, fit_router
+from hf_depthroute.base.families import find_layers
 from hf_depthroute.bench.shapes import random_model, random_tokens
+from hf_depthroute.bench.timing import describe_machine
 from hf_depthroute.files.staged import write_json
 
 HERE = Path(__file__).parent
@@ -47,12 +47,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--gate", default="mlp")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=HERE / "cost.json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    model = random_model(args.shape, torch.float32, depth=args.depth, vocabulary=args.vocabulary)
+    model = random_model(args.shape, getattr(torch, args.dtype), depth=args.depth, vocabulary=args.vocabulary)
     batches = [{"input_ids": ids} for ids in random_tokens(model, args.tokens // args.length, args.length).split(8)]
     passes = [seconds_of_a_pass(model, batches) for _ in range(2)]
     before, start = resident_bytes(), time.perf_counter()
@@ -65,10 +66,9 @@ def main() -> None:
         f"{fitting:.0f} s, {fitting / one:.1f} forward passes of {one:.1f} s; {(after - before) / 2**20:.0f} MiB more"
     )
     write_json(args.out, {
-        "shape": args.shape, "layers": args.depth, "vocabulary": args.vocabulary, "gate": args.gate,
-        "tokens": args.tokens, "threads": args.threads, "torch": torch.__version__,
-        "machine": f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}",
-        "transformers": transformers.__version__, "fit_seconds": fitting, "pass_seconds": passes,
+        "shape": args.shape, "layers": len(find_layers(model)), "vocabulary": args.vocabulary, "gate": args.gate,
+        "dtype": args.dtype, "tokens": args.tokens, "machine": describe_machine(torch.device("cpu")),
+        "fit_seconds": fitting, "pass_seconds": passes,
         "passes": fitting / one, "resident_bytes_before": before, "resident_bytes_after": after,
     })  # fmt: skip
 

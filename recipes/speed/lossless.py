@@ -3,6 +3,7 @@
     python recipes/speed/lossless.py --json recipes/speed/lossless-cpu.json
 
 * `embedded`: the 5-million-parameter base of `recipes/embedded_base`, with a router trained here for a minute.
+* `wide`: the 18-million-parameter one, with a router that is fitted here.
 * `stories`: the public stories260K checkpoint, where `../shared/data` is there, with a router trained the same way.
 * `deep`: a random Llama of 24 blocks of which the last 20 hardly change the stream. No trained model has such weights;
   it shows what the machinery makes of a draft that is cheap and nearly always right.
@@ -41,28 +42,26 @@ CODE_PROMPTS = (
 STORY_PROMPTS = ("Once upon a time, there was", "One day, a little girl named Lily", "The dog was sad because")
 
 
-def trained(model: Path, dataset: str, length: int, layers: str, folder: Path) -> peft.PeftModel:
-    """The model with a router trained by the command line, in eval mode."""
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "hf_depthroute", "train", "--model", str(model), "--dataset", dataset),
-            *("--layers", layers, "--budget", "0.5", "--steps", "60", "--batch-size", "8", "--length", str(length)),
-            *("--lr", "0.002", "--warmup-steps", "10", "--dtype", "float32", "--calibration-blocks", "32"),
-            *("--logging-steps", "60", "--out", str(folder)),
-        ],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
-    return peft.PeftModel.from_pretrained(base, str(folder)).eval()
+TRAIN = ("train", "--layers", "last:{}", "--budget", "0.5", "--steps", "60", "--batch-size", "8", "--length", "128",
+         "--lr", "0.002", "--warmup-steps", "10", "--calibration-blocks", "32", "--logging-steps", "60")  # fmt: skip
+FIT = ("fit", "--keep", "0.5", "--blocks", "64", "--length", "256")
 
 
-def from_text(model: Path, dataset: str, length: int, layers: str, texts: tuple[str, ...]) -> Any:
+def from_text(model: Path, dataset: str, how: tuple[str, ...], texts: tuple[str, ...]) -> Any:
+    """Drafts of the model with a router that the command `how` makes on `dataset`."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
     with tempfile.TemporaryDirectory() as folder:
-        routed = trained(model, dataset, length, layers, Path(folder) / "adapter")
+        adapter = str(Path(folder) / "adapter")
+        words = ["--model", str(model), "--dataset", dataset, "--dtype", "float32", "--out", adapter]
+        subprocess.run([sys.executable, "-m", "hf_depthroute", *how, *words], check=True, stdout=subprocess.DEVNULL)
+        base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
+        routed = peft.PeftModel.from_pretrained(base, adapter).eval()
         return search_draft(routed, prompts, max_new_tokens=32, pad_token_id=tokenizer.eos_token_id)
+
+
+def training(layers: int) -> tuple[str, ...]:
+    return tuple(word.format(layers) for word in TRAIN)
 
 
 def deep() -> Any:
@@ -84,13 +83,14 @@ def deep() -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--only", choices=("embedded", "stories", "deep"))
+    parser.add_argument("--only", choices=("embedded", "wide", "stories", "deep"))
     args = parser.parse_args()
-    embedded = HERE.parent / "embedded_base" / "model"
+    bases = HERE.parent / "embedded_base"
     stories = STORIES / "stories260k"
     cases = {
-        "embedded": lambda: from_text(embedded, "python-stdlib", 128, "last:4", CODE_PROMPTS),
-        "stories": lambda: from_text(stories, str(STORIES / "stories.txt"), 128, "last:3", STORY_PROMPTS),
+        "embedded": lambda: from_text(bases / "model", "python-stdlib", training(4), CODE_PROMPTS),
+        "wide": lambda: from_text(bases / "wide", "python-stdlib", FIT, CODE_PROMPTS),
+        "stories": lambda: from_text(stories, str(STORIES / "stories.txt"), training(3), STORY_PROMPTS),
         "deep": deep,
     }
     results: dict[str, Any] = {"machine": describe_machine(torch.device("cpu")), "dtype": "float32", "cases": {}}

@@ -1,0 +1,149 @@
+"""A gate and a branch that read the same RMS norm, their first maps in one product, for decoding on a CPU.
+
+With `x / rms(x)` in front of both, norms with weights `v` and `w` fold into the maps behind them:
+
+    y = [W_gate diag(v); W_up diag(w)] x / rms(x) + b;   u = w2 . SiLU(y_gate) + b2;   cheap = W_down SiLU(y_up)
+
+One operator less is worth more than the bytes of float32 weights at the widths where a step is short; rounding differs
+from that of the maps one by one, and in float32 is the finer one.
+
+Shapes: B batch, d model width, g rows of the gate, r branch rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .branches import LowRankBranch, RMSNorm, TensorMap
+
+
+class ScoreMaps(NamedTuple):
+    """A gate as `u = out . SiLU(weight x + bias) + out_bias`; without `out`, `u` is the one row of the first map.
+
+    Attributes:
+        weight: `[g, d]`.
+        bias: `[g]`, or None.
+        out: `[g]`, or None.
+        out_bias: `[1]`, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    out: Tensor | None = None
+    out_bias: Tensor | None = None
+
+
+class JointMaps:
+    """Scores and cheap updates of one new token per sequence, with the weights as they are now, in float32.
+
+    Args:
+        scale: The weight of the norm that the gate reads, `[d]`.
+        eps: The epsilon of both norms.
+        gate: What the gate multiplies a token with.
+        branch: None where the cheap path adds nothing.
+    """
+
+    def __init__(self, scale: Tensor, eps: float, gate: ScoreMaps, branch: LowRankBranch | None) -> None:
+        width = gate.weight.shape[1]
+        self._eps, self._eps_111 = width * eps, torch.full((1, 1, 1), width * eps)
+        self._activated = gate.out is not None
+        self._split = len(gate.weight)
+        rows, biases = [gate.weight.float() * scale.float()], [_or_zeros(gate.bias, gate.weight)]
+        self._down: tuple[Tensor, Tensor] | None = None
+        if branch is not None:
+            up, down = branch.up, branch.down
+            assert isinstance(branch.norm, RMSNorm)
+            rows.append(up.weight.float() * branch.norm.weight.float())
+            biases.append(_or_zeros(up.bias, up.weight))
+            self._down = down.weight.detach().float(), _or_zeros(down.bias, down.weight)
+        # With the root of d in the weights, the sum of squares stands for their mean.
+        self._weight = (torch.cat(rows) * width**0.5).detach().contiguous()
+        self._bias = torch.cat(biases).detach()
+        self._out = None if gate.out is None else gate.out.detach().float()
+        self._out_bias = 0.0 if gate.out_bias is None else float(gate.out_bias)
+
+    def run(
+        self, a: Tensor, threshold: float, ffn: TensorMap, normed: Tensor | None = None
+    ) -> tuple[Tensor, list[int]]:
+        """The stream behind the FFN at the rows whose score reaches `threshold`, behind the branch at the others.
+
+        Args:
+            a: In front of the FFN, `[B, 1, d]`; it may be overwritten.
+            threshold: Below it a row is skipped.
+            ffn: From rows of `normed` to the update, `[n, 1, d] -> [n, 1, d]`.
+            normed: What the FFN reads, `[B, 1, d]`; by default `a`, and `ffn` has its norm in it.
+
+        Returns:
+            The stream, `[B, 1, d]`, and the rows that ran the FFN.
+        """
+        scores, maps = self.scores(a)
+        read = a if normed is None else normed
+        chosen = [row for row, score in enumerate(scores) if score >= threshold]
+        if len(chosen) == len(scores):
+            return a + ffn(read), chosen
+        update = self.cheap(maps)
+        if not chosen:
+            return a if update is None else a.add_(update), chosen
+        index = _index_of(tuple(chosen))
+        full = ffn(read.index_select(0, index))
+        if update is None:
+            return a.index_add_(0, index, full), chosen
+        return a.add_(update.index_copy_(0, index, full.to(update.dtype))), chosen
+
+    def scores(self, a: Tensor) -> tuple[list[float], Tensor]:
+        """The score of every row of `a`, `[B, 1, d]`, on the host; and what `cheap` reads, float32 `[B, g + r]`."""
+        x = a.view(-1, a.shape[-1]).float()
+        if len(x) == 1:  # three calls without a matrix, whose operators cost more than their arithmetic
+            row = x.view(-1)
+            scale = (torch.dot(row, row).item() + self._eps) ** -0.5
+            y = torch.addmv(self._bias, self._weight, row, alpha=scale)[None]
+        else:
+            squares_B11 = torch.baddbmm(self._eps_111, x[:, None], x[..., None])
+            y = torch.addmm(self._bias, x * squares_B11.rsqrt_().squeeze(-1), self._weight.t())
+        F.silu(y if self._activated else y[:, self._split :], inplace=True)
+        if self._out is None:
+            return y[:, 0].tolist(), y
+        hidden = y[:, : self._split]
+        found = [torch.dot(hidden[0], self._out).item()] if len(y) == 1 else torch.mv(hidden, self._out).tolist()
+        return [score + self._out_bias for score in found], y
+
+    def cheap(self, y: Tensor) -> Tensor | None:
+        """The branch's updates, float32 `[B, 1, d]`, from what `scores` returned; None without a branch."""
+        if self._down is None:
+            return None
+        (weight, bias), hidden = self._down, y[:, self._split :]
+        if len(y) == 1:
+            return torch.addmv(bias, weight, hidden[0]).view(1, 1, -1)
+        return torch.addmm(bias, hidden, weight.t())[:, None]
+
+
+def joint_maps(rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Module | None) -> JointMaps | None:
+    """The maps of a gate and of a branch as one; None where they are not of the kind that joins.
+
+    Args:
+        rms: Weight and epsilon of the norm that the gate reads, from `branches.rms_of`.
+        gate: One of `GATES`.
+        branch: A `LowRankBranch`; None where the cheap path adds nothing.
+    """
+    maps = getattr(gate, "score_maps", None)
+    if maps is None or rms is None:
+        return None
+    if branch is None:
+        return JointMaps(*rms, maps(), None)
+    joins = isinstance(branch, LowRankBranch) and isinstance(branch.norm, RMSNorm) and branch.norm.eps == rms[1]
+    return JointMaps(*rms, maps(), cast(LowRankBranch, branch)) if joins else None
+
+
+def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
+    return weight.new_zeros(len(weight), dtype=torch.float32) if bias is None else bias.float()
+
+
+@functools.lru_cache(maxsize=1024)
+def _index_of(rows: tuple[int, ...]) -> Tensor:
+    """Made once: a tensor from a list takes as long as a small product."""
+    return torch.tensor(rows)
