@@ -16,6 +16,7 @@ from hf_depthroute import calibrate, record_routes, set_budget
 from hf_depthroute.execution import decode
 from hf_depthroute.execution.decode import DECODE_ROWS, DecodeStep
 from hf_depthroute.parts.branches import rms_of
+from hf_depthroute.parts.gates import MLPGate
 from hf_depthroute.parts.joint import joint_maps
 from hf_depthroute.routing.trace import overridden, routings
 
@@ -89,7 +90,7 @@ def test_take_the_stream_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("gate", ["mlp", "linear", "affine"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_maps_in_one_product_are_no_further_from_the_truth(dtype: torch.dtype, gate: str, batch: int) -> None:
+def test_maps_in_one_product_are_those_of_gate_and_branch(dtype: torch.dtype, gate: str, batch: int) -> None:
     model = routed(build_base("llama", dtype=dtype), "mlp", gate=gate)
     holder = routings(model)[0]
     one, branch = holder.depth_route_gate["default"], holder.depth_route_branch["default"]
@@ -117,15 +118,55 @@ def test_maps_in_one_product_are_no_further_from_the_truth(dtype: torch.dtype, g
     torch.testing.assert_close(cheap.double(), wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_a_norm_that_was_replaced_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def replaced(layer: Any) -> None:
+    layer.post_attention_layernorm = torch.nn.Sequential(layer.post_attention_layernorm, torch.nn.Softsign())
+
+
+def patched(layer: Any) -> None:
+    norm = layer.post_attention_layernorm
+    norm.forward = lambda x: type(norm).forward(norm, x).tanh()
+
+
+def hooked(layer: Any) -> None:
+    layer.post_attention_layernorm.register_forward_hook(lambda module, args, out: out.tanh())
+
+
+@pytest.mark.parametrize("change", [replaced, patched, hooked])
+def test_a_norm_that_is_no_longer_that_of_the_base_is_called(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     model = build_routed("llama", "mlp")
     before = decoded(model)
     for layer in decoder_layers(model):
-        layer.post_attention_layernorm = torch.nn.Sequential(layer.post_attention_layernorm, torch.nn.Softsign())
+        change(layer)
     with counted_steps(monkeypatch) as taken:
         fast = decoded(model)
     assert taken and not torch.equal(fast, before)
     assert torch.equal(fast, decoded(model, general=True))
+
+
+def test_another_weight_of_the_norm_is_folded_anew() -> None:
+    model = build_routed("llama", "mlp")
+    before = decoded(model)
+    for layer in decoder_layers(model):
+        norm = layer.post_attention_layernorm
+        norm.weight = torch.nn.Parameter(norm.weight.detach() * 1.5)
+    after = decoded(model)
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, decoded(model, general=True), atol=1e-5, rtol=1e-5)
+
+
+def test_a_gate_that_inherits_its_maps_scores_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Turned(MLPGate):
+        def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"scores": -super().forward(a)["scores"]}
+
+        frozen = property()  # not there, as far as `hasattr` can tell
+
+    model = build_routed("llama", "mlp")
+    for holder in routings(model):
+        holder.depth_route_gate["default"].__class__ = Turned
+    with counted_steps(monkeypatch) as taken:
+        fast = decoded(model)
+    assert taken and torch.equal(fast, decoded(model, general=True))
 
 
 def test_follow_every_change(monkeypatch: pytest.MonkeyPatch) -> None:

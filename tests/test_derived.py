@@ -12,6 +12,7 @@ from models import GATES, build_routed, tokens
 from peft import PeftModel
 
 from hf_depthroute import calibrate, record_routes, set_budget
+from hf_depthroute.execution import decode
 from hf_depthroute.parts.branches import MixedLinear
 from hf_depthroute.parts.gates import JEPAGate
 from hf_depthroute.routing.trace import routings
@@ -91,12 +92,13 @@ def test_weights_made_in_inference_mode_are_never_kept() -> None:
     assert not linear._derived
 
 
-def test_a_kept_plan_follows_budget_threshold_and_table(model: PeftModel) -> None:
+def test_a_kept_plan_follows_budget_threshold_and_table(model: PeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "joint_maps", lambda *parts: None)  # they round in another way than the recorded pass
+
     def share() -> float:
         with record_routes(model) as trace:
             recorded = logits(model)
-        # With a recorder no plan is kept, and maps do not join: both have to agree but for rounding.
-        torch.testing.assert_close(recorded, logits(model), atol=2e-2, rtol=2e-2)
+        assert torch.equal(recorded, logits(model))  # with a recorder no plan is kept: both have to agree
         return sum(trace.full_ratio().values())
 
     calibrate(model, [{"input_ids": tokens(8, 16)}], budget=0.5)

@@ -35,7 +35,7 @@ class DecodeStep:
 
     It computes what `layer._run` does, with the adapter's weights in the stream's dtype and the threshold on the host.
     A batch of one needs no mask: its score is read, and one of two calls is made. A static layer needs no score. Where
-    gate and branch join (`parts.joint`), scores and cheap updates differ by rounding.
+    gate and branch join (`parts.joint`) their weights are float32, and scores and cheap updates differ by rounding.
 
     Args:
         holder: The layer's adapter state.
@@ -52,15 +52,15 @@ class DecodeStep:
         gate, branch = holder.depth_route_gate[plan.adapter], holder.depth_route_branch._modules.get(plan.adapter)
         self._parts: tuple[Any, Any] = gate, branch
         modules = [module for part in self._parts if part is not None for module in part.modules()]
-        norm = None if self.reads_stream or plan.rule == "static" else holder.norm_in_front("ffn")
-        self._norm = norm if norm is not None and _is_plain(norm) else None  # that the gate joins
-        modules += [] if self._norm is None else [self._norm]
+        self._joins = not self.reads_stream and plan.rule != "static"
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
-        self._plain = all(_is_plain(module) for module in modules)
+        self._plain = all(type(w) is nn.Parameter and w.device.type == "cpu" for w in self._weights)
+        self._plain &= not any(hasattr(m, "_hf_hook") for m in modules)
         self._stamp = stamp(*self._weights)
         self._dtype: torch.dtype | None = None  # of the stream; known at the first step
         self._joint: JointMaps | None = None
+        self._folded: Any = None  # what of the base's norm is in `_joint`
 
     def usable(self) -> bool:
         """Whether the weights are plain, still those of the start, and nobody watches the adapter's modules."""
@@ -69,8 +69,9 @@ class DecodeStep:
     def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
-        if h.dtype is not self._dtype or (self._joint is not None and modules[ffn_norm] is not self._norm):
-            self._freeze(h.dtype, modules[ffn_norm])
+        folds = _folds(modules[ffn_norm]) if self._joins else None
+        if h.dtype is not self._dtype or folds != self._folded:
+            self._freeze(h.dtype, modules[ffn_norm], folds)
         a = h + modules[attention](modules[attention_norm](h), **kwargs)[0]
         if self.plan.rule == "static":
             return a if self.branch is None else a.add_(self.branch(a))
@@ -86,21 +87,26 @@ class DecodeStep:
             return a + modules[ffn](normed)
         return gathered_update(a, normed, (scores_B >= self.threshold)[:, None], modules[ffn], self.branch)
 
-    def _freeze(self, dtype: torch.dtype, norm: nn.Module) -> None:
+    def _freeze(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> None:
         gate, branch = self._parts
-        self._dtype = dtype
-        self._joint = joint_maps(rms_of(norm), gate, branch) if norm is self._norm else None
+        self._dtype, self._folded = dtype, folds
+        self._joint = None
+        if folds is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
+            self._joint = joint_maps(rms_of(norm), gate, branch)
         if self._joint is None:
             frozen = hasattr(gate, "frozen")
             self.score: TensorMap = gate.frozen(dtype) if frozen else lambda x: gate(x)["scores"].view(-1)
             self.branch: TensorMap | None = None if branch is None else branch.frozen(dtype)
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether the module and those in it have plain weights on the CPU, and nothing that fetches them."""
-    if any(hasattr(part, "_hf_hook") for part in module.modules()):
-        return False
-    return all(type(weight) is nn.Parameter and weight.device.type == "cpu" for weight in module.parameters())
+def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
+    """Changes whenever what an RMS norm on the CPU does; None where that is more than its weight says."""
+    weight = norm._parameters.get("weight")
+    if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.is_inference():
+        return None
+    if norm._forward_hooks or norm._forward_pre_hooks or norm._modules or "forward" in norm.__dict__:
+        return None  # somebody watches it, or changes what it computes
+    return id(norm), weight.data_ptr(), weight._version
 
 
 def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Step]:

@@ -240,6 +240,8 @@ class AffineGate(LinearGate):
     def reset_parameters(self, generator: torch.Generator) -> None:
         reset_linear(self.score, generator)
 
+    score_maps = LinearGate.score_maps
+
     @torch.no_grad()
     def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int) -> None:
         """Ridge regression of `y`, in closed form."""

@@ -4,8 +4,8 @@ With `x / rms(x)` in front of both, norms with weights `v` and `w` fold into the
 
     y = [W_gate diag(v); W_up diag(w)] x / rms(x) + b;   u = w2 . SiLU(y_gate) + b2;   cheap = W_down SiLU(y_up)
 
-One operator less is worth more than the bytes of float32 weights at the widths where a step is short; rounding differs
-from that of the maps one by one, and in float32 is the finer one.
+One operator less is worth more than the bytes of float32 weights at the widths where a step is short. Rounding differs
+from that of the maps one by one.
 
 Shapes: B batch, d model width, g rows of the gate, r branch rank.
 """
@@ -13,7 +13,8 @@ Shapes: B batch, d model width, g rows of the gate, r branch rank.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, cast
+import math
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ class ScoreMaps(NamedTuple):
 
 
 class JointMaps:
-    """Scores and cheap updates of one new token per sequence, with the weights as they are now, in float32.
+    """Scores and cheap updates of one new token per sequence, in float32, from copies of the weights as they are now.
 
     Args:
         scale: The weight of the norm that the gate reads, `[d]`.
@@ -50,7 +51,7 @@ class JointMaps:
 
     def __init__(self, scale: Tensor, eps: float, gate: ScoreMaps, branch: LowRankBranch | None) -> None:
         width = gate.weight.shape[1]
-        self._eps, self._eps_111 = width * eps, torch.full((1, 1, 1), width * eps)
+        self._eps, self._eps_111 = width * eps, scale.new_full((1, 1, 1), width * eps, dtype=torch.float32)
         self._activated = gate.out is not None
         self._split = len(gate.weight)
         rows, biases = [gate.weight.float() * scale.float()], [_or_zeros(gate.bias, gate.weight)]
@@ -60,11 +61,11 @@ class JointMaps:
             assert isinstance(branch.norm, RMSNorm)
             rows.append(up.weight.float() * branch.norm.weight.float())
             biases.append(_or_zeros(up.bias, up.weight))
-            self._down = down.weight.detach().float(), _or_zeros(down.bias, down.weight)
+            self._down = _copied(down.weight), _or_zeros(down.bias, down.weight)
         # With the root of d in the weights, the sum of squares stands for their mean.
         self._weight = (torch.cat(rows) * width**0.5).detach().contiguous()
         self._bias = torch.cat(biases).detach()
-        self._out = None if gate.out is None else gate.out.detach().float()
+        self._out = None if gate.out is None else _copied(gate.out)
         self._out_bias = 0.0 if gate.out_bias is None else float(gate.out_bias)
 
     def run(
@@ -92,7 +93,7 @@ class JointMaps:
         index = _index_of(tuple(chosen))
         full = ffn(read.index_select(0, index))
         if update is None:
-            return a.index_add_(0, index, full), chosen
+            return a.index_add_(0, index, full.to(a.dtype)), chosen
         return a.add_(update.index_copy_(0, index, full.to(update.dtype))), chosen
 
     def scores(self, a: Tensor) -> tuple[list[float], Tensor]:
@@ -100,7 +101,8 @@ class JointMaps:
         x = a.view(-1, a.shape[-1]).float()
         if len(x) == 1:  # three calls without a matrix, whose operators cost more than their arithmetic
             row = x.view(-1)
-            scale = (torch.dot(row, row).item() + self._eps) ** -0.5
+            squares = torch.dot(row, row).item()
+            scale = (squares + self._eps) ** -0.5 if squares < math.inf else math.nan  # as a norm gives
             y = torch.addmv(self._bias, self._weight, row, alpha=scale)[None]
         else:
             squares_B11 = torch.baddbmm(self._eps_111, x[:, None], x[..., None])
@@ -130,20 +132,24 @@ def joint_maps(rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Mod
         gate: One of `GATES`.
         branch: A `LowRankBranch`; None where the cheap path adds nothing.
     """
-    maps = getattr(gate, "score_maps", None)
-    if maps is None or rms is None:
+    if rms is None or "score_maps" not in vars(type(gate)):  # a subclass may score in another way
         return None
+    maps = cast(Any, gate).score_maps()
     if branch is None:
-        return JointMaps(*rms, maps(), None)
+        return JointMaps(*rms, maps, None)
     joins = isinstance(branch, LowRankBranch) and isinstance(branch.norm, RMSNorm) and branch.norm.eps == rms[1]
-    return JointMaps(*rms, maps(), cast(LowRankBranch, branch)) if joins else None
+    return JointMaps(*rms, maps, cast(LowRankBranch, branch)) if joins else None
+
+
+def _copied(weight: Tensor) -> Tensor:
+    return weight.detach().to(torch.float32, copy=True)
 
 
 def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
-    return weight.new_zeros(len(weight), dtype=torch.float32) if bias is None else bias.float()
+    return weight.new_zeros(len(weight), dtype=torch.float32) if bias is None else _copied(bias)
 
 
 @functools.lru_cache(maxsize=1024)
 def _index_of(rows: tuple[int, ...]) -> Tensor:
     """Made once: a tensor from a list takes as long as a small product."""
-    return torch.tensor(rows)
+    return torch.tensor(rows, device="cpu")

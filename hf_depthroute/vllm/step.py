@@ -68,7 +68,9 @@ class FFNStep:
         layer: Any = self.layer
         holder: Routing = layer._modules[HOLDER]
         rows, real = stream.shape[1], None if batch is None else batch.num_actual_tokens
-        if batch is not None and batch.max_query_len == 1:  # every request's next token: a batch of sequences
+        # Every request's next token: a batch of sequences.
+        generates = batch is not None and batch.max_query_len == 1
+        if generates:
             plan = holder.plan(False, (rows, 1))
         else:
             plan = holder.plan(False, (1, rows), None if batch is None else _last_rows(batch, rows))
@@ -76,8 +78,8 @@ class FFNStep:
         ran: Tensor | int = rows if real is None else real  # rows in full
         if plan.rule == "full":
             out = stream + ffn_map(layer, holder.family)(normed)
-        elif rows <= DECODE_ROWS and real in (None, rows) and (joint := self._joint_of(holder, plan)) is not None:
-            # To a layer, few rows of one sequence are what one row of a few sequences is: `[N, 1, d]`.
+        elif generates and rows == real and rows <= DECODE_ROWS and (joint := self._joint_of(holder, plan)) is not None:
+            # To a layer, rows of one sequence are what one row of each of as many sequences is: `[N, 1, d]`.
             ffn, own = ffn_map(layer, holder.family), stream.transpose(0, 1).clone()
             after, chosen = joint.run(own, self._threshold, ffn, normed.transpose(0, 1))
             ran, out = len(chosen), after.transpose(0, 1)
@@ -94,16 +96,15 @@ class FFNStep:
 
     def _joint_of(self, holder: Routing, plan: RoutePlan) -> JointMaps | None:
         """Gate and branch as one product, where a decoding step of the library's own would have them so."""
-        if plan is not self._plan:  # what a served adapter decides by stays as it was at the start
+        if plan is not self._plan:  # served weights stay as they are
             self._plan, self._joint = plan, None
-            self._threshold = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
             norm, reads_norm = holder.norm_in_front("ffn"), plan.config.gate_input == "normed"
             rms = None if norm is None else rms_of(norm)
-            joins = reads_norm and plan.last_tokens is None and supports_decode(plan, holder.family)
-            if rms is not None and joins and current_platform.is_cpu():
+            if rms is not None and reads_norm and supports_decode(plan, holder.family) and current_platform.is_cpu():
                 weight = norm_of(self.layer, holder.family, "ffn").weight  # vLLM has put its own norm of the kind there
                 branch = holder.depth_route_branch._modules.get(plan.adapter)
                 self._joint = joint_maps((weight, rms[1]), holder.depth_route_gate[plan.adapter], branch)
+                self._threshold = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
         return self._joint
 
 

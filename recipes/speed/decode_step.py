@@ -4,7 +4,8 @@
 
 Random weights at the shape of Qwen2.5-0.5B, bfloat16, the last 12 and all 24 FFNs routed at budget 0.5. The three run
 the same tokens on the same cache, in turn. The free router repeats the decisions of the routed run and computes nothing
-for them. Parts are timed where they run, around their calls; `rest` is the whole step less the parts: embedding, head,
+for them. Parts are timed where they run, around their calls: `gate, up` is the product of gate and branch with what is
+made of it, `down` the branch's other map; `rest` is the whole step less the parts: embedding, head,
 residual sums, and the Python in between. `of ideal` is how much of what the free router saves the routed one does.
 """
 
@@ -124,7 +125,7 @@ def measure(layers: Any, depth: int | None, steps: int, rounds: int) -> dict[str
                 with as_way(way, model, free):
                     decode(way)
         clock.on = True
-        timed = {"scores": clock.around("gate", scores), "cheap": clock.around("branch", JointMaps.cheap)}
+        timed = {"scores": clock.around("gate, up", scores), "cheap": clock.around("down", JointMaps.cheap)}
         for _ in range(rounds):
             for way in WAYS:
                 with as_way(way, model, free), patch.multiple(JointMaps, **timed):
