@@ -121,12 +121,38 @@ def quality() -> Study:
     return Study("Quality: a pretrained Llama of width 64", "stories260k", command, brief, section)
 
 
+def decode_step() -> list[str]:
+    """Where a decoding step's time goes."""
+    result = read("speed/decode-step.json")
+    lines = [
+        "Where the time of a decoding step of one sequence goes, milliseconds, at budget 0.5: dense, routed, and with "
+        f"the same decisions at no cost ({result['machine']['device']}). `gate, up` is what finds the scores, and the "
+        "branch's first map with them.",
+        "",
+    ]
+    ways = ("dense", "routed", "free")
+    columns = [(row, way) for row in result["measured"] for way in ways]
+    names = list(dict.fromkeys(part for row, way in columns for part in row["parts_ms"][way]))
+    rows = [[name, *(f"{row['parts_ms'][way].get(name, 0):.2f}" for row, way in columns)] for name in names]
+    rows.append(["whole step", *(f"{row['ms'][way]:.2f}" for row, way in columns)])
+    head = ["part", *(f"{way}, {row['layers']}" for row, way in columns)]
+    reached = " and ".join(f"{row['of_ideal']:.2f} ({row['layers']})" for row in result["measured"])
+    return [*lines, *markdown_table(head, rows), "", f"Of what the free router saves, the routed step saves {reached}."]
+
+
 def speed() -> Study:
     """The speed recipe: time and eta at the shape of Qwen2.5-0.5B, training steps and their memory."""
     results = [read(f"speed/{name}.json") for name in ("cpu", "cpu-decode", "cpu-float32")]
-    timed = [m for result in results for m in result["measurements"] if m["case"] in ("prefill", "decode")]
+    timed, machines = [], []
+    for result in results:
+        found = [m for m in result["measurements"] if m["case"] in ("prefill", "decode")]
+        timed += found
+        machines += [
+            f"{result['machine']['device']}, {result['peaks'][m['setting']['dtype']]['gflop_per_s']:,.0f} GFLOP/s"
+            for m in found
+        ]
     rows = []
-    for m in timed:
+    for m, machine in zip(timed, machines):
         setting, sizes = m["setting"], f"{m['batch']} x {m['length']}"
         case = f"prefill {sizes}" if m["case"] == "prefill" else f"decode, batch {m['batch']}"
         routed = f"{len(setting['routed_layers'])} of {setting['depth']}"
@@ -136,14 +162,14 @@ def speed() -> Study:
                 f"{case}, {setting['dtype']}", f"{setting['target']}, {routed}", budget, f"{row['full_ratio']:.2f}",
                 f"{row['ratio']:.3f} ± {row['ratio_error']:.3f}" if row["ratio_error"] else f"{row['ratio']:.3f}",
                 f"{masked['ratio']:.3f}" if masked else "", f"{row['flops_routed_over_dense']:.3f}",
-                *("" if row[name] is None else f"{row[name]:.2f}" for name in ("eta", "eta_free")),
+                *("" if row[name] is None else f"{row[name]:.2f}" for name in ("eta", "eta_free")), machine,
             ])  # fmt: skip
-    machine = results[0]["machine"]
+    threads = results[0]["machine"]["threads"]
     disabled, full = (
         [m["overheads"][name]["ratio"] for m in timed if m["overheads"]] for name in ("disabled", "budget 1.0")
     )
     train = read("speed/train.json")["measurements"]
-    head = ["case", "routed", "budget", "run full", "time / dense", "masked", "FLOPs / dense", "eta", "free"]
+    head = ["case", "routed", "budget", "run full", "time / dense", "masked", "FLOPs / dense", "eta", "free", "machine"]
     labels = [f"({m['loss']} loss, vocabulary {m['setting']['vocabulary']:,})" for m in train]
     steps = ", ".join(f"{m['ratio']:.2f} {label}" for m, label in zip(train, labels))
     peaks = ", ".join(f"{m['routed_peak_bytes'] / 1e6:,.0f}" for m in train)
@@ -156,19 +182,21 @@ def speed() -> Study:
         [f"{half[case][key]:.3f}" for case in ("prefill", "decode")] for key in ("ratio", "flops_routed_over_dense")
     )
     brief = (
-        f"12 of 24 FFNs at budget 0.5, bfloat16, {machine['threads']} CPU threads: prefill takes {times[0]} of the "
+        f"12 of 24 FFNs at budget 0.5, bfloat16, {threads} CPU threads: prefill takes {times[0]} of the "
         f"dense time at {flops[0]} of the FLOPs, decode of 8 sequences {times[1]} at {flops[1]}"
     )
     section = [
         "Random weights at the shape of Qwen2.5-0.5B with a vocabulary of 32,000, "
-        f"{machine['threads']} CPU threads ({machine['device']}, without bfloat16 instructions). `eta` is the part of "
-        "the skipped arithmetic that shows on the clock; `free` is what it would be for a router that costs nothing, "
-        "which is below 1 where an FFN takes a smaller share of the time than of the arithmetic. `masked` is a "
+        f"{threads} CPU threads; machines are named with what a large product reaches. `eta` is the part of the "
+        "skipped arithmetic that shows on the clock; `free` is what it would be for a router that costs nothing, which "
+        "is below 1 where an FFN takes a smaller share of the time than of the arithmetic. `masked` is a "
         "router of the same decisions that computes both paths. Medians of interleaved runs; with the adapter "
         f"disabled, a case takes {min(disabled):.3f} to {max(disabled):.3f} of the base's time, at budget 1 "
         f"{min(full):.3f} to {max(full):.3f}.",
         "",
         *markdown_table(head, rows),
+        "",
+        *decode_step(),
         "",
         "A training step of routers in the last third of the layers takes, of a step of LoRA (rank 8, on the same "
         f"layers' FFNs): {steps}. Above the weights, it needs {peaks} MB.",

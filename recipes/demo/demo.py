@@ -2,11 +2,11 @@
 
     python recipes/demo/demo.py --out demo_output
 
-A router is fitted without training, compared with the best layers left out at as many FFN calls and in as much time,
-trained a little, and timed: on this base, and with random weights at the width of Qwen2.5-0.5B. Every step but
-the layers left out is one command of `hf-depthroute`, in a process of its own, so what is evaluated and generated with
-is always the adapter as loaded from disk. The folder gets the adapters, `results.json`, `report.html` with a token
-view, and `report.md` with plots.
+A router is fitted without training, for half and for a quarter of the FFN calls, compared with the best layers left out
+at as many FFN calls and in as much time, trained a little, and timed: on this base, and with random weights at the
+width of Qwen2.5-0.5B. Every step but the layers left out is one command of `hf-depthroute`, in a process of its own, so
+what is evaluated and generated with is always the adapter as loaded from disk. The folder gets the adapters,
+`results.json`, `report.html` with a token view, and `report.md` with plots.
 """
 
 from __future__ import annotations
@@ -74,6 +74,13 @@ def budgets_of(adapter: Path) -> dict[int, float]:
     return {left_out: round(1 - left_out / routed, 3) for left_out in LEFT_OUT if left_out < routed}
 
 
+def with_rows_of(results: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Results of `eval`, with the rows of routers in `other` in place of those of the same budgets."""
+    rows = {row["budget"]: row for row in other["rows"] if row["rule"] == "threshold"}
+    taken = [rows.get(row["budget"], row) if row["rule"] == "threshold" else row for row in results["rows"]]
+    return results | {"rows": taken}
+
+
 def layers_left_out(adapter: Path) -> list[dict[str, Any]]:
     """Rows as of `eval`: the base with some FFNs left out for fitted branches, at the budgets of `budgets_of`.
 
@@ -122,18 +129,26 @@ def main() -> None:
     def budgets() -> str:
         return ",".join(map(str, budgets_of(fitted).values()))
 
-    def evaluated(adapter: Path) -> dict[str, Any]:
+    def fit(keep: float, adapter: Path) -> None:
+        command("fit", "--model", BASE, *TEXT, "--blocks", BLOCKS, "--dtype", dtype, "--keep", keep, "--out", adapter)
+
+    def evaluated(adapter: Path, budgets: str) -> dict[str, Any]:
         file = args.out / f"eval_{adapter.name}.json"
-        command("eval", adapter, "--model", BASE, *held_out, "--budgets", budgets(), "--out", file)
+        command("eval", adapter, "--model", BASE, *held_out, "--budgets", budgets, "--out", file)
         return json.loads(file.read_text())
 
     print("\n# A router without training, and the best layers left out instead\n")
-    command("fit", "--model", BASE, *TEXT, "--blocks", BLOCKS, "--dtype", dtype, "--keep", 0.5, "--out", fitted)
-    without_training = evaluated(fitted)
+    fit(0.5, fitted)
+    without_training = evaluated(fitted, budgets())
+    # Thresholds follow a budget, branches and gates do not: far from a half, a router of its own is worth its minute.
+    quarter = args.out / "fitted_quarter"
+    fit(0.25, quarter)
+    if 0.25 in budgets_of(quarter).values():  # it routes as many layers as the other
+        without_training = with_rows_of(without_training, evaluated(quarter, "0.25"))
     static = layers_left_out(fitted)
     print("\n# A short training on top\n")
     command("train", fitted, "--config", args.config, "--model", BASE, "--dtype", dtype, "--out", trained)
-    after_training = evaluated(trained)
+    after_training = evaluated(trained, budgets())
     after_training["rows"] += static
     (args.out / "eval.json").write_text(json.dumps(after_training, indent=2) + "\n")
     print("\n# The clock\n")

@@ -15,7 +15,7 @@ from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.shown import shown, shown_block
 from hf_depthroute.files.staged import png_of, write_bytes, write_text
 
-LINES = ("layers left out, fitted", "routers fitted", "routers fitted, then trained")
+LINES = ("layers left out, fitted", "routers fitted", "routers fitted for 0.5, then trained")
 SIZES = {"bench": "this base", "bench_wide": "Qwen2.5-0.5B's width"}
 PARTS = ("prefill", "decode")
 
@@ -47,7 +47,7 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
         f"Loss over the dense base ({dense['loss']:.4f} nats) on held-out text. In brackets the share of the routed "
         "layers' FFN calls that ran. Layers left out are the same for every token: of all subsets of that size the one "
         "that costs least, with the same branches fitted in their place, which are not trained. Routed losses are "
-        "those of the causal rule.",
+        "those of the causal rule; at 0.25 a router that was fitted for it, at the others the one fitted for 0.5.",
         "",
         *markdown_table(["budget", *LINES], cost_rows(results)),
         "",
