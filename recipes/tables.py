@@ -415,7 +415,8 @@ def duels() -> list[Duel]:
             found.append(Duel(f"stories260k, input {gate_input}", budget, *losses))
     runs = fit_report.runs_of(read("fit_router/results.json")["stories260k"], trained=True)
     for count in (1, 2):
-        losses = [{seed: row["more"] for seed, row in runs[kind, count].items()} for kind in ("oracle", "jepa")]
+        both = sorted(runs["oracle", count].keys() & runs["jepa", count].keys())
+        losses = [{seed: runs[kind, count][seed]["more"] for seed in both} for kind in ("oracle", "jepa")]
         found.append(Duel("fit_router, stories260k, loss over dense, oracle's labels", 1 - count / 5, *losses))
     study = read_results(RECIPES / "aux_losses/results")
     configs = [(0.75, "{}_b75"), (0.5, "{}"), (0.25, "{}_b25"), (0.1, "{}_b10")]
