@@ -140,19 +140,23 @@ def decode_step() -> list[str]:
     return [*lines, *markdown_table(head, rows), "", f"Of what the free router saves, the routed step saves {reached}."]
 
 
-def speed() -> Study:
-    """The speed recipe: time and eta at the shape of Qwen2.5-0.5B, training steps and their memory."""
-    results = [read(f"speed/{name}.json") for name in ("cpu", "cpu-decode", "cpu-float32")]
-    timed, machines = [], []
-    for result in results:
-        found = [m for m in result["measurements"] if m["case"] in ("prefill", "decode")]
-        timed += found
-        machines += [
-            f"{result['machine']['device']}, {result['peaks'][m['setting']['dtype']]['gflop_per_s']:,.0f} GFLOP/s"
-            for m in found
-        ]
+def timed_cases(result: Any) -> list[Any]:
+    return [m for m in result["measurements"] if m["case"] in ("prefill", "decode")]
+
+
+def machine_of(result: Any, dtype: str) -> str:
+    """The processor, and what a large product reaches on it."""
+    return f"{result['machine']['device']}, {result['peaks'][dtype]['gflop_per_s']:,.0f} GFLOP/s"
+
+
+def with_error(row: Any) -> str:
+    return f"{row['ratio']:.3f} ± {row['ratio_error']:.3f}" if row["ratio_error"] else f"{row['ratio']:.3f}"
+
+
+def timed_rows(result: Any) -> list[list[str]]:
+    """A row per case and budget of a suite."""
     rows = []
-    for m, machine in zip(timed, machines):
+    for m in timed_cases(result):
         setting, sizes = m["setting"], f"{m['batch']} x {m['length']}"
         case = f"prefill {sizes}" if m["case"] == "prefill" else f"decode, batch {m['batch']}"
         routed = f"{len(setting['routed_layers'])} of {setting['depth']}"
@@ -160,10 +164,31 @@ def speed() -> Study:
             masked = m["masked"].get(budget)
             rows.append([
                 f"{case}, {setting['dtype']}", f"{setting['target']}, {routed}", budget, f"{row['full_ratio']:.2f}",
-                f"{row['ratio']:.3f} ± {row['ratio_error']:.3f}" if row["ratio_error"] else f"{row['ratio']:.3f}",
-                f"{masked['ratio']:.3f}" if masked else "", f"{row['flops_routed_over_dense']:.3f}",
-                *("" if row[name] is None else f"{row[name]:.2f}" for name in ("eta", "eta_free")), machine,
+                with_error(row), f"{masked['ratio']:.3f}" if masked else "", f"{row['flops_routed_over_dense']:.3f}",
+                *("" if row[name] is None else f"{row[name]:.2f}" for name in ("eta", "eta_free")),
+                machine_of(result, setting["dtype"]),
             ])  # fmt: skip
+    return rows
+
+
+def small_widths() -> list[str]:
+    """Prefill at the widths of the embedded bases."""
+    result = read("speed/widths.json")
+    per_case = [m["setting"]["shape"] for m in timed_cases(result) for _ in m["budgets"]]
+    head = ["shape", "case", "routed", "budget", "run full", "time / dense", "masked", "FLOPs / dense", "eta"]
+    return [
+        "Small widths, where a router's own work is large beside what a token can skip: the shapes of the embedded "
+        f"bases, 256 and 512 wide ({machine_of(result, 'bfloat16')}):",
+        "",
+        *markdown_table(head, [[shape, *row[:8]] for shape, row in zip(per_case, timed_rows(result))]),
+    ]
+
+
+def speed() -> Study:
+    """The speed recipe: time and eta at the shape of Qwen2.5-0.5B, training steps and their memory."""
+    results = [read(f"speed/{name}.json") for name in ("cpu", "cpu-decode", "cpu-float32")]
+    timed = [m for result in results for m in timed_cases(result)]
+    rows = [row for result in results for row in timed_rows(result)]
     threads = results[0]["machine"]["threads"]
     disabled, full = (
         [m["overheads"][name]["ratio"] for m in timed if m["overheads"]] for name in ("disabled", "budget 1.0")
@@ -197,6 +222,8 @@ def speed() -> Study:
         *markdown_table(head, rows),
         "",
         *decode_step(),
+        "",
+        *small_widths(),
         "",
         "A training step of routers in the last third of the layers takes, of a step of LoRA (rank 8, on the same "
         f"layers' FFNs): {steps}. Above the weights, it needs {peaks} MB.",
@@ -505,7 +532,7 @@ def fitted() -> Study:
 
 def served() -> Study:
     """vLLM under load, dense and routed, and half an hour of clients that leave."""
-    load, soak = read("vllm_load/load.json"), read("vllm_load/soak.json")
+    load, soak = vllm_report.read_load(), read("vllm_load/soak.json")
     setting, machine = load["setting"], load["machine"]
 
     cells = {

@@ -1,4 +1,4 @@
-"""Models to time: random weights at the shapes of released models."""
+"""Models to time: random weights at the shapes of released models, and of the embedded bases."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 import transformers
 from torch import nn
 
-# Speed does not depend on the values of the weights. The two small shapes have a vocabulary of 32,000, so that the
-# head, which no routing touches, does not hide the layers; `random_model(vocabulary=...)` sets another one.
+# Speed does not depend on the values of the weights. The small released shapes have a vocabulary of 32,000, so that the
+# head, which no routing touches, does not hide the layers; `random_model(vocabulary=...)` sets another one. The last
+# two are the bases of `recipes/embedded_base`.
 _FIELDS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
            "num_key_value_heads", "vocab_size", "tie_word_embeddings")  # fmt: skip
 _ROWS: dict[str, tuple[Any, ...]] = {
@@ -18,6 +19,8 @@ _ROWS: dict[str, tuple[Any, ...]] = {
     "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 32000, True),
     "llama-3-8b": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
     "olmoe-1b-7b": ("olmoe", 2048, 1024, 16, 16, 16, 50304, False),
+    "embedded": ("llama", 256, 768, 6, 4, 2, 2048, True),
+    "embedded-wide": ("llama", 512, 2048, 4, 8, 4, 4096, True),
 }
 SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(_FIELDS, row)) | {"max_position_embeddings": 8192} for name, row in _ROWS.items()

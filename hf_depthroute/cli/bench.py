@@ -25,7 +25,9 @@ class BenchOptions:
     adapter: o.AnyAdapter = None
     model: o.BaseModel = None
     shape: Annotated[
-        str | None, "Random weights of this shape instead: qwen2.5-0.5b, llama-3.2-1b, llama-3-8b or olmoe-1b-7b."
+        str | None,
+        "Random weights of this shape instead: qwen2.5-0.5b, llama-3.2-1b, llama-3-8b, olmoe-1b-7b, embedded or "
+        "embedded-wide.",
     ] = None
     suite: Annotated[Path | None, typer.Option(metavar="FILE", help="Measure the cases of this YAML file instead.")] = (
         None

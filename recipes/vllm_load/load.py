@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[32, 512, 2000], help="tokens")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16], help="requests at a time")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--each", type=int, default=2, help="requests of each client in a cell of short prompts")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -128,7 +129,7 @@ def main() -> None:
                 for clients in args.clients:
                     first = turn % len(servers)
                     order = list(servers)[first:] + list(servers)[:first]
-                    requests = max(6, 2 * clients) if prompt < 2000 else max(4, clients)
+                    requests = max(3 * args.each, args.each * clients) if prompt < 2000 else max(4, clients)
                     cell: dict[str, Any] = {"prompt": prompt, "clients": clients, "requests": requests, "round": turn}
                     for name in order:
                         cell[name] = bench(servers[name], names[name], base, prompt, clients, requests, turn)

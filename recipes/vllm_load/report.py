@@ -1,4 +1,4 @@
-"""Tables of `load.json`, `load_transformers.json` and `soak.json`.
+"""Tables of `load.json`, `load_few_rows.json`, `load_transformers.json` and `soak.json`.
 
 python recipes/vllm_load/report.py
 """
@@ -26,6 +26,17 @@ def ratios(found: dict[str, Any], way: str, figure: str) -> dict[tuple[int, int]
         ratio = cell[way][figure] / cell["dense"][figure]
         cells.setdefault((cell["prompt"], cell["clients"]), []).append(ratio)
     return cells
+
+
+def read_load() -> dict[str, Any]:
+    """`load.json`, with the cells of `load_few_rows.json`, which have more requests, in place of its own."""
+    load, few = (json.loads((HERE / f"{name}.json").read_text()) for name in ("load", "load_few_rows"))
+    assert load["machine"]["device"] == few["machine"]["device"]
+    again = {cell["prompt"] for cell in few["cells"]}
+    found: dict[str, Any] = load | {
+        "cells": few["cells"] + [cell for cell in load["cells"] if cell["prompt"] not in again]
+    }
+    return found
 
 
 def said(values: list[float]) -> str:
@@ -93,8 +104,8 @@ def page(load: dict[str, Any], other: dict[str, Any], soak: dict[str, Any]) -> s
 
 
 def main() -> None:
-    names = ("load", "load_transformers", "soak")
-    write_text(HERE / "results.md", page(*(json.loads((HERE / f"{name}.json").read_text()) for name in names)))
+    other, soak = (json.loads((HERE / f"{name}.json").read_text()) for name in ("load_transformers", "soak"))
+    write_text(HERE / "results.md", page(read_load(), other, soak))
 
 
 if __name__ == "__main__":
