@@ -533,6 +533,7 @@ def fitted() -> Study:
 def served() -> Study:
     """vLLM under load, dense and routed, and half an hour of clients that leave."""
     load, soak = vllm_report.read_load(), read("vllm_load/soak.json")
+    other = read("vllm_load/load_transformers.json")
     setting, machine = load["setting"], load["machine"]
 
     cells = {
@@ -551,15 +552,15 @@ def served() -> Study:
     section = [
         "One vLLM engine, a dense server and routed ones side by side, under `vllm bench serve`: random weights at the "
         f"width of Qwen2.5-0.5B, {setting['layers']} layers, every FFN routed at budget {setting['budget']}, "
-        f"{setting['dtype']}, {setting['output']} tokens to write, {machine['threads']} CPU threads, which the load "
-        "generator shares. Over the dense server's, medians of rounds (lowest - highest); `prompts only` is "
+        f"{setting['dtype']}, {setting['output']} tokens to write, {machine['threads']} threads of {machine['device']}, which the "
+        "load generator shares. Over the dense server's, medians of rounds (lowest - highest); `prompts only` is "
         "`--phases prefill`.",
         "",
         *vllm_report.load_lines(load),
         "",
-        "The same client on `transformers serve`, whose requests wait for one another:",
+        f"The same client on `transformers serve`, whose requests wait for one another ({other['machine']['device']}):",
         "",
-        *vllm_report.load_lines(read("vllm_load/load_transformers.json")),
+        *vllm_report.load_lines(other),
         "",
         "Among clients that stop reading or vanish:",
         "",

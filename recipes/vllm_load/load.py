@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[32, 512, 2000], help="tokens")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16], help="requests at a time")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--each", type=int, default=2, help="requests of each client in a cell of short prompts")
+    parser.add_argument("--each", type=int, default=2, help="requests of each client, of prompts below 2,000 tokens")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -61,7 +61,7 @@ def load_lines(found: dict[str, Any]) -> list[str]:
     lines = markdown_table(heads, rows)
     if "rows_full" in found:
         shares = ", ".join(f"{title} {found['rows_full'][way]:.1%}" for way, title in ways.items())
-        lines += ["", f"Rows that ran the routed layers in full, over all cells: {shares}."]
+        lines += ["", f"Rows that ran the routed layers in full, over all cells of `load.json`: {shares}."]
     return lines
 
 
@@ -97,9 +97,11 @@ def soak_lines(found: dict[str, dict[str, Any]]) -> list[str]:
 
 def page(load: dict[str, Any], other: dict[str, Any], soak: dict[str, Any]) -> str:
     """`results.md`."""
-    over = "Over the dense server's, medians of rounds (lowest - highest):"
-    lines = [f"vLLM. {over}", "", *load_lines(load), ""]
-    lines += [f"`transformers serve`. {over}", "", *load_lines(other), "", *soak_lines(soak)]
+    lines = []
+    for engine, found in (("vLLM", load), ("`transformers serve`", other)):
+        over = f"over the dense server's, medians of rounds (lowest - highest), on {found['machine']['device']}:"
+        lines += [f"{engine}, {over}", "", *load_lines(found), ""]
+    lines += soak_lines(soak)
     return "\n".join([*lines, ""])
 
 
