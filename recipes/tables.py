@@ -553,8 +553,8 @@ def served() -> Study:
         "One vLLM engine, a dense server and routed ones side by side, under `vllm bench serve`: random weights at the "
         f"width of Qwen2.5-0.5B, {setting['layers']} layers, every FFN routed at budget {setting['budget']}, "
         f"{setting['dtype']}, {setting['output']} tokens to write, {machine['threads']} threads of "
-        f"{machine['device']}, which the load generator shares. Over the dense server's, medians of rounds (lowest - highest); `prompts only` is "
-        "`--phases prefill`.",
+        f"{machine['device']}, which the load generator shares. Over the dense server's, medians of rounds "
+        "(lowest - highest); `prompts only` is `--phases prefill`.",
         "",
         *vllm_report.load_lines(load),
         "",
