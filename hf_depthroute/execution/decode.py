@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ..base.families import Family
-from ..parts.branches import TensorMap, rms_of, stamp
+from ..parts.branches import TensorMap, rms_of
 from ..parts.joint import JointMaps, joint_maps
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
+from .frozen import FrozenParts, folds
 from .gathered import gathered_update
 from .sites import SITES, FFNSite
 
@@ -30,7 +31,7 @@ Step = Callable[[nn.Module, Tensor, dict[str, Any]], Tensor]
 DECODE_ROWS = 64  # more sequences than this are no longer bound by overhead
 
 
-class DecodeStep:
+class DecodeStep(FrozenParts):
     """A routed FFN layer's forward pass for one new token per sequence: `[B, 1, d] -> [B, 1, d]`.
 
     It computes what `layer._run` does, with the adapter's weights in the stream's dtype and the threshold on the host.
@@ -43,35 +44,24 @@ class DecodeStep:
     """
 
     def __init__(self, holder: Routing, plan: RoutePlan) -> None:
+        super().__init__(holder, plan.adapter)
         family = holder.family
         self.plan = plan
         assert family.attention_norm is not None and family.ffn_norm is not None
         self.names = family.attention_norm, family.attention, family.ffn_norm, family.ffn
         self.reads_stream = plan.config.gate_input == "residual"
         self.threshold = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
-        gate, branch = holder.depth_route_gate[plan.adapter], holder.depth_route_branch._modules.get(plan.adapter)
-        self._parts: tuple[Any, Any] = gate, branch
-        modules = [module for part in self._parts if part is not None for module in part.modules()]
         self._joins = not self.reads_stream and plan.rule != "static"
-        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
-        self._plain = all(type(w) is nn.Parameter and w.device.type == "cpu" for w in self._weights)
-        self._plain &= not any(hasattr(m, "_hf_hook") for m in modules)
-        self._stamp = stamp(*self._weights)
         self._dtype: torch.dtype | None = None  # of the stream; known at the first step
         self._joint: JointMaps | None = None
         self._folded: Any = None  # what of the base's norm is in `_joint`
 
-    def usable(self) -> bool:
-        """Whether the weights are plain, still those of the start, and nobody watches the adapter's modules."""
-        return self._plain and not any(self._hooks) and self._stamp is not None and self._stamp == stamp(*self._weights)
-
     def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
-        folds = _folds(modules[ffn_norm]) if self._joins else None
-        if h.dtype is not self._dtype or folds != self._folded:
-            self._freeze(h.dtype, modules[ffn_norm], folds)
+        folded = folds(modules[ffn_norm]) if self._joins else None
+        if h.dtype is not self._dtype or folded != self._folded:
+            self._freeze(h.dtype, modules[ffn_norm], folded)
         a = h + modules[attention](modules[attention_norm](h), **kwargs)[0]
         if self.plan.rule == "static":
             return a if self.branch is None else a.add_(self.branch(a))
@@ -87,26 +77,16 @@ class DecodeStep:
             return a + modules[ffn](normed)
         return gathered_update(a, normed, (scores_B >= self.threshold)[:, None], modules[ffn], self.branch)
 
-    def _freeze(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> None:
+    def _freeze(self, dtype: torch.dtype, norm: nn.Module, folded: Any) -> None:
         gate, branch = self._parts
-        self._dtype, self._folded = dtype, folds
+        self._dtype, self._folded = dtype, folded
         self._joint = None
-        if folds is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if folded is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
             self._joint = joint_maps(rms_of(norm), gate, branch)
         if self._joint is None:
             frozen = hasattr(gate, "frozen")
             self.score: TensorMap = gate.frozen(dtype) if frozen else lambda x: gate(x)["scores"].view(-1)
             self.branch: TensorMap | None = None if branch is None else branch.frozen(dtype)
-
-
-def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
-    """Changes whenever what an RMS norm on the CPU does; None where that is more than its weight says."""
-    weight = norm._parameters.get("weight")
-    if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.is_inference():
-        return None
-    if norm._forward_hooks or norm._forward_pre_hooks or norm._modules or "forward" in norm.__dict__:
-        return None  # somebody watches it, or changes what it computes
-    return id(norm), weight.data_ptr(), weight._version
 
 
 def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Step]:

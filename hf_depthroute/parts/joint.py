@@ -1,13 +1,14 @@
-"""A gate and a branch that read the same RMS norm, their first maps in one product, for decoding on a CPU.
+"""A gate and a branch that read the same RMS norm, their first maps in one product, for inference on a CPU.
 
 With `x / rms(x)` in front of both, norms with weights `v` and `w` fold into the maps behind them:
 
     y = [W_gate diag(v); W_up diag(w)] x / rms(x) + b;   u = w2 . SiLU(y_gate) + b2;   cheap = W_down SiLU(y_up)
 
-One operator less is worth more than the bytes of float32 weights at the widths where a step is short. Rounding differs
-from that of the maps one by one.
+Decoding (`JointMaps`) multiplies in float32: one operator less is worth more than the bytes of float32 weights at the
+widths where a step is short. Prompts (`PromptMaps`) are bound by arithmetic and multiply in the dtype of the stream.
+Rounding differs from that of the maps one by one.
 
-Shapes: B batch, d model width, g rows of the gate, r branch rank.
+Shapes: B batch, N tokens, n some of them, d model width, g rows of the gate, r branch rank.
 """
 
 from __future__ import annotations
@@ -124,6 +125,70 @@ class JointMaps:
         return torch.addmm(bias, hidden, weight.t())[:, None]
 
 
+class PromptMaps:
+    """Scores of many tokens at once, and their cheap updates, from copies of the weights as they are now.
+
+    The stream is read once, for its norm. A gate that is a single row is multiplied in float32, and the branch's first
+    map then runs for the skipped tokens alone.
+
+    Args:
+        scale: The weight of the norm that the gate reads, `[d]`.
+        eps: The epsilon of both norms.
+        gate: What the gate multiplies a token with.
+        branch: None where the cheap path adds nothing.
+        dtype: Of the stream, in half precision.
+    """
+
+    def __init__(
+        self, scale: Tensor, eps: float, gate: ScoreMaps, branch: LowRankBranch | None, dtype: torch.dtype
+    ) -> None:
+        self._shape, self._eps, self._dtype = scale.shape, eps, dtype
+        rows, biases = [gate.weight.float() * scale.float()], [_or_zeros(gate.bias, gate.weight)]
+        self._down: tuple[Tensor, Tensor | None] | None = None
+        if branch is not None:
+            up, down = branch.up, branch.down
+            assert isinstance(branch.norm, RMSNorm)
+            rows.append(up.weight.float() * branch.norm.weight.float())
+            biases.append(_or_zeros(up.bias, up.weight))
+            self._down = _copied(down.weight, dtype), None if down.bias is None else _copied(down.bias, dtype)
+        self._split = len(gate.weight) if gate.out is not None else 0  # rows of the gate in `_first`
+        if gate.out is None:
+            score, bias = rows.pop(0)[0], biases.pop(0)
+        else:
+            score, bias = gate.out.float(), _or_zeros(gate.out_bias, gate.out[:1])
+        self._score, self._score_bias = _copied(score), bias.detach()
+        self._first = (torch.cat(rows).detach().to(dtype), torch.cat(biases).to(dtype)) if rows else None
+
+    def read(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What there is to know of every token.
+
+        Args:
+            a: The stream in front of the FFN, `[N, d]`; it is not changed.
+
+        Returns:
+            `a / rms(a)`, `[N, d]`, which times the weight of the FFN's norm is what the FFN reads; the scores, float32
+            `[N]`; and what `cheap` reads, `[N, r]` or `[N, d]`.
+        """
+        x = F.rms_norm(a.float(), self._shape, None, self._eps)
+        normed = x.to(self._dtype)
+        if self._split:
+            assert self._first is not None
+            y = F.silu(F.linear(normed, *self._first), inplace=True)
+            x, hidden = y[:, : self._split].float(), y[:, self._split :]
+        else:
+            hidden = normed
+        return normed, torch.addmv(self._score_bias.expand(len(x)), x, self._score), hidden
+
+    @property
+    def cheap(self) -> TensorMap | None:
+        """From rows of what `read` returned for it to the branch's updates, `[n, d]`; None without a branch."""
+        return None if self._down is None else self._cheap
+
+    def _cheap(self, rows: Tensor) -> Tensor:
+        assert self._first is not None and self._down is not None
+        return F.linear(rows if self._split else F.silu(F.linear(rows, *self._first), inplace=True), *self._down)
+
+
 def joint_maps(rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Module | None) -> JointMaps | None:
     """The maps of a gate and of a branch as one; None where they are not of the kind that joins.
 
@@ -132,17 +197,29 @@ def joint_maps(rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Mod
         gate: One of `GATES`.
         branch: A `LowRankBranch`; None where the cheap path adds nothing.
     """
+    return JointMaps(*parts) if (parts := _parts(rms, gate, branch)) else None
+
+
+def prompt_maps(
+    rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Module | None, dtype: torch.dtype
+) -> PromptMaps | None:
+    """As `joint_maps`, for prompts of a stream of `dtype`."""
+    return PromptMaps(*parts, dtype) if (parts := _parts(rms, gate, branch)) else None
+
+
+def _parts(
+    rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Module | None
+) -> tuple[Tensor, float, ScoreMaps, LowRankBranch | None] | None:
     if rms is None or "score_maps" not in vars(type(gate)):  # a subclass may score in another way
         return None
-    maps = cast(Any, gate).score_maps()
-    if branch is None:
-        return JointMaps(*rms, maps, None)
     joins = isinstance(branch, LowRankBranch) and isinstance(branch.norm, RMSNorm) and branch.norm.eps == rms[1]
-    return JointMaps(*rms, maps, cast(LowRankBranch, branch)) if joins else None
+    if branch is not None and not joins:
+        return None
+    return *rms, cast(Any, gate).score_maps(), cast("LowRankBranch | None", branch)
 
 
-def _copied(weight: Tensor) -> Tensor:
-    return weight.detach().to(torch.float32, copy=True)
+def _copied(weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return weight.detach().to(dtype, copy=True)
 
 
 def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ class Routing(nn.Module, BaseTunerLayer):
         self.num_experts = int(getattr(getattr(ffn, family.experts, None), "num_experts", 0))
         self.ffn_bias = any(name.endswith("bias") for name in ffn_parameters)
         self.dense_ffn = all(parameter.ndim < 3 for parameter in ffn_parameters.values())  # not fused experts
+        self.ffn_width = max((p.numel() // self.width for p in ffn_parameters.values()), default=0) or 1
         self.peft_configs = peft_configs
         self.merged_adapters: list[str] = []
         self.depth_route_gate = nn.ModuleDict()

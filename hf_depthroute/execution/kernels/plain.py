@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..gathered import CPU_SLICE
+from ..gathered import cpu_slice
 
 _CAUSAL_SLICE = 64  # chosen queries of a sequence that are run against one cut of the keys
 
@@ -32,7 +32,7 @@ def swiglu(
     """See `ops.swiglu_rows`."""
     index = mask.nonzero().squeeze(-1)  # [F]
     out = stream.clone()
-    for rows in index.split(CPU_SLICE if x.device.type == "cpu" else max(1, len(index))):
+    for rows in index.split(cpu_slice(len(w_up)) if x.device.type == "cpu" else max(1, len(index))):
         if not rows.numel():
             continue
         part = x if rows.numel() == len(x) else x.index_select(0, rows)
