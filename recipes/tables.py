@@ -184,6 +184,97 @@ def small_widths() -> list[str]:
     ]
 
 
+def batches() -> list[str]:
+    """Decoding of several sequences at once."""
+    result, rows = read("speed/decode-batches.json"), []
+    for m in timed_cases(result):
+        for budget, row in m["budgets"].items():
+            tuned = m["tuned"][budget]
+            rows.append([
+                str(m["batch"]), budget, f"{row['full_ratio']:.2f}", f"{row['full_passes']:.2f}", with_error(row),
+                with_error(tuned), f"{tuned['executors'].get('full', 0)} of {m['setting']['depth']}",
+            ])  # fmt: skip
+    head = ["sequences", "budget", "run full", "FFNs read", "time / dense", "tuned, time / dense", "not routed"]
+    return [
+        "Decoding of 1 to 64 sequences at once, all FFNs of a quarter of the depth. `FFNs read`: the share of FFN "
+        "calls that at least one row entered. `tuned`: after `tune_execution`, which stops routing in the layers where "
+        f"it does not pay ({machine_of(result, 'bfloat16')}):",
+        "",
+        *markdown_table(head, rows),
+    ]
+
+
+def targets() -> list[str]:
+    """FFNs, blocks and attention at one width, and on prompts of several lengths."""
+    result, long = read("speed/targets.json"), read("speed/long-prompts.json")
+    head = ["case", "routed", "budget", "run full", "time / dense", "masked", "FLOPs / dense", "eta", "free"]
+    shapes = [m["setting"]["shape"] for m in timed_cases(long)]
+    memory = [
+        [m["setting"]["target"], *(f"{m['variants'][one][kind] / 2**20:,.0f}" for kind in ("prefill_bytes", "kv_bytes")
+                                   for one in ("base", "budget 0.5"))]
+        for m in long["measurements"] if m["case"] == "memory"
+    ]  # fmt: skip
+    return [
+        "What each target costs and saves at the width of Qwen2.5-0.5B, half of its depth "
+        f"({machine_of(result, 'bfloat16')}):",
+        "",
+        *markdown_table(head, [row[:9] for row in timed_rows(result)]),
+        "",
+        "Prompts of 512 to 8,192 tokens, four layers, and one layer of larger shapes "
+        f"({machine_of(long, 'bfloat16')}):",
+        "",
+        *markdown_table(["shape", *head], [[shape, *row[:9]] for shape, row in zip(shapes, timed_rows(long))]),
+        "",
+        "Memory at 1 x 8,192 tokens, MiB above the weights: the peak of the prompt, and the KV cache.",
+        "",
+        *markdown_table(["routed", "peak, dense", "peak, routed", "KV, dense", "KV, routed"], memory),
+    ]
+
+
+def compiled() -> list[str]:
+    """Compiled against compiled."""
+    result, rows = read("speed/compiled.json"), []
+    for m in timed_cases(result):
+        for budget, row in m["budgets"].items():
+            dense, modes = m["dense_modes"], row["modes"]
+            case = f"{m['case']} {m['batch']} x {m['length']}"
+            cells = (f"{t['eager']:.1f} / {t['compiled']:.1f}" for t in (dense, modes))
+            rows.append([case, budget, *cells, f"{modes['compiled'] / dense['compiled']:.3f}", with_error(row)])
+    head = ["case", "budget", "dense, ms", "routed, ms", "compiled / compiled", "fastest / fastest"]
+    return [
+        "Eager and compiled by `torch.compile`, four layers at the width of Qwen2.5-0.5B "
+        f"({machine_of(result, 'bfloat16')}):",
+        "",
+        *markdown_table(head, rows),
+    ]
+
+
+def drafted() -> list[str]:
+    """Generation that stays exactly the full model's, drafted by the routed one."""
+    result, rows = read("speed/lossless.json"), []
+    for name, case in result["cases"].items():
+        best = max(case["table"], key=lambda row: row["speedup"])
+        rows.append([
+            name, f"{case['plain_tokens_per_second']:.0f}", str(best["budget"]), str(best["num_tokens"]),
+            f"{best['acceptance_rate']:.2f}", f"{best['tokens_per_pass']:.2f}", f"{best['speedup']:.2f}",
+        ])  # fmt: skip
+    head = [
+        "base",
+        "tokens/s without",
+        "budget of the draft",
+        "tokens ahead",
+        "accepted",
+        "tokens per pass",
+        "speed-up",
+    ]
+    return [
+        "Lossless drafting, the best draft of each search, float32, greedy; every text is that of plain generation "
+        f"({result['machine']['device']}):",
+        "",
+        *markdown_table(head, rows),
+    ]
+
+
 def speed() -> Study:
     """The speed recipe: time and eta at the shape of Qwen2.5-0.5B, training steps and their memory."""
     results = [read(f"speed/{name}.json") for name in ("cpu", "cpu-decode", "cpu-float32")]
@@ -224,6 +315,14 @@ def speed() -> Study:
         *decode_step(),
         "",
         *small_widths(),
+        "",
+        *batches(),
+        "",
+        *targets(),
+        "",
+        *compiled(),
+        "",
+        *drafted(),
         "",
         "A training step of routers in the last third of the layers takes, of a step of LoRA (rank 8, on the same "
         f"layers' FFNs): {steps}. Above the weights, it needs {peaks} MB.",

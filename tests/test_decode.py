@@ -14,7 +14,7 @@ from peft import PeftModel
 
 from hf_depthroute import calibrate, record_routes, set_budget
 from hf_depthroute.execution import decode
-from hf_depthroute.execution.decode import DECODE_ROWS, DecodeStep
+from hf_depthroute.execution.decode import DECODE_ROWS, AttentionStep, DecodeStep
 from hf_depthroute.parts.branches import rms_of
 from hf_depthroute.parts.gates import MLPGate
 from hf_depthroute.parts.joint import joint_maps
@@ -25,14 +25,17 @@ from hf_depthroute.routing.trace import overridden, routings
 def counted_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The layers that took a decoding step."""
     taken: list[Any] = []
-    call = DecodeStep.__call__
 
-    def spy(step: DecodeStep, layer: Any, *args: Any) -> Any:
-        taken.append(layer)
-        return call(step, layer, *args)
+    def spied(call: Any) -> Any:
+        def spy(step: DecodeStep, layer: Any, *args: Any) -> Any:
+            taken.append(layer)
+            return call(step, layer, *args)
+
+        return spy
 
     with monkeypatch.context() as patch:
-        patch.setattr(DecodeStep, "__call__", spy)
+        for kind in (DecodeStep, AttentionStep):
+            patch.setattr(kind, "__call__", spied(kind.__call__))
         yield taken
 
 
@@ -198,11 +201,55 @@ def test_follow_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(off, decoded(build_base("llama")))
 
 
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("fields", [{}, {"gate": "jepa"}, {"gate": "linear", "branch": "none"}])
 @pytest.mark.parametrize("target", ["attention", "block"])
-def test_other_targets_run_the_general_pass(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+def test_a_sequence_skips_attention_and_blocks_as_the_general_pass_does(
+    monkeypatch: pytest.MonkeyPatch, target: str, fields: dict[str, Any], family: str
+) -> None:
+    model = build_routed(family, target, **fields)
     with counted_steps(monkeypatch) as taken:
-        decoded(build_routed("llama", target))
+        fast = decoded(model)
+    assert len(taken) == 8 * 3
+    general = decoded(model, general=True)
+    torch.testing.assert_close(fast, general, atol=1e-5, rtol=1e-5)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "joint_maps", lambda *parts: None)
+        for holder in routings(model):
+            holder.derived.clear()
+        assert torch.equal(decoded(model), general)
+
+
+@pytest.mark.parametrize(("batch", "fields"), [(2, {}), (1, {"gate": "none"})])
+@pytest.mark.parametrize("target", ["attention", "block"])
+def test_several_sequences_and_static_layers_that_skip_attention_run_the_general_pass(
+    monkeypatch: pytest.MonkeyPatch, target: str, batch: int, fields: dict[str, Any]
+) -> None:
+    with counted_steps(monkeypatch) as taken:
+        decoded(build_routed("llama", target, **fields), batch)
     assert not taken
+
+
+@pytest.mark.parametrize("target", ["attention", "block"])
+def test_a_skipped_token_is_seen_by_later_ones_and_costs_no_query(target: str) -> None:
+    model = build_routed("llama", target, branch="none")
+    for holder in routings(model):
+        holder.config("default").threshold = torch.inf
+    ids, layer, calls = tokens(1, 9, seed=4), decoder_layers(model)[2], []
+    for name in ("q_proj", "k_proj", "o_proj"):
+        layer.self_attn._modules[name].register_forward_hook(lambda *args, name=name: calls.append(name))
+    layer.mlp.register_forward_hook(lambda *args: calls.append("mlp"))
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
+        calls.clear()
+        for position in range(4, 9):
+            out = model(input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+        whole = model(input_ids=ids, use_cache=True)
+    steps = ["k_proj"] if target == "block" else ["k_proj", "mlp"]
+    assert calls[: 5 * len(steps)] == 5 * steps
+    torch.testing.assert_close(out.logits[:, -1], whole.logits[:, -1], atol=1e-5, rtol=1e-5)
+    for one, other in zip(cache.layers, whole.past_key_values.layers):
+        torch.testing.assert_close(one.keys, other.keys, atol=1e-5, rtol=1e-5)
 
 
 def test_padding_and_wide_batches_run_the_general_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def test_other_targets_run_the_general_pass(kind: str) -> None:
     assert not seen
 
 
-def test_float32_autocast_training_and_one_token_run_the_general_pass() -> None:
+def test_float32_autocast_training_and_single_tokens_run_the_general_pass() -> None:
     model = build()
     with counted() as seen:
         logits(build(dtype=torch.float32))
@@ -196,7 +196,7 @@ def test_float32_autocast_training_and_one_token_run_the_general_pass() -> None:
             logits(model)
         with overridden(model, "executor", "masked"):
             logits(model)
-        logits(model, IDS[:1, :1])
+        logits(model, IDS[:, :1])
     assert not seen
     decoder_layers(model)[2].train()
     with counted() as seen:

@@ -105,6 +105,14 @@ def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: d
     return getattr(attention, make.output)(out[row_N, slot_N].flatten(-2)[None])[0]
 
 
+def write_keys_values(attention: Any, style: str | None, x: Tensor, kwargs: dict[str, Any]) -> None:
+    """Enter `x`, `[B, T, d]`, into the KV cache and nothing else; where that cannot be, the attention runs for it."""
+    if style is not None and supports_subset(attention, style, kwargs):
+        _keys_values(attention, STYLES[style], x, kwargs)
+    else:
+        attention(x, **kwargs)
+
+
 def attended_update(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """`attended_rows` by row ops: `[B, T, d]`, zeros where not `mask`; its shapes do not depend on the mask."""
     make, flat = STYLES[style], mask.reshape(-1)

@@ -21,9 +21,11 @@ from ..parts.branches import TensorMap, rms_of
 from ..parts.joint import JointMaps, joint_maps
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
+from .attention import write_keys_values
+from .call import Site
 from .frozen import FrozenParts, folds
 from .gathered import gathered_update
-from .sites import SITES, FFNSite
+from .sites import SITES, AttentionSite, BlockSite, FFNSite
 
 # From a layer, its input `[B, 1, d]` and its keyword arguments to its output.
 Step = Callable[[nn.Module, Tensor, dict[str, Any]], Tensor]
@@ -89,6 +91,50 @@ class DecodeStep(FrozenParts):
             self.branch: TensorMap | None = None if branch is None else branch.frozen(dtype)
 
 
+class AttentionStep(DecodeStep):
+    """The same for a layer whose attention or block is routed, and for one sequence: `[1, 1, d] -> [1, 1, d]`.
+
+    A skipped token still writes its keys and values, for later ones to see.
+    """
+
+    def __init__(self, holder: Routing, plan: RoutePlan) -> None:
+        super().__init__(holder, plan)
+        self.style = holder.family.queries
+
+    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        modules: Any = layer._modules
+        attention_norm, attention, ffn_norm, ffn = self.names
+        folded = folds(modules[attention_norm]) if self._joins else None
+        if h.dtype is not self._dtype or folded != self._folded:
+            self._freeze(h.dtype, modules[attention_norm], folded)
+        normed, maps = modules[attention_norm](h), None
+        if self._joint is not None:
+            (score,), maps = self._joint.scores(h)
+            full = score >= self.threshold
+        else:
+            full = self.score(h if self.reads_stream else normed).item() >= self.threshold
+        if full:
+            a = h + modules[attention](normed, **kwargs)[0]
+        else:
+            write_keys_values(modules[attention], self.style, normed, kwargs)
+            a = h.clone()  # the layer's input is not the step's to change
+            if maps is not None and self._joint is not None:
+                update = self._joint.cheap(maps)
+            else:
+                update = None if self.branch is None else self.branch(h)
+            a = a if update is None else a.add_(update)
+            if self.plan.target.skips_ffn:
+                return a
+        return a + modules[ffn](modules[ffn_norm](a))
+
+
+STEPS: dict[type[Site], type[DecodeStep]] = {
+    FFNSite: DecodeStep,
+    AttentionSite: AttentionStep,
+    BlockSite: AttentionStep,
+}
+
+
 def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Step]:
     """The steps of one new token of each of `batch` sequences, of the layers that have one."""
     steps: dict[nn.Module, Step] = {}
@@ -109,11 +155,14 @@ def _step_of(holder: Routing, batch: int) -> Step | None:
         return None
     if plan is None or (plan.rule == "full" and not plan.recorders):
         return _run_base
-    if not supports_decode(plan, holder.family):
+    kind = STEPS.get(type(SITES[plan.config.target]))
+    if kind is None or not supports_decode(plan, holder.family):
+        return None
+    if kind is AttentionStep and (batch > 1 or plan.rule == "static"):  # a static layer has no cache of its own
         return None
     step: DecodeStep | None = holder.derived.get("step")
     if step is None or step.plan is not plan or not step.usable():
-        step = holder.derived["step"] = DecodeStep(holder, plan)
+        step = holder.derived["step"] = kind(holder, plan)
     return step if step.usable() else None
 
 
@@ -130,9 +179,9 @@ def decodes(decoder: nn.Module, inputs: Tensor) -> bool:
 
 
 def supports_decode(plan: RoutePlan, family: Family) -> bool:
-    """Whether a `DecodeStep` computes what `plan` says, in a layer of `family`."""
+    """Whether a step of its target computes what `plan` says, in a layer of `family`."""
     config = plan.config
-    if not family.plain or type(SITES[config.target]) is not FFNSite or config.granularity != "token":
+    if not family.plain or config.granularity != "token":
         return False
     if config.branch == "memory":  # it reads the tokens before this one
         return False

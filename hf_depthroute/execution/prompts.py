@@ -71,7 +71,7 @@ def read_prompt(layer: Any, holder: Routing, plan: RoutePlan, stream: Tensor) ->
         return None
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return None
-    if stream.shape[0] * stream.shape[1] == 1:  # a choice between two calls
+    if stream.shape[1] == 1:  # a decoding step
         return None
     if not holder.family.plain or config.granularity != "token" or config.gate_input != "normed":
         return None

@@ -136,7 +136,7 @@ class PromptMaps:
         eps: The epsilon of both norms.
         gate: What the gate multiplies a token with.
         branch: None where the cheap path adds nothing.
-        dtype: Of the stream, in half precision.
+        dtype: Half precision, as the stream has it.
     """
 
     def __init__(
