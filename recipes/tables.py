@@ -173,14 +173,16 @@ def timed_rows(result: Any) -> list[list[str]]:
 
 def small_widths() -> list[str]:
     """Prefill at the widths of the embedded bases."""
-    result = read("speed/widths.json")
-    per_case = [m["setting"]["shape"] for m in timed_cases(result) for _ in m["budgets"]]
-    head = ["shape", "case", "routed", "budget", "run full", "time / dense", "masked", "FLOPs / dense", "eta"]
+    results = [read(f"speed/{name}.json") for name in ("widths", "widths-amx")]
+    shapes = [m["setting"]["shape"] for result in results for m in timed_cases(result) for _ in m["budgets"]]
+    rows = [row for result in results for row in timed_rows(result)]
+    head = ["shape", "case", "routed", "budget", "run full", "time / dense", "masked", "FLOPs / dense", "eta", "free"]
     return [
         "Small widths, where a router's own work is large beside what a token can skip: the shapes of the embedded "
-        f"bases, 256 and 512 wide ({machine_of(result, 'bfloat16')}):",
+        "bases, 256 and 512 wide. The second processor, with AMX, was measured while gate, branch and norm still read "
+        "a prompt one after the other:",
         "",
-        *markdown_table(head, [[shape, *row[:8]] for shape, row in zip(per_case, timed_rows(result))]),
+        *markdown_table([*head, "machine"], [[shape, *row] for shape, row in zip(shapes, rows)]),
     ]
 
 
@@ -206,7 +208,10 @@ def batches() -> list[str]:
 
 def targets() -> list[str]:
     """FFNs, blocks and attention at one width, and on prompts of several lengths."""
-    result, long = read("speed/targets.json"), read("speed/long-prompts.json")
+    long, results = (
+        read("speed/long-prompts.json"),
+        [read(f"speed/{name}.json") for name in ("targets", "targets-decode")],
+    )
     head = ["case", "routed", "budget", "run full", "time / dense", "masked", "FLOPs / dense", "eta", "free"]
     shapes = [m["setting"]["shape"] for m in timed_cases(long)]
     memory = [
@@ -216,9 +221,9 @@ def targets() -> list[str]:
     ]  # fmt: skip
     return [
         "What each target costs and saves at the width of Qwen2.5-0.5B, half of its depth "
-        f"({machine_of(result, 'bfloat16')}):",
+        f"({machine_of(results[0], 'bfloat16')}):",
         "",
-        *markdown_table(head, [row[:9] for row in timed_rows(result)]),
+        *markdown_table(head, [row[:9] for result in results for row in timed_rows(result)]),
         "",
         "Prompts of 512 to 8,192 tokens, four layers, and one layer of larger shapes "
         f"({machine_of(long, 'bfloat16')}):",
@@ -236,14 +241,15 @@ def compiled() -> list[str]:
     result, rows = read("speed/compiled.json"), []
     for m in timed_cases(result):
         for budget, row in m["budgets"].items():
-            dense, modes = m["dense_modes"], row["modes"]
             case = f"{m['case']} {m['batch']} x {m['length']}"
-            cells = (f"{t['eager']:.1f} / {t['compiled']:.1f}" for t in (dense, modes))
-            rows.append([case, budget, *cells, f"{modes['compiled'] / dense['compiled']:.3f}", with_error(row)])
-    head = ["case", "budget", "dense, ms", "routed, ms", "compiled / compiled", "fastest / fastest"]
+            dense = [f"{m['dense_modes'][mode]:.1f}" for mode in ("eager", "compiled")]
+            rows.append(
+                [case, budget, f"{row['full_ratio']:.2f}", *dense, f"{row['modes']['eager']:.3f}", with_error(row)]
+            )
+    head = ["case", "budget", "run full", "dense, ms", "compiled, ms", "eager", "compiled"]
     return [
-        "Eager and compiled by `torch.compile`, four layers at the width of Qwen2.5-0.5B "
-        f"({machine_of(result, 'bfloat16')}):",
+        "Eager and compiled by `torch.compile`, four layers at the width of Qwen2.5-0.5B; routed times over that of "
+        f"the compiled dense model ({machine_of(result, 'bfloat16')}):",
         "",
         *markdown_table(head, rows),
     ]
@@ -255,18 +261,15 @@ def drafted() -> list[str]:
     for name, case in result["cases"].items():
         best = max(case["table"], key=lambda row: row["speedup"])
         rows.append([
-            name, f"{case['plain_tokens_per_second']:.0f}", str(best["budget"]), str(best["num_tokens"]),
-            f"{best['acceptance_rate']:.2f}", f"{best['tokens_per_pass']:.2f}", f"{best['speedup']:.2f}",
+            name, f"{case['plain_tokens_per_second']:.0f}", str(best["budget"]),
+            ", ".join(map(str, best["drop"])) or "none",
+            str(best["num_tokens"]), f"{best['acceptance_rate']:.2f}", f"{best['tokens_per_pass']:.2f}",
+            f"{best['tokens_per_pass'] / best['speedup']:.2f}", f"{best['speedup']:.2f}",
         ])  # fmt: skip
     head = [
-        "base",
-        "tokens/s without",
-        "budget of the draft",
-        "tokens ahead",
-        "accepted",
-        "tokens per pass",
-        "speed-up",
-    ]
+        "base", "tokens/s without", "draft's budget", "layers left out", "tokens ahead", "accepted", "tokens per pass",
+        "a pass costs, steps", "speed-up",
+    ]  # fmt: skip
     return [
         "Lossless drafting, the best draft of each search, float32, greedy; every text is that of plain generation "
         f"({result['machine']['device']}):",

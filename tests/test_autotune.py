@@ -12,6 +12,7 @@ from models import build_base, build_routed, tokens
 from peft import PeftModel
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, tune_execution
+from hf_depthroute.inference import autotune
 from hf_depthroute.routing.trace import overridden, routings
 
 
@@ -49,6 +50,21 @@ def test_where_the_gate_costs_more_than_it_saves_the_base_runs(model: PeftModel)
     with record_routes(model) as trace:
         assert torch.equal(logits(model, ids), dense)
     assert set(trace.full_ratio().values()) == {1.0}
+
+
+def test_steps_that_skip_count_beside_those_that_do_not(model: PeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that skips one token of four: its median step is a full one with a gate in front."""
+
+    def timed(model: Any, layers: Any, *rest: Any) -> Any:
+        full = routings(model)[0].executor == "full"
+        for seconds in [1.0] * 4 if full else [1.1, 1.1, 1.1, 0.2]:
+            yield from (("decode", holder.layer_index, seconds) for holder in routings(model))
+        yield from (("prefill", holder.layer_index, 1.0 if full else 2.0) for holder in routings(model))
+
+    monkeypatch.setattr(autotune, "_timed", timed)
+    choices = tune_execution(model, tokens(1, 8), repeats=2)
+    assert {(choice.step, choice.executor) for choice in choices} == {("decode", "gathered"), ("prefill", "full")}
+    assert {round(choice.milliseconds["gathered"]) for choice in choices} == {875, 2000}
 
 
 def test_decisions_can_be_kept(model: PeftModel) -> None:

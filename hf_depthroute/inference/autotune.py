@@ -38,7 +38,8 @@ class Choice:
         step: `"prefill"` or `"decode"`.
         shape: `(B, T)` of the step.
         executor: The chosen one.
-        milliseconds: Median time of the whole decoder layer by executor; `"full"` is the base's layer.
+        milliseconds: Time of the whole decoder layer by executor, the mean over its steps, the median over repeats;
+            `"full"` is the base's layer.
     """
 
     layer: int
@@ -74,7 +75,7 @@ def tune_execution(
         input_ids: Prompts, `[B, T]`.
         attention_mask: `[B, T]`.
         steps: Decoding steps to time; 0 leaves decoding as it is.
-        repeats: Times that each executor runs prefill and decode, in turn; medians count.
+        repeats: Times that each executor runs prefill and decode, in turn; the median repeat counts.
         floor: Least speed over the base's, per layer.
         keep_decisions: Never turn routing off.
         executors: What to choose from, names in `EXECUTORS`. Default: those that support these prompts.
@@ -107,10 +108,13 @@ def tune_execution(
     times: dict[tuple[str, int, str], list[float]] = {}
     for round_ in range(repeats + 1):  # the first one warms up
         for executor in ("full", *executors):
+            spent: dict[tuple[str, int], list[float]] = {}
             with overridden(model, "executor", executor):
                 for step, layer, seconds in _timed(model, layers, input_ids, attention_mask, steps):
-                    if round_:
-                        times.setdefault((step, layer, executor), []).append(seconds)
+                    spent.setdefault((step, layer), []).append(seconds)
+            for key, each in spent.items() if round_ else ():
+                # Steps that skip and steps that do not take two different times: what counts is their mean.
+                times.setdefault((*key, executor), []).append(statistics.fmean(each))
     rows, length = input_ids.shape
     shapes = {"prefill": (rows, length)} | ({"decode": (rows, 1)} if steps else {})
     choices = []
