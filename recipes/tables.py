@@ -179,8 +179,8 @@ def small_widths() -> list[str]:
     head = ["shape", "case", "routed", "budget", "run full", "time / dense", "masked", "FLOPs / dense", "eta", "free"]
     return [
         "Small widths, where a router's own work is large beside what a token can skip: the shapes of the embedded "
-        "bases, 256 and 512 wide. The second processor, with AMX, was measured while gate, branch and norm still read "
-        "a prompt one after the other:",
+        "bases, 256 and 512 wide. The second processor, with AMX, was measured before "
+        "prompts took their norm once and ran more rows at once:",
         "",
         *markdown_table([*head, "machine"], [[shape, *row] for shape, row in zip(shapes, rows)]),
     ]

@@ -1,10 +1,10 @@
 """Prompts in half precision on a CPU: the routed FFN of many tokens at once, in as few passes as there can be.
 
-Where there are instructions for half precision, an operator on a narrow model costs as much as its arithmetic. So gate
-and branch read the stream together (`parts.joint.PromptMaps`), and its norm is taken once for all that reads it. They
-round in another way than one by one; in float32 the general pass stays, whose scores do not depend on who watches.
+Where there are instructions for half precision, an operator on a narrow model costs as much as its arithmetic. So the
+norm is taken once, in one operator, for the gate (`parts.joint.PromptMaps`) and for the rows that run the FFN. Scores
+round in another way than the gate's own; in float32 the general pass stays, whose scores do not depend on who watches.
 
-Shapes: N tokens, d model width, r branch rank.
+Shapes: N tokens, d model width.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base.sublayers import norm_of
-from ..parts.branches import TensorMap, rms_of
+from ..parts.branches import rms_of
 from ..parts.joint import PromptMaps, prompt_maps
 from ..routing.holder import Routing
 from ..routing.plan import RoutePlan
@@ -29,15 +29,11 @@ class Prompt(NamedTuple):
         normed: The stream over its root mean square, `[N, d]`.
         scale: `[d]`; times `normed` it is what the FFN reads.
         scores: Float32 `[N]`.
-        hidden: What `cheap` reads, `[N, r]` or `[N, d]`.
-        cheap: From rows of `hidden` to the branch's update; None without a branch.
     """
 
     normed: Tensor
     scale: Tensor
     scores: Tensor
-    hidden: Tensor
-    cheap: TensorMap | None
 
 
 class PromptStep(FrozenParts):
@@ -52,16 +48,16 @@ class PromptStep(FrozenParts):
         return self._parts[0] is gate and self._parts[1] is branch and self.usable()
 
     def read(self, norm: Any, stream: Tensor) -> Prompt | None:
-        """The tokens of `stream`, `[B, T, d]`, in front of `norm`; None where gate and branch do not join."""
+        """The tokens of `stream`, `[B, T, d]`, in front of `norm`; None where norm and gate do not join."""
         folded = folds(norm)
         if folded is None:
             return None
         if self._key != (folded, stream.dtype):
-            self._key, self._maps = (folded, stream.dtype), prompt_maps(rms_of(norm), *self._parts, stream.dtype)
+            self._key, self._maps = (folded, stream.dtype), prompt_maps(rms_of(norm), self._parts[0], stream.dtype)
         if self._maps is None:
             return None
-        normed, scores, hidden = self._maps.read(stream.reshape(-1, stream.shape[-1]))
-        return Prompt(normed, norm.weight, scores, hidden, self._maps.cheap)
+        normed, scores = self._maps.read(stream.reshape(-1, stream.shape[-1]))
+        return Prompt(normed, norm.weight, scores)
 
 
 def read_prompt(layer: Any, holder: Routing, plan: RoutePlan, stream: Tensor) -> Prompt | None:

@@ -52,15 +52,14 @@ class FFNSite(Site):
         return call.with_recalled(after)
 
     def _of_prompt(self, call: RoutedCall, prompt: Prompt) -> Tensor:
-        """`gathered`, where what both paths read is known: it is gathered, and no row is normed again."""
+        """`gathered`, where the norm is known without its weight: no row is normed again for the FFN."""
         ffn, slice_rows = ffn_map(call.layer, call.family), _slice_rows(call)
         flat = call.mask.reshape(-1)
         full_index = flat.nonzero().squeeze(-1)
         if len(full_index) == len(flat):  # nothing is skipped: bit for bit what the base computes
             return call.full()
-        out = call.stream.reshape(-1, call.stream.shape[-1])
-        if prompt.cheap is not None:
-            out = add_rows(out, prompt.hidden, (~flat).nonzero().squeeze(-1), prompt.cheap, slice_rows)
+        rows = call.stream.reshape(-1, call.stream.shape[-1])
+        out = add_cheap(rows, rows, flat, call.branch, slice_rows)
         out = add_rows(out, prompt.normed, full_index, lambda x: ffn(x * prompt.scale), slice_rows)
         return out.view(call.stream.shape)
 

@@ -5,10 +5,11 @@ With `x / rms(x)` in front of both, norms with weights `v` and `w` fold into the
     y = [W_gate diag(v); W_up diag(w)] x / rms(x) + b;   u = w2 . SiLU(y_gate) + b2;   cheap = W_down SiLU(y_up)
 
 Decoding (`JointMaps`) multiplies in float32: one operator less is worth more than the bytes of float32 weights at the
-widths where a step is short. Prompts (`PromptMaps`) are bound by arithmetic and multiply in the dtype of the stream.
+widths where a step is short. For prompts (`PromptMaps`) the gate alone folds, in the dtype of the stream: cheap updates
+in half precision have to be the same in prompt and step.
 Rounding differs from that of the maps one by one.
 
-Shapes: B batch, N tokens, n some of them, d model width, g rows of the gate, r branch rank.
+Shapes: B batch, N tokens, d model width, g rows of the gate, r branch rank.
 """
 
 from __future__ import annotations
@@ -126,67 +127,34 @@ class JointMaps:
 
 
 class PromptMaps:
-    """Scores of many tokens at once, and their cheap updates, from copies of the weights as they are now.
+    """Scores of many tokens at once, from copies of a gate's weights as they are now.
 
-    The stream is read once, for its norm. A gate that is a single row is multiplied in float32, and the branch's first
-    map then runs for the skipped tokens alone.
+    The norm in front of the gate is left without its weight, so that it also serves what reads it with another one.
 
     Args:
         scale: The weight of the norm that the gate reads, `[d]`.
-        eps: The epsilon of both norms.
+        eps: Its epsilon.
         gate: What the gate multiplies a token with.
-        branch: None where the cheap path adds nothing.
         dtype: Half precision, as the stream has it.
     """
 
-    def __init__(
-        self, scale: Tensor, eps: float, gate: ScoreMaps, branch: LowRankBranch | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, scale: Tensor, eps: float, gate: ScoreMaps, dtype: torch.dtype) -> None:
         self._shape, self._eps, self._dtype = scale.shape, eps, dtype
-        rows, biases = [gate.weight.float() * scale.float()], [_or_zeros(gate.bias, gate.weight)]
-        self._down: tuple[Tensor, Tensor | None] | None = None
-        if branch is not None:
-            up, down = branch.up, branch.down
-            assert isinstance(branch.norm, RMSNorm)
-            rows.append(up.weight.float() * branch.norm.weight.float())
-            biases.append(_or_zeros(up.bias, up.weight))
-            self._down = _copied(down.weight, dtype), None if down.bias is None else _copied(down.bias, dtype)
-        self._split = len(gate.weight) if gate.out is not None else 0  # rows of the gate in `_first`
+        weight = (gate.weight.float() * scale.float()).detach()
+        self._first: tuple[Tensor, Tensor | None] | None = None
         if gate.out is None:
-            score, bias = rows.pop(0)[0], biases.pop(0)
+            self._score, self._score_bias = weight[0], _or_zeros(gate.bias, gate.weight)
         else:
-            score, bias = gate.out.float(), _or_zeros(gate.out_bias, gate.out[:1])
-        self._score, self._score_bias = _copied(score), bias.detach()
-        self._first = (torch.cat(rows).detach().to(dtype), torch.cat(biases).to(dtype)) if rows else None
+            self._first = weight.to(dtype), None if gate.bias is None else _copied(gate.bias, dtype)
+            self._score, self._score_bias = _copied(gate.out), _or_zeros(gate.out_bias, gate.out[:1])
 
-    def read(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What there is to know of every token.
-
-        Args:
-            a: The stream in front of the FFN, `[N, d]`; it is not changed.
-
-        Returns:
-            `a / rms(a)`, `[N, d]`, which times the weight of the FFN's norm is what the FFN reads; the scores, float32
-            `[N]`; and what `cheap` reads, `[N, r]` or `[N, d]`.
-        """
+    def read(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """`a / rms(a)` of the stream in front of the FFN, `[N, d]`, and the scores, float32 `[N]`."""
         x = F.rms_norm(a.float(), self._shape, None, self._eps)
         normed = x.to(self._dtype)
-        if self._split:
-            assert self._first is not None
-            y = F.silu(F.linear(normed, *self._first), inplace=True)
-            x, hidden = y[:, : self._split].float(), y[:, self._split :]
-        else:
-            hidden = normed
-        return normed, torch.addmv(self._score_bias.expand(len(x)), x, self._score), hidden
-
-    @property
-    def cheap(self) -> TensorMap | None:
-        """From rows of what `read` returned for it to the branch's updates, `[n, d]`; None without a branch."""
-        return None if self._down is None else self._cheap
-
-    def _cheap(self, rows: Tensor) -> Tensor:
-        assert self._first is not None and self._down is not None
-        return F.linear(rows if self._split else F.silu(F.linear(rows, *self._first), inplace=True), *self._down)
+        if self._first is not None:
+            x = F.silu(F.linear(normed, *self._first), inplace=True).float()
+        return normed, torch.addmv(self._score_bias.expand(len(x)), x, self._score)
 
 
 def joint_maps(rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Module | None) -> JointMaps | None:
@@ -197,25 +165,22 @@ def joint_maps(rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Mod
         gate: One of `GATES`.
         branch: A `LowRankBranch`; None where the cheap path adds nothing.
     """
-    return JointMaps(*parts) if (parts := _parts(rms, gate, branch)) else None
-
-
-def prompt_maps(
-    rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Module | None, dtype: torch.dtype
-) -> PromptMaps | None:
-    """As `joint_maps`, for prompts of a stream of `dtype`."""
-    return PromptMaps(*parts, dtype) if (parts := _parts(rms, gate, branch)) else None
-
-
-def _parts(
-    rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Module | None
-) -> tuple[Tensor, float, ScoreMaps, LowRankBranch | None] | None:
-    if rms is None or "score_maps" not in vars(type(gate)):  # a subclass may score in another way
+    if rms is None or (maps := _score_maps(gate)) is None:
         return None
+    if branch is None:
+        return JointMaps(*rms, maps, None)
     joins = isinstance(branch, LowRankBranch) and isinstance(branch.norm, RMSNorm) and branch.norm.eps == rms[1]
-    if branch is not None and not joins:
-        return None
-    return *rms, cast(Any, gate).score_maps(), cast("LowRankBranch | None", branch)
+    return JointMaps(*rms, maps, cast(LowRankBranch, branch)) if joins else None
+
+
+def prompt_maps(rms: tuple[Tensor, float] | None, gate: nn.Module, dtype: torch.dtype) -> PromptMaps | None:
+    """A gate's maps behind an RMS norm, for a stream of `dtype`; None where it is not of the kind that joins."""
+    return None if rms is None or (maps := _score_maps(gate)) is None else PromptMaps(*rms, maps, dtype)
+
+
+def _score_maps(gate: nn.Module) -> ScoreMaps | None:
+    """None where a subclass may score in another way."""
+    return cast(ScoreMaps, cast(Any, gate).score_maps()) if "score_maps" in vars(type(gate)) else None
 
 
 def _copied(weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
