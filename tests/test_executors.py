@@ -11,8 +11,10 @@ from models import build_routed, decoder_layers, tokens
 from peft import PeftModel
 
 from hf_depthroute import record_routes, tune_execution
+from hf_depthroute.execution import sites
 from hf_depthroute.execution.call import RoutedCall
 from hf_depthroute.execution.executors import EXECUTORS
+from hf_depthroute.execution.gathered import cpu_slice
 from hf_depthroute.routing.trace import overridden, routings
 
 
@@ -95,3 +97,31 @@ def test_name_that_is_not_in_the_table_is_refused() -> None:
         logits(model, "chosen")
     with pytest.raises(ValueError, match="executor='chosen' must be one of"):
         tune_execution(model, tokens(2, 4), executors=["chosen"])
+
+
+def test_narrow_ffns_run_more_rows_at_once() -> None:
+    assert cpu_slice(4864) == cpu_slice(14_336) == 256
+    assert cpu_slice(2048) == 608 and cpu_slice(768) == 1621
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+def test_the_ffn_is_called_in_slices_of_its_width(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices are as long as the FFN's own width says, hold the chosen rows and change nothing but rounding."""
+    model = build_routed(family, "mlp")
+    whole, widths, rows = logits(model, "gathered"), [], []
+
+    def four(width: int) -> int:
+        widths.append(width)
+        return 4
+
+    monkeypatch.setattr(sites, "cpu_slice", four)
+    ffn = getattr(decoder_layers(model)[1], routings(model)[0].family.ffn)
+    ffn.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[:-1].numel()))
+    sliced = logits(model, "gathered")
+    with record_routes(model) as trace:
+        logits(model, "gathered")
+    chosen = int(trace[1].mask.sum())
+    inner = max(weight.numel() for weight in ffn.parameters()) // routings(model)[0].width
+    assert set(widths) == {inner} and inner > routings(model)[0].width
+    assert max(rows) == 4 and sum(rows) == 2 * chosen
+    torch.testing.assert_close(sliced, whole, atol=1e-5, rtol=1e-5)

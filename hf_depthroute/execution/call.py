@@ -18,7 +18,6 @@ from ..base.families import Family
 from ..routing.holder import Routing
 from ..routing.plan import RoutePlan
 from .masked import masked_update
-from .prompts import Prompt
 
 Kwargs = dict[str, Any]
 
@@ -58,7 +57,6 @@ class RoutedCall:
         decision: None where nothing is decided, because both paths are wanted.
         ngrams: Int64 `[B, T, N]`, the n-grams that end at each token, over the KV cache; None where nothing is looked
             up.
-        prompt: What is known of all tokens already; None where gate and branch read them one by one.
     """
 
     layer: Any
@@ -71,7 +69,6 @@ class RoutedCall:
     kwargs: Kwargs
     decision: Decision | None = None
     ngrams: Tensor | None = None
-    prompt: Prompt | None = None
 
     @property
     def family(self) -> Family:

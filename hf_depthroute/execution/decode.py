@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ..base.families import Family
-from ..parts.branches import TensorMap, rms_of
+from ..parts.branches import TensorMap, rms_of, stamp
 from ..parts.joint import JointMaps, joint_maps
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
 from .attention import write_keys_values
 from .call import Site
-from .frozen import FrozenParts, folds
 from .gathered import gathered_update
 from .sites import SITES, AttentionSite, BlockSite, FFNSite
 
@@ -33,7 +32,7 @@ Step = Callable[[nn.Module, Tensor, dict[str, Any]], Tensor]
 DECODE_ROWS = 64  # more sequences than this are no longer bound by overhead
 
 
-class DecodeStep(FrozenParts):
+class DecodeStep:
     """A routed FFN layer's forward pass for one new token per sequence: `[B, 1, d] -> [B, 1, d]`.
 
     It computes what `layer._run` does, with the adapter's weights in the stream's dtype and the threshold on the host.
@@ -46,24 +45,35 @@ class DecodeStep(FrozenParts):
     """
 
     def __init__(self, holder: Routing, plan: RoutePlan) -> None:
-        super().__init__(holder, plan.adapter)
         family = holder.family
         self.plan = plan
         assert family.attention_norm is not None and family.ffn_norm is not None
         self.names = family.attention_norm, family.attention, family.ffn_norm, family.ffn
         self.reads_stream = plan.config.gate_input == "residual"
         self.threshold = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
+        gate, branch = holder.depth_route_gate[plan.adapter], holder.depth_route_branch._modules.get(plan.adapter)
+        self._parts: tuple[Any, Any] = gate, branch
+        modules = [module for part in self._parts if part is not None for module in part.modules()]
         self._joins = not self.reads_stream and plan.rule != "static"
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
+        self._plain = all(type(w) is nn.Parameter and w.device.type == "cpu" for w in self._weights)
+        self._plain &= not any(hasattr(m, "_hf_hook") for m in modules)
+        self._stamp = stamp(*self._weights)
         self._dtype: torch.dtype | None = None  # of the stream; known at the first step
         self._joint: JointMaps | None = None
         self._folded: Any = None  # what of the base's norm is in `_joint`
 
+    def usable(self) -> bool:
+        """Whether the weights are plain, still those of the start, and nobody watches the adapter's modules."""
+        return self._plain and not any(self._hooks) and self._stamp is not None and self._stamp == stamp(*self._weights)
+
     def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
-        folded = folds(modules[ffn_norm]) if self._joins else None
-        if h.dtype is not self._dtype or folded != self._folded:
-            self._freeze(h.dtype, modules[ffn_norm], folded)
+        folds = _folds(modules[ffn_norm]) if self._joins else None
+        if h.dtype is not self._dtype or folds != self._folded:
+            self._freeze(h.dtype, modules[ffn_norm], folds)
         a = h + modules[attention](modules[attention_norm](h), **kwargs)[0]
         if self.plan.rule == "static":
             return a if self.branch is None else a.add_(self.branch(a))
@@ -79,11 +89,11 @@ class DecodeStep(FrozenParts):
             return a + modules[ffn](normed)
         return gathered_update(a, normed, (scores_B >= self.threshold)[:, None], modules[ffn], self.branch)
 
-    def _freeze(self, dtype: torch.dtype, norm: nn.Module, folded: Any) -> None:
+    def _freeze(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> None:
         gate, branch = self._parts
-        self._dtype, self._folded = dtype, folded
+        self._dtype, self._folded = dtype, folds
         self._joint = None
-        if folded is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if folds is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
             self._joint = joint_maps(rms_of(norm), gate, branch)
         if self._joint is None:
             frozen = hasattr(gate, "frozen")
@@ -104,9 +114,9 @@ class AttentionStep(DecodeStep):
     def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
-        folded = folds(modules[attention_norm]) if self._joins else None
-        if h.dtype is not self._dtype or folded != self._folded:
-            self._freeze(h.dtype, modules[attention_norm], folded)
+        folds = _folds(modules[attention_norm]) if self._joins else None
+        if h.dtype is not self._dtype or folds != self._folded:
+            self._freeze(h.dtype, modules[attention_norm], folds)
         normed, maps = modules[attention_norm](h), None
         if self._joint is not None:
             (score,), maps = self._joint.scores(h)
@@ -135,6 +145,16 @@ STEPS: dict[type[Site], type[DecodeStep]] = {
 }
 
 
+def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
+    """Changes whenever what an RMS norm on the CPU does; None where that is more than its weight says."""
+    weight = norm._parameters.get("weight")
+    if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.is_inference():
+        return None
+    if norm._forward_hooks or norm._forward_pre_hooks or norm._modules or "forward" in norm.__dict__:
+        return None  # somebody watches it, or changes what it computes
+    return id(norm), weight.data_ptr(), weight._version
+
+
 def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Step]:
     """The steps of one new token of each of `batch` sequences, of the layers that have one."""
     steps: dict[nn.Module, Step] = {}
@@ -158,7 +178,7 @@ def _step_of(holder: Routing, batch: int) -> Step | None:
     kind = STEPS.get(type(SITES[plan.config.target]))
     if kind is None or not supports_decode(plan, holder.family):
         return None
-    if kind is AttentionStep and (batch > 1 or plan.rule == "static"):  # a static layer has no cache of its own
+    if kind is AttentionStep and (batch > 1 or plan.rule == "static"):  # a static layer writes no keys and values
         return None
     step: DecodeStep | None = holder.derived.get("step")
     if step is None or step.plan is not plan or not step.usable():
@@ -179,7 +199,7 @@ def decodes(decoder: nn.Module, inputs: Tensor) -> bool:
 
 
 def supports_decode(plan: RoutePlan, family: Family) -> bool:
-    """Whether a step of its target computes what `plan` says, in a layer of `family`."""
+    """Whether the step of its target computes what `plan` says, in a layer of `family`."""
     config = plan.config
     if not family.plain or config.granularity != "token":
         return False

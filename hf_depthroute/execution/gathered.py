@@ -58,14 +58,14 @@ def gathered_update(
         return a + cheap(a)
     out = rows.clone() if torch.is_grad_enabled() else rows
     out = add_cheap(out, rows, flat, cheap, slice_rows)
-    return add_rows(out, x_rows, full_index, full, slice_rows, weight_N).view(a.shape)
+    return _add(out, x_rows, full_index, full, slice_rows, weight_N).view(a.shape)
 
 
 def add_cheap(out: Tensor, rows: Tensor, flat: Tensor, cheap: TensorMap | None, slice_rows: int | None) -> Tensor:
     """`out` `[N, d]` with `cheap(rows)` added, in place, at the rows that are not in `flat`, bool `[N]`."""
     if cheap is None:
         return out
-    return add_rows(out, rows, (~flat).nonzero().squeeze(-1), cheap, slice_rows)
+    return _add(out, rows, (~flat).nonzero().squeeze(-1), cheap, slice_rows, None)
 
 
 def in_slices(path: TensorMap, rows: Tensor, slice_rows: int | None) -> Tensor:
@@ -74,13 +74,8 @@ def in_slices(path: TensorMap, rows: Tensor, slice_rows: int | None) -> Tensor:
     return torch.cat([path(part[None])[0] for part in parts if len(part)] or [rows])
 
 
-def add_rows(
-    out: Tensor,
-    source: Tensor,
-    index: Tensor,
-    path: TensorMap,
-    slice_rows: int | None,
-    weight_N: Tensor | None = None,
+def _add(
+    out: Tensor, source: Tensor, index: Tensor, path: TensorMap, slice_rows: int | None, weight_N: Tensor | None
 ) -> Tensor:
     """Add `path(source[index])` to `out[index]` in place, slice by slice.
 

@@ -24,13 +24,12 @@ from ..routing.holder import HOLDER, Routing
 from ..routing.misuse import warn_of_backward
 from ..routing.plan import RoutePlan
 from ..routing.trace import RouteRecord
-from .call import Decision, Kwargs, RoutedCall, Site
+from .call import Kwargs, RoutedCall, Site
 from .decode import Step
 from .executors import executor_of
 from .memory import continued_ngrams
-from .prompts import read_prompt
 from .sequences import decide_sequences, remember_sequences
-from .sites import SITES, FFNSite
+from .sites import SITES
 
 TOKEN_MASK = "depth_route_token_mask"  # keyword that carries the 2D attention mask to the layers
 LAST_TOKENS = "depth_route_last_tokens"  # keyword that carries which tokens `phases="prefill"` runs full
@@ -144,11 +143,6 @@ def call_on_stream(
     """As `routed_call`, from the stream in front of the routed part, `[B, T, d]`, and its norm where that is known."""
     holder: Routing = layer._modules[HOLDER]
     reads_stream = plan.config.gate_input == "residual"
-    reads_once = decides and normed is None and type(site) is FFNSite
-    if reads_once and (prompt := read_prompt(layer, holder, plan, stream)) is not None:
-        scores = prompt.scores.view(stream.shape[:2])
-        decided = Decision(scores, {}, *holder.decide(plan, scores, token_mask))
-        return RoutedCall(layer, holder, plan, site, stream, None, token_mask, kwargs, decided, prompt=prompt)
     # A gathered FFN needs the norm of the rows that it runs on, and of no others, unless a gate reads it.
     if normed is None and (layer.training or not (reads_stream or plan.gate.static)):
         normed = site.norm(layer, holder.family, stream)

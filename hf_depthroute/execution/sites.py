@@ -19,11 +19,10 @@ from ..routing.plan import RoutePlan
 from .attention import attended_rows, attended_update, supports_rows, supports_subset
 from .call import Decision, Kwargs, RoutedCall, Site
 from .experts import routed_pairs
-from .gathered import add_cheap, add_rows, cpu_slice, gathered_update, in_slices
+from .gathered import add_cheap, cpu_slice, gathered_update, in_slices
 from .kernels import swiglu_rows
 from .kernels.eligible import is_swiglu
 from .memory import MemorySite
-from .prompts import Prompt
 
 
 class FFNSite(Site):
@@ -40,8 +39,6 @@ class FFNSite(Site):
 
     def gathered(self, call: RoutedCall) -> Tensor:
         """As `Site.gathered`; where the norm is not known yet, only the rows that run are normed."""
-        if call.prompt is not None:
-            return self._of_prompt(call, call.prompt)
         ffn, rows = ffn_map(call.layer, call.family), _slice_rows(call)
         stream = call.stream.clone() if call.family.parallel else call.stream  # the layer's input is still needed
         if call.normed is not None:
@@ -50,18 +47,6 @@ class FFNSite(Site):
         norm = norm_of(call.layer, call.family, "ffn")
         after = gathered_update(stream, stream, call.mask, lambda x: ffn(norm(x)), call.branch, rows, call.scale)
         return call.with_recalled(after)
-
-    def _of_prompt(self, call: RoutedCall, prompt: Prompt) -> Tensor:
-        """`gathered`, where the norm is known without its weight: no row is normed again for the FFN."""
-        ffn, slice_rows = ffn_map(call.layer, call.family), _slice_rows(call)
-        flat = call.mask.reshape(-1)
-        full_index = flat.nonzero().squeeze(-1)
-        if len(full_index) == len(flat):  # nothing is skipped: bit for bit what the base computes
-            return call.full()
-        rows = call.stream.reshape(-1, call.stream.shape[-1])
-        out = add_cheap(rows, rows, flat, call.branch, slice_rows)
-        out = add_rows(out, prompt.normed, full_index, lambda x: ffn(x * prompt.scale), slice_rows)
-        return out.view(call.stream.shape)
 
     def supports_rows(self, call: RoutedCall) -> bool:
         return _ffn_by_rows(call)

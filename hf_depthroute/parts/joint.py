@@ -1,15 +1,13 @@
-"""A gate and a branch that read the same RMS norm, their first maps in one product, for inference on a CPU.
+"""A gate and a branch that read the same RMS norm, their first maps in one product, for decoding on a CPU.
 
 With `x / rms(x)` in front of both, norms with weights `v` and `w` fold into the maps behind them:
 
     y = [W_gate diag(v); W_up diag(w)] x / rms(x) + b;   u = w2 . SiLU(y_gate) + b2;   cheap = W_down SiLU(y_up)
 
-Decoding (`JointMaps`) multiplies in float32: one operator less is worth more than the bytes of float32 weights at the
-widths where a step is short. For prompts (`PromptMaps`) the gate alone folds, in the dtype of the stream: cheap updates
-in half precision have to be the same in prompt and step.
-Rounding differs from that of the maps one by one.
+One operator less is worth more than the bytes of float32 weights at the widths where a step is short. Rounding differs
+from that of the maps one by one.
 
-Shapes: B batch, N tokens, d model width, g rows of the gate, r branch rank.
+Shapes: B batch, d model width, g rows of the gate, r branch rank.
 """
 
 from __future__ import annotations
@@ -126,37 +124,6 @@ class JointMaps:
         return torch.addmm(bias, hidden, weight.t())[:, None]
 
 
-class PromptMaps:
-    """Scores of many tokens at once, from copies of a gate's weights as they are now.
-
-    The norm in front of the gate is left without its weight, so that it also serves what reads it with another one.
-
-    Args:
-        scale: The weight of the norm that the gate reads, `[d]`.
-        eps: Its epsilon.
-        gate: What the gate multiplies a token with.
-        dtype: Half precision, as the stream has it.
-    """
-
-    def __init__(self, scale: Tensor, eps: float, gate: ScoreMaps, dtype: torch.dtype) -> None:
-        self._shape, self._eps, self._dtype = scale.shape, eps, dtype
-        weight = (gate.weight.float() * scale.float()).detach()
-        self._first: tuple[Tensor, Tensor | None] | None = None
-        if gate.out is None:
-            self._score, self._score_bias = weight[0], _or_zeros(gate.bias, gate.weight)
-        else:
-            self._first = weight.to(dtype), None if gate.bias is None else _copied(gate.bias, dtype)
-            self._score, self._score_bias = _copied(gate.out), _or_zeros(gate.out_bias, gate.out[:1])
-
-    def read(self, a: Tensor) -> tuple[Tensor, Tensor]:
-        """`a / rms(a)` of the stream in front of the FFN, `[N, d]`, and the scores, float32 `[N]`."""
-        x = F.rms_norm(a.float(), self._shape, None, self._eps)
-        normed = x.to(self._dtype)
-        if self._first is not None:
-            x = F.silu(F.linear(normed, *self._first), inplace=True).float()
-        return normed, torch.addmv(self._score_bias.expand(len(x)), x, self._score)
-
-
 def joint_maps(rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Module | None) -> JointMaps | None:
     """The maps of a gate and of a branch as one; None where they are not of the kind that joins.
 
@@ -165,26 +132,17 @@ def joint_maps(rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Mod
         gate: One of `GATES`.
         branch: A `LowRankBranch`; None where the cheap path adds nothing.
     """
-    if rms is None or (maps := _score_maps(gate)) is None:
+    if rms is None or "score_maps" not in vars(type(gate)):  # a subclass may score in another way
         return None
+    maps = cast(Any, gate).score_maps()
     if branch is None:
         return JointMaps(*rms, maps, None)
     joins = isinstance(branch, LowRankBranch) and isinstance(branch.norm, RMSNorm) and branch.norm.eps == rms[1]
     return JointMaps(*rms, maps, cast(LowRankBranch, branch)) if joins else None
 
 
-def prompt_maps(rms: tuple[Tensor, float] | None, gate: nn.Module, dtype: torch.dtype) -> PromptMaps | None:
-    """A gate's maps behind an RMS norm, for a stream of `dtype`; None where it is not of the kind that joins."""
-    return None if rms is None or (maps := _score_maps(gate)) is None else PromptMaps(*rms, maps, dtype)
-
-
-def _score_maps(gate: nn.Module) -> ScoreMaps | None:
-    """None where a subclass may score in another way."""
-    return cast(ScoreMaps, cast(Any, gate).score_maps()) if "score_maps" in vars(type(gate)) else None
-
-
-def _copied(weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return weight.detach().to(dtype, copy=True)
+def _copied(weight: Tensor) -> Tensor:
+    return weight.detach().to(torch.float32, copy=True)
 
 
 def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
