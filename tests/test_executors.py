@@ -11,7 +11,7 @@ from models import build_routed, decoder_layers, tokens
 from peft import PeftModel
 
 from hf_depthroute import record_routes, tune_execution
-from hf_depthroute.execution import sites
+from hf_depthroute.execution import attention, sites
 from hf_depthroute.execution.call import RoutedCall
 from hf_depthroute.execution.executors import EXECUTORS
 from hf_depthroute.execution.gathered import cpu_slice
@@ -125,3 +125,18 @@ def test_the_ffn_is_called_in_slices_of_its_width(family: str, monkeypatch: pyte
     assert set(widths) == {inner} and inner > routings(model)[0].width
     assert max(rows) == 4 and sum(rows) == 2 * chosen
     torch.testing.assert_close(sliced, whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["attention", "block"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_slices_of_queries_see_all_keys_in_front_of_them_and_no_others(
+    family: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = build_routed(family, target), tokens(3, 24)
+    whole = logits(model, "gathered", ids)
+    with record_routes(model) as trace:
+        logits(model, "gathered", ids)
+    assert any(len(set(record.mask.sum(1).tolist())) > 1 for record in trace.values())  # not as many of each sequence
+    monkeypatch.setattr(attention, "_CAUSAL_SLICE", 3)
+    torch.testing.assert_close(logits(model, "gathered", ids), whole, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(model, "masked", ids), whole, atol=1e-5, rtol=1e-5)
