@@ -180,7 +180,7 @@ def small_widths() -> list[str]:
     return [
         "Small widths, where a router's own work is large beside what a token can skip: the shapes of the embedded "
         "bases, 256 and 512 wide. The second processor, with AMX, was measured before "
-        "prompts took their norm once and ran more rows at once:",
+        "narrow FFNs ran more rows at once:",
         "",
         *markdown_table([*head, "machine"], [[shape, *row] for shape, row in zip(shapes, rows)]),
     ]
