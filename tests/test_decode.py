@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from models import FAMILY_NAMES, build_base, build_routed, decoder_layers, routed, tokens
 from peft import PeftModel
+from transformers import DynamicCache, StaticCache
 
 from hf_depthroute import calibrate, record_routes, set_budget
 from hf_depthroute.execution import decode
-from hf_depthroute.execution.decode import DECODE_ROWS, AttentionStep, DecodeStep
+from hf_depthroute.execution.decode import DECODE_ROWS, AttentionStep, DecodeStep, SequenceStep
 from hf_depthroute.parts.branches import rms_of
 from hf_depthroute.parts.gates import MLPGate
 from hf_depthroute.parts.joint import joint_maps
@@ -34,7 +35,7 @@ def counted_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return spy
 
     with monkeypatch.context() as patch:
-        for kind in (DecodeStep, AttentionStep):
+        for kind in (DecodeStep, AttentionStep, SequenceStep):
             patch.setattr(kind, "__call__", spied(kind.__call__))
         yield taken
 
@@ -220,14 +221,89 @@ def test_a_sequence_skips_attention_and_blocks_as_the_general_pass_does(
         assert torch.equal(decoded(model), general)
 
 
-@pytest.mark.parametrize(("batch", "fields"), [(2, {}), (1, {"gate": "none"})])
 @pytest.mark.parametrize("target", ["attention", "block"])
-def test_several_sequences_and_static_layers_that_skip_attention_run_the_general_pass(
-    monkeypatch: pytest.MonkeyPatch, target: str, batch: int, fields: dict[str, Any]
+def test_several_sequences_that_skip_attention_run_the_general_pass(
+    monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     with counted_steps(monkeypatch) as taken:
-        decoded(build_routed("llama", target, **fields), batch)
+        decoded(build_routed("llama", target), 2)
     assert not taken
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("target", ["mlp", "attention", "block"])
+def test_the_predictor_decides_the_steps_that_the_gate_does_not(
+    monkeypatch: pytest.MonkeyPatch, target: str, family: str
+) -> None:
+    model = build_routed(family, target, causal_rule="predictor")
+    ids = tokens(4, 12, seed=4)
+    for holder in routings(model):  # a token in two, where gate and predictor differ
+        with torch.no_grad(), record_routes(model) as trace:
+            model(input_ids=ids)
+        head = holder.depth_route_predictor["default"].score
+        with torch.no_grad():
+            head.bias -= trace[holder.layer_index].extras["predicted"].flatten().quantile(0.5)
+    with counted_steps(monkeypatch) as taken:
+        fast = decoded(model)
+    assert len(taken) == 8 * 3
+    general = decoded(model, general=True)
+    torch.testing.assert_close(fast, general, atol=1e-5, rtol=1e-5)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "joint_maps", lambda *parts: None)
+        for holder in routings(model):
+            holder.derived.clear()
+        assert torch.equal(decoded(model), general)
+        for holder in routings(model):
+            holder.depth_route_predictor["default"].score.bias.data -= 100  # nothing runs in full
+            holder.derived.clear()
+        assert not torch.equal(decoded(model), general)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("threshold", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("target", ["mlp", "attention", "block"])
+def test_sequences_that_are_decided_alike_take_steps(
+    monkeypatch: pytest.MonkeyPatch, target: str, threshold: float, batch: int, family: str
+) -> None:
+    model = build_routed(family, target, granularity="sequence")
+    for holder in routings(model):
+        holder.config("default").threshold = threshold
+    with counted_steps(monkeypatch) as taken:
+        fast = decoded(model, batch)
+    assert len(taken) == 8 * 3
+    assert torch.equal(fast, decoded(model, batch, general=True))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("target", ["attention", "block"])
+def test_static_layers_without_attention_take_steps(monkeypatch: pytest.MonkeyPatch, target: str, batch: int) -> None:
+    model = build_routed("llama", target, gate="none")
+    with counted_steps(monkeypatch) as taken:
+        fast = decoded(model, batch)
+    assert len(taken) == 8 * 3
+    assert torch.equal(fast, decoded(model, batch, general=True))
+
+
+@pytest.mark.parametrize("target", ["attention", "block"])
+def test_sequences_that_differ_and_caches_that_hold_all_keys_run_the_general_pass(target: str) -> None:
+    """What a step hands back is computed: logits and caches are those of a trace, which takes no steps."""
+    model = build_routed("llama", target, granularity="sequence")
+    ids = tokens(4, 9, seed=4)
+    with torch.no_grad(), record_routes(model) as trace:
+        model(input_ids=ids[:, :8])
+    chosen = torch.stack([record.mask[:, 0] for record in trace.values()])
+    assert chosen.any() and not chosen.all()
+    found = []
+    for general in (False, True):
+        for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=16)):
+            with torch.no_grad():
+                model(input_ids=ids[:, :8], past_key_values=cache, use_cache=True)
+                with record_routes(model) if general else nullcontext():
+                    found.append(model(input_ids=ids[:, 8:], past_key_values=cache, use_cache=True).logits)
+            assert cache.get_seq_length() == 9
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("target", ["attention", "block"])

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..base.cache import SkippingLayer, cache_layer, cache_of, remembered
 from ..base.families import Family
 from ..parts.branches import TensorMap, rms_of, stamp
 from ..parts.joint import JointMaps, joint_maps
@@ -26,8 +27,8 @@ from .call import Site
 from .gathered import gathered_update
 from .sites import SITES, AttentionSite, BlockSite, FFNSite
 
-# From a layer, its input `[B, 1, d]` and its keyword arguments to its output.
-Step = Callable[[nn.Module, Tensor, dict[str, Any]], Tensor]
+# From a layer, its input `[B, 1, d]` and its keyword arguments to its output; None where the general pass has to run.
+Step = Callable[[nn.Module, Tensor, dict[str, Any]], Tensor | None]
 
 DECODE_ROWS = 64  # more sequences than this are no longer bound by overhead
 
@@ -50,8 +51,8 @@ class DecodeStep:
         assert family.attention_norm is not None and family.ffn_norm is not None
         self.names = family.attention_norm, family.attention, family.ffn_norm, family.ffn
         self.reads_stream = plan.config.gate_input == "residual"
-        self.threshold = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
-        gate, branch = holder.depth_route_gate[plan.adapter], holder.depth_route_branch._modules.get(plan.adapter)
+        gate, self.threshold = decider_of(holder, plan)
+        branch = holder.depth_route_branch._modules.get(plan.adapter)
         self._parts: tuple[Any, Any] = gate, branch
         modules = [module for part in self._parts if part is not None for module in part.modules()]
         self._joins = not self.reads_stream and plan.rule != "static"
@@ -68,7 +69,7 @@ class DecodeStep:
         """Whether the weights are plain, still those of the start, and nobody watches the adapter's modules."""
         return self._plain and not any(self._hooks) and self._stamp is not None and self._stamp == stamp(*self._weights)
 
-    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
         folds = _folds(modules[ffn_norm]) if self._joins else None
@@ -138,6 +139,45 @@ class AttentionStep(DecodeStep):
         return a + modules[ffn](modules[ffn_norm](a))
 
 
+class SequenceStep(DecodeStep):
+    """The same for decisions about whole sequences, and for static layers without attention: nothing is scored.
+
+    The decision was made on the prompt and lies in the KV cache. Sequences that differ take the general pass, and so
+    does one that skips its attention in a cache that holds its keys and values.
+    """
+
+    def __init__(self, holder: Routing, plan: RoutePlan) -> None:
+        super().__init__(holder, plan)
+        self._joins = False
+        self.layer_index = holder.layer_index
+
+    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        cache = cache_of(kwargs)
+        keep = remembered(cache, self.layer_index)
+        if keep is None:  # these tokens are the prompt
+            return None
+        kept, held, target = int(keep.sum()), cache_layer(cache, self.layer_index), self.plan.target
+        skips_keys = target.skips_attention and isinstance(held, SkippingLayer)
+        if 0 < kept < len(keep) or (kept and self.plan.rule == "static"):
+            return None
+        if not kept and target.skips_attention and not skips_keys:
+            return None
+        modules: Any = layer._modules
+        attention_norm, attention, ffn_norm, ffn = self.names
+        if h.dtype is not self._dtype:
+            self._freeze(h.dtype, modules[ffn_norm], None)
+        if kept:
+            out = _run_base(layer, h, kwargs)
+        else:
+            # The layer's input is not the step's to change.
+            a = h.clone() if skips_keys else h + modules[attention](modules[attention_norm](h), **kwargs)[0]
+            a = a if self.branch is None else a.add_(self.branch(a))
+            out = a + modules[ffn](modules[ffn_norm](a)) if not target.skips_ffn else a
+        if skips_keys:
+            held.advance(1)
+        return out
+
+
 STEPS: dict[type[Site], type[DecodeStep]] = {
     FFNSite: DecodeStep,
     AttentionSite: AttentionStep,
@@ -178,7 +218,10 @@ def _step_of(holder: Routing, batch: int) -> Step | None:
     kind = STEPS.get(type(SITES[plan.config.target]))
     if kind is None or not supports_decode(plan, holder.family):
         return None
-    if kind is AttentionStep and (batch > 1 or plan.rule == "static"):  # a static layer writes no keys and values
+    # A static layer without attention writes no keys and values, as a sequence without.
+    if plan.config.granularity == "sequence" or (kind is AttentionStep and plan.rule == "static"):
+        kind = SequenceStep
+    if kind is AttentionStep and batch > 1:
         return None
     step: DecodeStep | None = holder.derived.get("step")
     if step is None or step.plan is not plan or not step.usable():
@@ -198,13 +241,21 @@ def decodes(decoder: nn.Module, inputs: Tensor) -> bool:
     return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
 
 
+def decider_of(holder: Routing, plan: RoutePlan) -> tuple[nn.Module, float]:
+    """The gate, or the predictor that stands in for it at inference, and the score that a token has to reach."""
+    if plan.rule == "predictor":
+        return holder.depth_route_predictor[plan.adapter], 0.0
+    return holder.depth_route_gate[plan.adapter], torch.as_tensor(plan.threshold, dtype=torch.float32).item()
+
+
 def supports_decode(plan: RoutePlan, family: Family) -> bool:
     """Whether the step of its target computes what `plan` says, in a layer of `family`."""
     config = plan.config
-    if not family.plain or config.granularity != "token":
+    if not family.plain:
         return False
     if config.branch == "memory":  # it reads the tokens before this one
         return False
     if plan.gate.exits or plan.recorders or plan.replayed is not None:
         return False
-    return plan.rule in ("threshold", "static") and plan.mix == "hard" and plan.executor in ("auto", "gathered")
+    by_row = plan.rule in ("threshold", "predictor", "static") and plan.mix == "hard"
+    return by_row and plan.executor in ("auto", "gathered")

@@ -51,7 +51,9 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     if steps is not None and layer in steps:
         kwargs.pop(TOKEN_MASK, None)  # every token is real
         kwargs.pop(NGRAMS, None)
-        return steps[layer](layer, hidden_states, kwargs)
+        stepped = steps[layer](layer, hidden_states, kwargs)
+        if stepped is not None:
+            return stepped
     if holder is not None and holder.family.returns_weights and kwargs.get("output_attentions"):
         raise ValueError(f"{type(layer).__name__}: a routed layer of this family has no attention weights to return")
     rows = hidden_states.shape[0], hidden_states.shape[1]
