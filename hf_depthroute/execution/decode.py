@@ -51,10 +51,14 @@ class DecodeStep:
         assert family.attention_norm is not None and family.ffn_norm is not None
         self.names = family.attention_norm, family.attention, family.ffn_norm, family.ffn
         self.reads_stream = plan.config.gate_input == "residual"
-        gate, self.threshold = decider_of(holder, plan)
-        branch = holder.depth_route_branch._modules.get(plan.adapter)
+        gate, branch = holder.depth_route_gate[plan.adapter], holder.depth_route_branch._modules.get(plan.adapter)
+        parts = [gate, branch]
+        self.threshold = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
+        if plan.rule == "predictor":  # it stands in for the gate
+            gate, self.threshold = holder.depth_route_predictor[plan.adapter], 0.0
+            parts.append(gate)
         self._parts: tuple[Any, Any] = gate, branch
-        modules = [module for part in self._parts if part is not None for module in part.modules()]
+        modules = [module for part in parts if part is not None for module in part.modules()]
         self._joins = not self.reads_stream and plan.rule != "static"
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
@@ -239,13 +243,6 @@ def decodes(decoder: nn.Module, inputs: Tensor) -> bool:
     if inputs.shape[1] != 1 or len(inputs) > DECODE_ROWS or inputs.device.type != "cpu" or decoder.training:
         return False
     return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
-
-
-def decider_of(holder: Routing, plan: RoutePlan) -> tuple[nn.Module, float]:
-    """The gate, or the predictor that stands in for it at inference, and the score that a token has to reach."""
-    if plan.rule == "predictor":
-        return holder.depth_route_predictor[plan.adapter], 0.0
-    return holder.depth_route_gate[plan.adapter], torch.as_tensor(plan.threshold, dtype=torch.float32).item()
 
 
 def supports_decode(plan: RoutePlan, family: Family) -> bool:

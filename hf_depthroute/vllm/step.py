@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from ..base.sublayers import ffn_map, norm_of
 from ..execution.call import RoutedCall
-from ..execution.decode import DECODE_ROWS, decider_of, supports_decode
+from ..execution.decode import DECODE_ROWS, supports_decode
 from ..execution.executors import executor_of
 from ..execution.layer import call_on_stream
 from ..execution.sites import FFNSite, attended
@@ -103,8 +103,8 @@ class FFNStep:
             if rms is not None and reads_norm and supports_decode(plan, holder.family) and current_platform.is_cpu():
                 weight = norm_of(self.layer, holder.family, "ffn").weight  # vLLM has put its own norm of the kind there
                 branch = holder.depth_route_branch._modules.get(plan.adapter)
-                decider, self._threshold = decider_of(holder, plan)
-                self._joint = joint_maps((weight, rms[1]), decider, branch)
+                self._joint = joint_maps((weight, rms[1]), holder.depth_route_gate[plan.adapter], branch)
+                self._threshold = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
         return self._joint
 
 
