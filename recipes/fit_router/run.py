@@ -139,7 +139,7 @@ def shakespeare(data: Path, folder: Path) -> Base:
     text = Text(rows[:first], rows[first:second], rows[second : second + 256])
     if not (folder / "config.json").exists():
         pretrain(text.fit, folder)
-    # With a base that drops out, what trains learns to make up for that, and is worse at inference than what was fitted.
+    # What trains in a base that drops out learns to make up for that, and is worse at inference than what was fitted.
     kept = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return Base(lambda: load(folder, **kept), text, (1, 2, 3), rows=128)
 
