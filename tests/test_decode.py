@@ -57,11 +57,7 @@ def decoded(model: Any, batch: int = 1, general: bool = False) -> torch.Tensor:
     return torch.cat(logits, dim=1)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize("gate", ["mlp", "jepa", "linear", "random"])
-def test_equal_the_general_pass(monkeypatch: pytest.MonkeyPatch, family: str, gate: str, batch: int) -> None:
-    model = build_routed(family, "mlp", gate=gate)
+def assert_steps_equal_the_general_pass(monkeypatch: pytest.MonkeyPatch, model: PeftModel, batch: int = 1) -> None:
     with counted_steps(monkeypatch) as taken:
         fast = decoded(model, batch)
     assert len(taken) == 8 * 3
@@ -72,6 +68,16 @@ def test_equal_the_general_pass(monkeypatch: pytest.MonkeyPatch, family: str, ga
         for holder in routings(model):
             holder.derived.clear()
         assert torch.equal(decoded(model, batch), general)
+    for holder in routings(model):
+        holder.derived.clear()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("gate", ["mlp", "jepa", "linear", "random"])
+def test_equal_the_general_pass(monkeypatch: pytest.MonkeyPatch, family: str, gate: str, batch: int) -> None:
+    model = build_routed(family, "mlp", gate=gate)
+    assert_steps_equal_the_general_pass(monkeypatch, model, batch)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -209,16 +215,7 @@ def test_a_sequence_skips_attention_and_blocks_as_the_general_pass_does(
     monkeypatch: pytest.MonkeyPatch, target: str, fields: dict[str, Any], family: str
 ) -> None:
     model = build_routed(family, target, **fields)
-    with counted_steps(monkeypatch) as taken:
-        fast = decoded(model)
-    assert len(taken) == 8 * 3
-    general = decoded(model, general=True)
-    torch.testing.assert_close(fast, general, atol=1e-5, rtol=1e-5)
-    with monkeypatch.context() as patch:
-        patch.setattr(decode, "joint_maps", lambda *parts: None)
-        for holder in routings(model):
-            holder.derived.clear()
-        assert torch.equal(decoded(model), general)
+    assert_steps_equal_the_general_pass(monkeypatch, model)
 
 
 @pytest.mark.parametrize("target", ["attention", "block"])
@@ -243,20 +240,12 @@ def test_the_predictor_decides_the_steps_that_the_gate_does_not(
         head = holder.depth_route_predictor["default"].score
         with torch.no_grad():
             head.bias -= trace[holder.layer_index].extras["predicted"].flatten().quantile(0.5)
-    with counted_steps(monkeypatch) as taken:
-        fast = decoded(model)
-    assert len(taken) == 8 * 3
-    general = decoded(model, general=True)
-    torch.testing.assert_close(fast, general, atol=1e-5, rtol=1e-5)
-    with monkeypatch.context() as patch:
-        patch.setattr(decode, "joint_maps", lambda *parts: None)
-        for holder in routings(model):
-            holder.derived.clear()
-        assert torch.equal(decoded(model), general)
-        for holder in routings(model):
-            holder.depth_route_predictor["default"].score.bias.data -= 100  # nothing runs in full
-            holder.derived.clear()
-        assert not torch.equal(decoded(model), general)
+    assert_steps_equal_the_general_pass(monkeypatch, model)
+    decided = decoded(model)
+    for holder in routings(model):
+        holder.depth_route_predictor["default"].score.bias.data -= 100  # nothing runs in full
+        holder.derived.clear()
+    assert not torch.equal(decoded(model), decided)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

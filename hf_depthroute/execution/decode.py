@@ -152,7 +152,7 @@ class SequenceStep(DecodeStep):
 
     def __init__(self, holder: Routing, plan: RoutePlan) -> None:
         super().__init__(holder, plan)
-        self._joins = False
+        self._parts, self._joins = (None, self._parts[1]), False  # nothing is scored
         self.layer_index = holder.layer_index
 
     def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
