@@ -106,6 +106,11 @@ def test_stdlib_streams_the_same_texts() -> None:
     assert fingerprint([row["text"] for row in streamed]) == fingerprint(stored["text"][:])
 
 
+def test_slices_of_the_stdlib_are_its_files_in_order() -> None:
+    whole, first, rest = (load_text(PYTHON_STDLIB, split=s)["text"][:] for s in ("train", "train[:90%]", "train[90%:]"))
+    assert first + rest == whole and len(first) > 5 * len(rest) > 0
+
+
 def test_fingerprint_depends_on_where_texts_end() -> None:
     assert fingerprint(["ab", "c"]) != fingerprint(["a", "bc"])
 
@@ -172,7 +177,8 @@ def test_missing_file_folder_split_column_and_type_have_their_own_messages(text_
         "split": {"source": str(text_file), "split": "test"},
         "no column 'body'; it has text": {"source": str(text_file), "column": "body"},
         "holds int64, not text": {"source": str(numbers)},
-        "use train or validation": {"source": PYTHON_STDLIB, "split": "test"},
+        "no split 'test'; use train or validation": {"source": PYTHON_STDLIB, "split": "test"},
+        "no split 'train[900:]'; use train": {"source": PYTHON_STDLIB, "split": "train[900:]"},
     }
     messages = set()
     for expected, request in requests.items():

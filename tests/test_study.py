@@ -24,7 +24,7 @@ from hf_depthroute.cli import main
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.text import DataError
 from hf_depthroute.study import run as one_run
-from hf_depthroute.study import runner
+from hf_depthroute.study import runner, step_ratio
 from hf_depthroute.study.fingerprint import PACKAGE, hash_code
 from hf_depthroute.study.grid import read_study
 from hf_depthroute.study.run import DepthRouteTrainer, StudyError
@@ -309,17 +309,20 @@ def test_no_run_depends_on_the_runs_before_it(folder):
     assert joint[0]["trainable_parameters"] > bare[0]["trainable_parameters"]
 
 
-def test_iso_compute_runs_come_last_and_take_their_steps_from_times(folder, capsys):
-    assert run(folder, "out", "timed", "bare", "g1", seeds=[7]) == {}
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == ["bare/7", "g1/7", "timed/7"]
-    made = {name: json.loads((folder / f"out/runs/{name}/7/summary.json").read_text()) for name in ("bare", "g1")}
-    steps = round(6 * made["g1"]["train_cpu_seconds"] / made["bare"]["train_cpu_seconds"])
-    assert json.loads((folder / "out/runs/timed/7/summary.json").read_text())["steps"] == steps
+def test_iso_compute_takes_its_steps_from_a_ratio_that_is_measured_once(folder, capsys, monkeypatch):
+    monkeypatch.setattr(step_ratio, "ROUNDS", 2)
+    assert run(folder, "out", "timed", "bare", "g1", seeds=[7, 42], only=["timed"]) == {}
+    assert "miniature: a step of g1 takes " in capsys.readouterr().out
+    (name, measured), *others = json.loads((folder / "out/step_ratios.json").read_text()).items()
+    assert name == "g1 / bare" and not others
+    low, high = measured["quartiles"]
+    assert low <= measured["ratio"] <= high and measured["ratio"] > 1  # labels cost something
+    for seed in (7, 42):
+        made = json.loads((folder / f"out/runs/timed/{seed}/summary.json").read_text())
+        assert made["steps"] == round(6 * measured["ratio"])
     before = stamps(folder / "out")
-    assert run(folder, "out", "timed", "bare", "g1", seeds=[7]) == {}
-    assert stamps(folder / "out") == before
-    failures = run(folder, "other", "timed", "bare", "g1", seeds=[7], only=["timed", "g1"])
-    assert failures["timed/7"].reason == "needs g1/7 and bare/7, which are not both complete"
+    assert run(folder, "out", "timed", "bare", "g1", seeds=[7, 42], only=["timed"]) == {}
+    assert stamps(folder / "out") == before and "takes" not in capsys.readouterr().out
 
 
 def test_a_failing_run_leaves_the_others_alone(folder, capsys):

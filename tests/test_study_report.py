@@ -28,9 +28,10 @@ HOSTILE = '<script>alert("1")</script> $\\frac$ | [a](javascript:b) **c**'
 VOID = {"meta", "img", "br", "link", "hr", "input"}
 
 
-def verdict(folder, key, plan, **study):
-    """Word and sentence of one claim, of a study with this plan."""
-    found = {v.key: v for v in judge(read_results(write_study(folder, plan, **study)))}
+def verdict(folder, key, plan, dense_loss=10.0, **study):
+    """Word and sentence of one claim, of a study with this plan, in which skipping is free."""
+    base = {"name": "tiny", "parameters": 1000, "layers": 6, "width": 64, "dense_loss": dense_loss}
+    found = {v.key: v for v in judge(read_results(write_study(folder, plan, base=base, **study)))}
     return found[key].word, found[key].sentence
 
 
@@ -301,74 +302,82 @@ def budgets(*differences):
 
 
 REPRODUCED, REVERSED, NEITHER = "reproduced", "reversed", "not detectable here"
+STEADY, SMALL, ANY = (-0.0101, -0.01, -0.0099), (-0.0004, 0.0004, 0.0), (-0.01, 0.02, -0.03)
+
+
+def shifted(value, differences, sign=1):
+    return [value + sign * difference for difference in differences]
+
+
 CASES = [
-    # Lower loss: all seeds agree, and the mean is above the margin of 0.005.
-    ("g3-early", early(-0.01, -0.001, -0.02), REPRODUCED),
-    ("g3-early", early(0.01, 0.001, 0.02), REVERSED),
-    ("g3-early", early(-0.01, 0.001, -0.02), NEITHER),
-    ("g3-early", early(-0.004, -0.005, -0.004), NEITHER),
+    # Lower loss: the whole interval is.
+    ("g3-early", early(*STEADY), REPRODUCED),
+    ("g3-early", early(*(-d for d in STEADY)), REVERSED),
+    ("g3-early", early(*ANY), NEITHER),
+    ("g3-early", early(-0.01, -0.03, -0.02), NEITHER),  # all seeds agree, but not closely
     ("a1-loss", pair("g3", "a1", "best", 3.0, 3.01), REPRODUCED),
     ("a1-loss", pair("g3", "a1", "best", 3.01, 3.0), REVERSED),
-    ("a1-loss", pair("g3", "a1", "best", 3.0, 3.005), NEITHER),
-    # Equal loss: every seed within the margin, which belongs to it.
-    ("g3-endpoint", endpoint(-0.005, 0.005, 0.0), REPRODUCED),
-    ("g3-endpoint", endpoint(-0.01, -0.001, -0.02), REVERSED),
-    ("g3-endpoint", endpoint(0.01, 0.001, 0.02), REVERSED),
-    ("g3-endpoint", endpoint(-0.006, 0.005, 0.0), NEITHER),
+    ("a1-loss", pair("g3", "a1", "best", 3.0, shifted(3.0, ANY)), NEITHER),
+    # Equal loss: the whole interval within the margin of 0.005, which belongs to it.
+    ("g3-endpoint", endpoint(*SMALL), REPRODUCED),
+    ("g3-endpoint", endpoint(0.005, 0.005, 0.005), REPRODUCED),
+    ("g3-endpoint", endpoint(*STEADY), REVERSED),
+    ("g3-endpoint", endpoint(*(-d for d in STEADY)), REVERSED),
+    ("g3-endpoint", endpoint(-0.004, 0.004, 0.0), NEITHER),
     ("a4-flat", {"g3": {"best": 3.0}, "a4_025": {"best": 3.004}, "a4_200": {"best": 2.996}}, REPRODUCED),
     ("a4-flat", {"g3": {"best": 3.0}, "a4_025": {"best": 3.004}, "a4_200": {"best": 2.99}}, REVERSED),
     ("a4-flat", {"g3": {"best": 3.0}, "a4_025": {"best": 3.0}, "a4_200": {"best": [2.99, 3.0, 3.01]}}, NEITHER),
     # Not worse: only a higher loss speaks against it.
-    ("cgs-compute", pair("iso_cgs", "cgs", "endpoint", [2.9, 3.005, 3.0], 3.0), REPRODUCED),
-    ("cgs-compute", pair("iso_cgs", "cgs", "endpoint", [3.01, 3.02, 3.001], 3.0), REVERSED),
+    ("cgs-compute", pair("iso_cgs", "cgs", "endpoint", [2.9, 2.901, 2.899], 3.0), REPRODUCED),
+    ("cgs-compute", pair("iso_cgs", "cgs", "endpoint", [3.01, 3.0101, 3.0099], 3.0) | {"a3_g1": {}}, REVERSED),
     ("cgs-compute", pair("iso_cgs", "cgs", "endpoint", [2.9, 3.01, 3.0], 3.0), NEITHER),
     # Ratios.
-    ("g3-gradient", pair("g1", "g3", "grad_norm_mean", [30.0, 40.0, 50.0], 10.0), REPRODUCED),
-    ("g3-gradient", pair("g1", "g3", "grad_norm_mean", [9.0, 8.0, 1.0], 10.0), REVERSED),
+    ("g3-gradient", pair("g1", "g3", "grad_norm_mean", [40.0, 41.0, 42.0], 10.0), REPRODUCED),
+    ("g3-gradient", pair("g1", "g3", "grad_norm_mean", [8.0, 8.1, 8.2], 10.0), REVERSED),
     ("g3-gradient", pair("g1", "g3", "grad_norm_mean", [29.0, 400.0, 500.0], 10.0), NEITHER),
-    ("a1-collapse", collapse([0.08, 0.004, 0.0]), REPRODUCED),
+    ("a1-collapse", collapse([0.005, 0.004, 0.0045]), REPRODUCED),
     ("a1-collapse", collapse(0.9), REVERSED),
-    ("a1-collapse", collapse([0.2, 0.004, 0.004]), NEITHER),
-    ("a1-scores", collapse(0.8, variance=[1e-5, 1e-3, 1e-4]), REPRODUCED),
+    ("a1-collapse", collapse([0.2, 0.004, 0.0]), NEITHER),
+    ("a1-scores", collapse(0.8, variance=[1.1e-5, 1e-5, 1.2e-5]), REPRODUCED),
     ("a1-scores", collapse(0.8, variance=0.2), REVERSED),
     ("a1-scores", collapse(0.8, variance=0.002), NEITHER),
-    ("a2-collapse", pair("g3", "a2", "layers/q_distance", 0.8, [0.9, 0.1, 0.5]), REPRODUCED),
+    ("a2-collapse", pair("g3", "a2", "layers/q_distance", 0.8, [0.6, 0.55, 0.5]), REPRODUCED),
     ("a2-collapse", pair("g3", "a2", "layers/q_distance", 0.8, 0.01), REVERSED),
     ("a2-collapse", pair("g3", "a2", "layers/q_distance", 0.8, [0.9, 0.01, 0.5]), NEITHER),
     ("cosine-blind", collapse(0.005, cosine=1.002), REPRODUCED),
     ("cosine-blind", collapse(0.005, cosine=0.5), REVERSED),
     ("cosine-blind", collapse(0.005, cosine=0.95), NEITHER),
     ("cosine-blind", collapse(0.7, cosine=0.995), NEITHER),  # no collapse to show
-    ("cost-clock", pair("a3_g3", "g3", "train_seconds", [60.0, 80.0, 79.0], 100.0), REPRODUCED),
-    ("cost-clock", pair("a3_g3", "g3", "train_seconds", [100.0, 110.0, 101.0], 100.0), REVERSED),
+    ("cost-clock", pair("a3_g3", "g3", "train_seconds", [60.0, 61.0, 59.0], 100.0), REPRODUCED),
+    ("cost-clock", pair("a3_g3", "g3", "train_seconds", [109.0, 110.0, 109.0], 100.0), REVERSED),
     ("cost-clock", pair("a3_g3", "g3", "train_seconds", [60.0, 85.0, 79.0], 100.0), NEITHER),
     ("cost-accounting", pair("a3_g3", "g3", "cost/training_ffn_ratio", 1.068, 1.527), REPRODUCED),
-    # Thresholds: never is later than any step, and says nothing where both never got there.
-    ("g3-hits", reached([(5, 10), (5, 15), (5, None)], [(10, 15), (5, None), (10, None)]), REPRODUCED),
-    ("g3-hits", reached([(10, 15), (5, None), (None, None)], [(5, 10), (5, 15), (5, None)]), REVERSED),
-    ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(10, 10), (10, 20), (10, 20)]), NEITHER),
-    ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(5, 15), (10, 20), (10, 20)]), NEITHER),
+    # Thresholds: never counts as the end, and says nothing where both never got there.
+    ("g3-hits", reached([(5, 10), (5, 10), (5, 10)], [(10, None), (10, None), (10, None)]), REPRODUCED),
+    ("g3-hits", reached([(10, None), (10, None), (10, None)], [(5, 10), (5, 10), (5, 10)]), REVERSED),
+    ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(10, 10), (5, 10), (5, 20)]), NEITHER),
+    ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(5, 15), (5, 15), (5, 15)]), NEITHER),
     ("g3-hits", reached([(None, None)] * 3, [(None, None)] * 3), NEITHER),
     # An advantage can only go where there was one.
     ("a3-equal-early", early(-0.01, -0.01, -0.01) | pair("a3_g1", "a3_g3", "avg_first_half", 5.0, 5.0), REPRODUCED),
     ("a3-equal-early", early(-0.01, -0.01, -0.01) | pair("a3_g1", "a3_g3", "avg_first_half", 5.1, 5.0), REVERSED),
     ("a3-equal-early", early(0.01, 0.01, 0.01) | pair("a3_g1", "a3_g3", "avg_first_half", 5.0, 5.0), NEITHER),
     # Gate probability.
-    ("a3-probability", probabilities([0.5, 0.54, 0.46], [0.6, 0.4, 0.3]), REPRODUCED),
-    ("a3-probability", probabilities([0.6, 0.4, 0.3], [0.5, 0.54, 0.46]), REVERSED),
-    ("a3-probability", probabilities([0.5, 0.54, 0.46], [0.6, 0.5, 0.3]), NEITHER),
-    # AUC, whose margin is 0.01.
-    ("cgs-auc", aucs([0.53, 0.52, 0.549]), REPRODUCED),
-    ("cgs-auc", aucs([0.57, 0.58, 0.551]), REVERSED),
-    ("cgs-auc", aucs(0.542), NEITHER),
+    ("a3-probability", probabilities([0.5, 0.501, 0.499], [0.61, 0.6, 0.59]), REPRODUCED),
+    ("a3-probability", probabilities([0.61, 0.6, 0.59], [0.5, 0.501, 0.499]), REVERSED),
+    ("a3-probability", probabilities([0.5, 0.501, 0.499], [0.6, 0.5, 0.3]), NEITHER),
+    # AUC.
+    ("cgs-auc", aucs([0.53, 0.529, 0.531]), REPRODUCED),
+    ("cgs-auc", aucs([0.57, 0.571, 0.569]), REVERSED),
+    ("cgs-auc", aucs([0.542, 0.56, 0.53]), NEITHER),
     # Open questions have their own words.
     ("h3", sweep(3.02, 3.002, 3.01, 3.01), "supported"),
     ("h3", sweep(3.02, 3.01, 3.02, 3.03), "contradicted"),
     ("h3", sweep(3.02, [2.9, 3.1, 3.0], 3.01, 3.01), NEITHER),
-    ("h3", sweep(3.001, 3.0, 3.0, 3.0), NEITHER),  # no harm to explain
+    ("h3", sweep([3.001, 2.9, 3.1], 3.0, 3.0, 3.0), NEITHER),  # no harm to explain
     ("budget-early", budgets(-0.01, -0.02, -0.01, -0.03), "supported"),
     ("budget-early", budgets(-0.01, 0.02, -0.01, -0.03), "contradicted"),
-    ("budget-early", budgets(-0.01, -0.001, -0.01, -0.03), NEITHER),
+    ("budget-early", budgets(-0.01, 0.0, -0.01, -0.03), NEITHER),
 ]  # fmt: skip
 
 
@@ -385,45 +394,69 @@ def test_every_rule_is_tried_in_every_direction():
     assert all(len(words[key]) == 3 for key in both)
 
 
-def test_a_sentence_holds_the_differences_their_mean_and_the_papers_number(tmp_path):
+def test_a_sentence_holds_the_mean_its_interval_and_the_papers_number(tmp_path):
     _, sentence = verdict(tmp_path, "g3-early", early(-0.01, -0.03, -0.02))
+    # Four statements compare G1 and G3: t(2) at 1 - 0.05 / 4 / 2 is 8.86; 8.86 * 0.01 / sqrt(3) = 0.0512.
     assert sentence == (
-        "Average loss of the first half, G3 minus G1: -0.0100 (42), -0.0300 (123), -0.0200 (7), mean -0.0200; "
-        "lower in 3 of 3 seeds. Paper: -0.0067."
+        "Average loss of the first half, G3 minus G1: -0.0200 (-0.0712 to +0.0312), 3 seeds. Paper: -0.0067."
     )
 
 
-def test_a_sentence_tells_a_direction_within_the_margin(tmp_path):
-    _, sentence = verdict(tmp_path, "g3-early", early(-0.004, -0.002, -0.003))
-    assert "lower in 3 of 3 seeds, by a mean within the margin of 0.005." in sentence
+def test_more_statements_make_wider_intervals(tmp_path):
+    few = verdict(tmp_path / "few", "g3-early", early(-0.01, -0.011, -0.009))
+    many = verdict(tmp_path / "many", "g3-early", {name: {} for name in CONFIGS} | early(-0.01, -0.011, -0.009))
+    assert few[0] == REPRODUCED and many[0] == NEITHER and few[1] != many[1]
 
 
-def test_a_never_reached_threshold_is_told(tmp_path):
+def test_where_skipping_is_not_free_the_opposite_is_not_comparable(tmp_path):
+    opposite = early(*(-d for d in STEADY)) | pair("a3_g3", "g3", "train_seconds", [109.0, 110.0, 109.0], 100.0)
+    opposite["g3"] |= early(*(-d for d in STEADY))["g3"]
+    found = {free: judge(read_results(write_study(tmp_path / str(free), opposite, **dense(free)))) for free in (0, 1)}
+    words = {free: {v.key: v.word for v in verdicts} for free, verdicts in found.items()}
+    assert words[1]["g3-early"] == REVERSED and words[0]["g3-early"] == "not comparable"
+    assert words[0]["cost-clock"] == words[1]["cost-clock"] == REVERSED  # a saving is one in any regime
+    unknown = pair("iso_cgs", "cgs", "endpoint", [3.01, 3.0101, 3.0099], 3.0)  # what skipping costs
+    assert verdict(tmp_path / "unknown", "cgs-compute", unknown)[0] == "not comparable"
+
+
+def dense(free):
+    """A base that G1, whose endpoint is 3.0, is close to, or not."""
+    return {"base": {"name": "tiny", "parameters": 1000, "layers": 6, "width": 64, "dense_loss": 2.99 if free else 2.9}}
+
+
+def test_a_never_reached_threshold_counts_as_the_end(tmp_path):
     _, sentence = verdict(tmp_path, "g3-hits", reached([(5, None)] * 3, [(10, None)] * 3))
-    assert "3.2: 5 against 10 (42)" in sentence and "3.1: never against never (42)" in sentence
+    assert "G3 over G1: 0.50 (0.50 to 0.50), 3 seeds" in sentence
+    _, sentence = verdict(tmp_path / "one", "g3-hits", reached([(5, 10)] * 3, [(5, None)] * 3))
+    assert "G3 over G1: 0.71 (0.71 to 0.71), 3 seeds" in sentence  # sqrt(10 / 20)
+    _, sentence = verdict(tmp_path / "none", "g3-hits", reached([(None, None)] * 3, [(None, None)] * 3))
+    assert "no threshold was reached" in sentence
 
 
 def test_the_margin_is_that_of_the_study(tmp_path):
-    plan = early(-0.004, -0.002, -0.003)
-    assert verdict(tmp_path, "g3-early", plan, margin=0.001)[0] == REPRODUCED
+    assert verdict(tmp_path / "a", "g3-endpoint", endpoint(0.003, 0.003, 0.003), margin=0.004)[0] == REPRODUCED
+    assert verdict(tmp_path / "b", "g3-endpoint", endpoint(0.003, 0.003, 0.003), margin=0.002)[0] == REVERSED
 
 
-def test_one_common_seed_is_never_enough(tmp_path):
+@pytest.mark.parametrize("seeds", [[42], [42, 123]])
+def test_fewer_than_three_seeds_are_never_enough(seeds, tmp_path):
     plan = {name: {} for name in CONFIGS}
-    study = read_results(write_study(tmp_path, plan, seeds=[42]))
+    study = read_results(write_study(tmp_path, plan, seeds=seeds))
     assert len(judge(study)) == len(CLAIMS) + len(QUESTIONS)
     assert {v.word for v in judge(study)} == {NEITHER}
 
 
-@pytest.mark.parametrize("missing", [[("g3", 42)], [("g3", 42), ("g1", 123)]])
+@pytest.mark.parametrize("missing", [[], [("g3", 42)], [("g3", 42), ("g1", 123)]])
 def test_seeds_that_are_not_common_do_not_count(missing, tmp_path):
     word, sentence = verdict(tmp_path, "g3-early", early(-0.1, -0.1), seeds=[42, 123], missing=missing)
-    assert word == NEITHER and ("only 1 common seed" if len(missing) == 1 else "no common seed") in sentence
+    told = ("only 2 common seeds", "only 1 common seed", "no common seed")[len(missing)]
+    assert word == NEITHER and told in sentence
 
 
 def test_only_seeds_of_both_runs_are_compared(tmp_path):
-    word, sentence = verdict(tmp_path, "g3-early", early(-0.01, +0.5, -0.02), missing=[("g3", 123)])
-    assert word == REPRODUCED and "(123)" not in sentence
+    seeds, plan = [42, 123, 7, 11], {"g3": {EARLY: [3.29, 9.0, 3.29, 3.29]}, "g1": {EARLY: 3.3}}
+    word, sentence = verdict(tmp_path, "g3-early", plan, seeds=seeds, missing=[("g3", 123)])
+    assert word == REPRODUCED and "3 seeds" in sentence
 
 
 # The page
@@ -513,11 +546,7 @@ def test_both_files_hold_the_same_verdicts_and_numbers(full):
     study = read_results(full)
     for found in judge(study):
         assert f'id="claim-{found.key}"' in html
-    assert (
-        html.count('class="badge')
-        == len(judge(study))
-        == markdown.count("\n* ✓") + markdown.count("\n* ✗") + (markdown.count("\n* ○"))
-    )
+    assert html.count('class="badge') == len(judge(study)) == sum(markdown.count(f"\n* {symbol}") for symbol in "✓✗≠○")
     for built in build_tables(study):
         assert f'id="{built.key}"' in html and built.title in markdown
 
@@ -532,7 +561,9 @@ def run(*arguments):
 
 
 def test_the_recipe_writes_the_report_next_to_the_results(tmp_path, capsys, monkeypatch):
-    folder = write_study(tmp_path, early(-0.01, -0.01, -0.01), missing=[("g1", 7)])
+    folder = write_study(
+        tmp_path, {"g3": {EARLY: 3.29}, "g1": {EARLY: 3.3}}, seeds=[42, 123, 7, 11], missing=[("g1", 11)]
+    )
     script = REPOSITORY / "recipes/aux_losses/report.py"
     monkeypatch.syspath_prepend(script.parent)
     monkeypatch.setattr("sys.argv", [str(script), str(folder)])

@@ -70,8 +70,8 @@ def load_text(
     Args:
         source: `"python-stdlib"`, a local `.txt` (each line is a text) / `.jsonl` / `.json` / `.csv` / `.parquet` file,
             a folder that `save_to_disk` made or that `datasets` can load, or a dataset id on the Hub.
-        split: A split, or a slice of one in the syntax of `datasets` (`"train[:90%]"`; not when streaming). A local
-            file is one split, `"train"`.
+        split: A split, or a slice of one in the syntax of `datasets` (`"train[:90%]"`; when streaming, of
+            `"python-stdlib"` and saved folders only). A local file is one split, `"train"`.
         name: The Hub dataset's configuration, such as `"sample-10BT"`.
         column: The column that holds the text.
         streaming: Do not download the dataset; read it as it is consumed.
@@ -81,15 +81,9 @@ def load_text(
         DataError: There is no such dataset, split or column; the Hub cannot be reached; the file is broken or empty;
             the column does not hold text.
     """
-    import datasets
 
     if source == PYTHON_STDLIB:
-        if split not in ("train", "validation"):
-            raise DataError(f"dataset {PYTHON_STDLIB}: no split {split!r}; use train or validation")
-        texts = [path.read_text(encoding="utf-8", errors="replace") for path in stdlib_files(split)]
-        if not texts:
-            raise DataError(f"dataset {PYTHON_STDLIB}: this Python installation ships no library sources")
-        dataset: Any = datasets.Dataset.from_dict({"text": texts})
+        dataset: Any = _stdlib(split)
         dataset = dataset.to_iterable_dataset() if streaming else dataset
     else:
         with _progress(verbose):
@@ -177,15 +171,38 @@ def _load(source: str, split: str, name: str | None, streaming: bool) -> Any:
         raise DataError(f"dataset {source}: {reason(cause or error)}") from error
 
 
+def _stdlib(split: str) -> Any:
+    """A split, or a slice of one, of the standard library's sources; each file is a text."""
+    import datasets
+
+    splits = {}
+    for name in ("train", "validation"):
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in stdlib_files(name)]
+        if not texts:
+            raise DataError(f"dataset {PYTHON_STDLIB}: this Python installation ships no library sources")
+        splits[name] = datasets.Dataset.from_dict({"text": texts})
+    try:
+        return _sliced(splits, split)
+    except (ValueError, AssertionError, IndexError) as error:
+        raise DataError(
+            f"dataset {PYTHON_STDLIB}: no split {split!r}; use train or validation, or a slice of one, train[:90%]"
+        ) from error
+
+
 def _from_disk(path: Path, split: str, streaming: bool) -> Any:
     """A split, or a slice of one, of what `save_to_disk` wrote: a `DatasetDict`, or a `Dataset`, which is `"train"`."""
     import datasets
 
     saved = datasets.load_from_disk(str(path))
-    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute({key: len(part) for key, part in splits.items()})
-    dataset = datasets.concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
+    dataset = _sliced(saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}, split)
     return dataset.to_iterable_dataset() if streaming else dataset
+
+
+def _sliced(splits: dict[str, Any], split: str) -> Any:
+    import datasets
+
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({key: len(part) for key, part in splits.items()})
+    return datasets.concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
 
 
 def _hub_error(error: Exception, source: str) -> HubError | None:

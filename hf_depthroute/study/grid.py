@@ -69,7 +69,7 @@ class RunSpec:
         training: Fields of `DepthRouteTrainingArguments`.
         joint: Whether the base model trains too.
         iso_compute: `{"same_time_as": config, "steps_of": config}`: as many steps of the second config as fit in the
-            time that the first one took, with the same seed.
+            time of the first one, by a measured ratio of their steps.
     """
 
     config: str

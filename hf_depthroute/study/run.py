@@ -105,7 +105,7 @@ def is_finished(out: Path, spec: RunSpec, fingerprint: str) -> bool:
         return False
     wanted = json.loads(json.dumps(dataclasses.asdict(spec)))
     if spec.iso_compute is not None:
-        del wanted["steps"]  # follow from times
+        del wanted["steps"]  # follow from a measurement
     other = differences({name: made.get(name) for name in wanted}, wanted)
     if made.get("fingerprint") != fingerprint:
         other.append("the fingerprint of the study")

@@ -2,6 +2,7 @@
 
     OUT/study.json             what the study is, and the fingerprint that a later start must have
     OUT/blocks.safetensors     the token blocks of every run
+    OUT/step_ratios.json       where a config has `iso_compute`: measured times of a step, one config's over another's
     OUT/runs/CONFIG/SEED/      one run each: see `run.py`
 
 A process killed at any moment leaves complete runs, which are kept, and incomplete ones, which start again from
@@ -40,6 +41,7 @@ from .fingerprint import CODE, combine, explain, hash_model, versions
 from .grid import RunSpec, Study
 from .measure import autocast
 from .run import RunError, Start, StudyError, device_type, is_finished, load_base, read_json, run_folder, train_run
+from .step_ratio import step_ratio
 
 ENGINES = ("processes", "ray")
 _DESCRIBED = ("name", "margin", "thresholds", "steps", "eval_every", "batch_size", "seeds")  # as study.json has them
@@ -109,17 +111,7 @@ def run_study(
             if folder.exists():
                 shutil.rmtree(folder)
         failures: dict[str, Failure] = {}
-        _run_all([spec for spec in pending if spec.iso_compute is None], start, jobs, failures)
-        timed = []
-        for spec in pending:
-            if spec.iso_compute is not None:
-                steps = _steps_in_time(out, spec, start.fingerprint)
-                if steps is None:
-                    needed = " and ".join(f"{name}/{spec.seed}" for name in spec.iso_compute.values())
-                    failures[spec.name] = Failure(f"needs {needed}, which are not both complete")
-                else:
-                    timed.append(dataclasses.replace(spec, steps=steps))
-        _run_all(timed, start, jobs, failures)
+        _run_all([_in_equal_time(study, start, spec) for spec in pending], start, jobs, failures)
     return failures
 
 
@@ -200,18 +192,22 @@ def _prepare(study: Study, out: Path, jobs: int, engine: str, debug: bool, selec
     return Start(study, out, base, combine(parts), dense_loss, machine["threads"], selected, engine, debug)
 
 
-def _steps_in_time(out: Path, spec: RunSpec, fingerprint: str) -> int | None:
-    """The steps of `steps_of` that fit in the time of `same_time_as`; None while either is incomplete."""
-    assert spec.iso_compute is not None
-    summaries = []
-    for key in ("same_time_as", "steps_of"):
-        folder = run_folder(out, dataclasses.replace(spec, config=spec.iso_compute[key]))
-        summaries.append(read_json(folder / "summary.json"))
-    timed, counted = summaries
-    if timed is None or counted is None or {timed["fingerprint"], counted["fingerprint"]} != {fingerprint}:
-        return None
-    clock = "train_seconds" if device_type() == "cuda" else "train_cpu_seconds"  # CPUs are often shared
-    return max(1, round(counted["steps"] * timed[clock] / counted[clock]))
+def _in_equal_time(study: Study, start: Start, spec: RunSpec) -> RunSpec:
+    """A run with `iso_compute` gets its steps, by a ratio of times that is measured once, before anything runs."""
+    if spec.iso_compute is None:
+        return spec
+    timed, counted = (
+        next(config.spec(study.seeds[0]) for config in study.configs if config.name == spec.iso_compute[key])
+        for key in ("same_time_as", "steps_of")
+    )
+    assert timed.steps is not None
+    file, name = start.out / "step_ratios.json", f"{timed.config} / {counted.config}"
+    known = read_json(file) or {}
+    if name not in known:
+        known[name] = step_ratio(start, read_blocks(start.out / "blocks.safetensors"), timed, counted)
+        write_json(file, known)
+        say(f"{study.name}: a step of {timed.config} takes {known[name]['ratio']:.3f} of one of {counted.config}")
+    return dataclasses.replace(spec, steps=max(1, round(timed.steps * known[name]["ratio"])))
 
 
 def _run_all(specs: Sequence[RunSpec], start: Start, jobs: int, failures: dict[str, Failure]) -> None:

@@ -2,8 +2,11 @@
 
     OMP_NUM_THREADS=1 python recipes/router_tuning/run.py --out OUT
 
-Every run leaves an adapter `OUT/NAME` and `OUT/NAME.json`; one whose record exists is skipped, so a stopped study goes
-on where it was. `OUT/dense.json` and `OUT/time.json` are the other measurements; `report.py` makes the rest of them.
+The text is of two kinds, so that whole sequences differ: Python's standard library, which the base was pretrained on,
+and the prose behind Python's `help()` (`pydoc_data.topics`), as many sequences of each. Every run leaves an adapter
+`OUT/NAME` and `OUT/NAME.json`; one whose record exists is skipped, so a stopped study goes on where it was, and
+`--part 1/2` does every second of them, beside `--part 2/2`. `OUT/dense.json` and `OUT/time.json` are the other
+measurements; `report.py` makes the rest of them.
 
 Shapes: B batch, T positions.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pydoc_data.topics
 import random
 import statistics
 import time
@@ -33,7 +37,7 @@ from hf_depthroute import (
 )
 from hf_depthroute.base.cache import kv_cache_bytes
 from hf_depthroute.bench import dense_view, describe_machine
-from hf_depthroute.data.blocks import Blocks, OrderedBlocks, draw_order, prepare_blocks, read_blocks, spread, to_batches
+from hf_depthroute.data.blocks import Blocks, OrderedBlocks, draw_order, prepare_blocks, spread, to_batches
 from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.files.strict_yaml import read_mapping
 from hf_depthroute.inference.importance import layer_importance, least_important
@@ -43,6 +47,7 @@ from hf_depthroute.study.run import load_base
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
 DEPTH = 6
+KINDS = ("code", "prose")
 Batches = list[dict[str, torch.Tensor]]
 
 
@@ -81,6 +86,7 @@ def train(study: dict[str, Any], run: dict[str, Any], blocks: Blocks, base: str,
         output_dir=str(out / "trainer"), use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
         num_train_epochs=1, per_device_train_batch_size=study["batch"], train_sampling_strategy="sequential",
         learning_rate=study["lr"], warmup_steps=study["warmup"], weight_decay=0.0, logging_steps=1, seed=run["seed"],
+        bf16=True,
         capacity_weight=study["capacity_weight"], budget_weight=0.0, alive_weight=0.0,
     )  # fmt: skip
     order = draw_order(len(blocks.train), run["samples"], run["seed"])
@@ -102,11 +108,22 @@ def train(study: dict[str, Any], run: dict[str, Any], blocks: Blocks, base: str,
 
 
 def measure(model: Any, validation: Batches) -> dict[str, Any]:
-    """Loss by the inference rule, and the share of tokens run full, of each layer and of all of them."""
-    with count_routes(model) as counter:
-        loss = mean_loss(model, validation)
-    shares = {str(layer): round(share, 4) for layer, share in counter.full_ratio().items()}
-    return {"loss": round(loss, 5), "share": round(statistics.fmean(shares.values()), 4), "shares": shares}
+    """Loss by the inference rule, and the share of tokens run full, of each layer and of all of them; by kind, too."""
+    by_kind: dict[str, dict[str, float]] = {}
+    shares: list[dict[int, float]] = []
+    for kind, batches in zip(KINDS, halves(validation)):
+        with count_routes(model) as counter:
+            loss = mean_loss(model, batches)
+        shares.append(counter.full_ratio())
+        by_kind[kind] = {"loss": round(loss, 5), "share": round(statistics.fmean(shares[-1].values()), 4)}
+    layers = {str(layer): round(statistics.fmean(part[layer] for part in shares), 4) for layer in shares[0]}
+    means = {key: statistics.fmean(row[key] for row in by_kind.values()) for key in ("loss", "share")}
+    return {"loss": round(means["loss"], 5), "share": round(means["share"], 4), "shares": layers, "by_kind": by_kind}
+
+
+def halves(batches: Batches) -> tuple[Batches, Batches]:
+    """Code and prose, of which there is as much."""
+    return batches[: len(batches) // 2], batches[len(batches) // 2 :]
 
 
 def meet_budget(model: Any, batches: Batches) -> None:
@@ -133,14 +150,23 @@ def train_and_measure(
 def measure_baselines(study: dict[str, Any], blocks: Blocks, base: str) -> dict[str, Any]:
     """Losses without training: dense, sublayers dropped for every token, and frozen random routers at the budget."""
     validation, calibration = evaluation_batches(study, blocks)
-    found: dict[str, Any] = {"dense": round(mean_loss(load_base(base), validation), 5), "dropped": [], "random": []}
+    dense = [mean_loss(load_base(base), batches) for batches in halves(validation)]
+    found: dict[str, Any] = {
+        "dense": round(statistics.fmean(dense), 5),
+        "by_kind": dict(zip(KINDS, (round(loss, 5) for loss in dense))),
+        "dropped": [],
+        "random": [],
+    }
+    candidates = deepest_but_last(study["table"][0]["layers"])
     for target in ("block", "ffn", "attention"):
         importance = layer_importance(load_base(base), calibration, target)
-        for count in study["dropped"]:
-            layers = least_important(importance, count)
-            config = DepthRouteConfig(gate="none", branch="none", target=target, layers=layers)
-            loss = mean_loss(get_depth_routed_model(load_base(base), config), validation)
-            found["dropped"].append({"target": target, "layers": layers, "loss": round(loss, 5)})
+        own = {layer: importance[layer] for layer in candidates}
+        for among, ranked in (("candidates", own), ("all", importance)):
+            for count in study["dropped"]:
+                layers = least_important(ranked, count)
+                config = DepthRouteConfig(gate="none", branch="none", target=target, layers=layers)
+                loss = mean_loss(get_depth_routed_model(load_base(base), config), validation)
+                found["dropped"].append({"target": target, "among": among, "layers": layers, "loss": round(loss, 5)})
     for row in study["table"]:
         model = get_depth_routed_model(
             load_base(base), adapter_config(study, row, gate="random", selection="threshold")
@@ -148,6 +174,26 @@ def measure_baselines(study: dict[str, Any], blocks: Blocks, base: str) -> dict[
         meet_budget(model, calibration)
         found["random"].append({**row, **measure(model, validation)})
     return found
+
+
+def mixed_blocks(study: dict[str, Any], base: str) -> Blocks:
+    """Sequences of both kinds: training `[N, T]`, in any order, and validation `[M, T]`, code first."""
+    code = prepare_blocks(
+        {"length": study["length"], "validation_blocks": study["validation_blocks"]}, "python-stdlib", base
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+    split: dict[bool, list[int]] = {True: [], False: []}
+    for place, (_, text) in enumerate(sorted(pydoc_data.topics.topics.items())):  # every fifth topic validates
+        split[place % 5 == 0] += [*tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]
+    train, validation = (
+        torch.tensor(ids[: len(ids) // study["length"] * study["length"]], dtype=torch.int32).view(-1, study["length"])
+        for ids in (split[False], split[True])
+    )
+    prose = spread(validation, study["validation_blocks"])
+    return Blocks(
+        torch.cat([spread(code.train, len(train)), train]),
+        torch.cat([spread(code.validation, len(prose)), prose]),
+    )
 
 
 def evaluation_batches(study: dict[str, Any], blocks: Blocks) -> tuple[Batches, Batches]:
@@ -229,21 +275,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", type=Path, default=HERE / "study.yaml")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--part", default="1/1", help="1/2 and 2/2: half of the runs each, and no times")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     study = read_mapping(args.study)
     base = str(args.study.parent / study["base"])
-    tokens = args.out / "blocks.safetensors"
-    if not tokens.exists():
-        data = {"length": study["length"], "validation_blocks": study["validation_blocks"]}
-        tokens.write_bytes(prepare_blocks(data, "python-stdlib", base).to_bytes())
-    blocks = read_blocks(tokens)
+    blocks = mixed_blocks(study, base)
     jobs = {"dense": lambda: measure_baselines(study, blocks, base)}
     for name, run in read_runs(study).items():
         jobs[name] = lambda name=name, run=run: train_and_measure(study, name, run, blocks, base, args.out)
-    jobs["time"] = lambda: measure_time(study, blocks, base, args.out)
-    for name, job in jobs.items():
+    part, parts = map(int, args.part.split("/"))
+    if parts == 1:
+        jobs["time"] = lambda: measure_time(study, blocks, base, args.out)
+    for name, job in list(jobs.items())[part - 1 :: parts]:
         record = args.out / f"{name}.json"
         if not record.exists():
             made = job()

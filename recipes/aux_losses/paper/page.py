@@ -14,15 +14,29 @@ from hf_depthroute.files.staged import write_files
 from hf_depthroute.report.study_results import StudyRuns, dump_results, read_results
 from hf_depthroute.report.study_table import study_facts, study_notes, study_title
 
-from .claims import CONTRADICTED, REPRODUCED, REVERSED, SOURCES, SUPPORTED, UNDETECTABLE, Verdict, judge, untested
+from .claims import (
+    CONTRADICTED,
+    NOT_COMPARABLE,
+    REPRODUCED,
+    REVERSED,
+    SOURCES,
+    SUPPORTED,
+    UNDETECTABLE,
+    Verdict,
+    judge,
+    untested,
+)
 from .plots import Plot, plot_study
 from .rules import describe_rules
 from .tables import ALL_LOSSES, Table, build_tables
 from .values import significant, uneven_times
 
 # A symbol besides the colour; the word stands next to it.
-SYMBOLS = {REPRODUCED: "✓", SUPPORTED: "✓", REVERSED: "✗", CONTRADICTED: "✗", UNDETECTABLE: "○"}
-_KINDS = {REPRODUCED: "yes", SUPPORTED: "yes", REVERSED: "no", CONTRADICTED: "no", UNDETECTABLE: "open"}
+SYMBOLS = {REPRODUCED: "✓", SUPPORTED: "✓", REVERSED: "✗", CONTRADICTED: "✗", NOT_COMPARABLE: "≠", UNDETECTABLE: "○"}
+_KINDS = {
+    REPRODUCED: "yes", SUPPORTED: "yes", REVERSED: "no", CONTRADICTED: "no",
+    NOT_COMPARABLE: "open", UNDETECTABLE: "open",
+}  # fmt: skip
 _LEGEND = (
     "Losses are validation losses in nats, under the training rule (top-k). Tables show mean ± sample standard "
     "deviation over seeds. avg first half and avg whole: mean over the evaluations after step 0. hit: first evaluation "
@@ -73,7 +87,7 @@ def render_html(study: StudyRuns, verdicts: Sequence[Verdict], tables: Sequence[
         groups=_groups(verdicts),
         kinds=_KINDS,
         symbols=SYMBOLS,
-        rules=describe_rules(study.info["margin"]),
+        rules=describe_rules(study, len(verdicts)),
         untested=untested(study),
         legend=_LEGEND,
         first=_losses(tables),
@@ -116,7 +130,7 @@ def _verdict_lines(study: StudyRuns, verdicts: Sequence[Verdict]) -> list[str]:
         lines.append("")
     if untested(study):
         lines += ["### Not tested by this study", "", *(f"* {markdown_text(text)}" for text in untested(study)), ""]
-    rules = (f"* {markdown_text(rule)}" for rule in describe_rules(study.info["margin"]))
+    rules = (f"* {markdown_text(rule)}" for rule in describe_rules(study, len(verdicts)))
     return [*lines, "### How the verdicts come about", "", *rules, ""]
 
 
@@ -146,7 +160,8 @@ def _notes(study: StudyRuns) -> list[str]:
 
 def _counts(verdicts: Sequence[Verdict]) -> str:
     words = [verdict.word for verdict in verdicts]
-    claims = ", ".join(f"{words.count(w)} {w}" for w in (REPRODUCED, REVERSED, SUPPORTED, CONTRADICTED) if w in words)
+    order = (REPRODUCED, REVERSED, NOT_COMPARABLE, SUPPORTED, CONTRADICTED)
+    claims = ", ".join(f"{words.count(w)} {w}" for w in order if w in words)
     rest = f"{words.count(UNDETECTABLE)} {UNDETECTABLE}"
     return f"{len(words)} claims and open questions {SOURCES}: {', '.join(filter(None, [claims, rest]))}."
 
