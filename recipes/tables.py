@@ -711,7 +711,7 @@ def engram() -> Study:
         "",
         *engram_report.table(runs),
         "",
-        "Differences within each seed, with their 95 % interval and p times the number of comparisons:",
+        "Differences within each seed; the intervals hold with 95 % for all of them together:",
         "",
         *engram_report.claims_table(runs),
     ]

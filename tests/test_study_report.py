@@ -19,6 +19,7 @@ from study_results import write_study
 
 from hf_depthroute.cli import errors
 from hf_depthroute.cli.report import report
+from hf_depthroute.report.intervals import answer, interval
 from hf_depthroute.report.study_results import ResultsError, dump_results, read_results
 from hf_depthroute.report.study_table import loss_table, summarize, write_study_report
 
@@ -638,3 +639,32 @@ def test_a_refused_study_leaves_no_folder(tmp_path):
     with pytest.raises(errors.CliError):
         run(tmp_path, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# Intervals
+
+
+def test_an_interval_is_students_and_wider_for_more_statements():
+    found = interval([1.0, 2.0, 3.0])
+    assert (found.mean, round(found.low, 3), round(found.high, 3)) == (2.0, -0.484, 4.484)  # 4.303 / sqrt(3)
+    assert interval([1.0, 2.0, 3.0], 5).high == pytest.approx(2 + 9.925 / 3**0.5, abs=1e-3)
+    assert found.tell("{:.1f}".format) == "2.0 (-0.5 to 4.5), 3 seeds"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected", "word"),
+    [
+        ((-1.0, -1.1, -0.9), "lower", "holds"),
+        ((-1.0, -1.1, -0.9), "higher", "opposite"),
+        ((-1.0, -1.1, 0.9), "lower", "open"),
+        ((0.01, 0.0, -0.01), "equal", "holds"),
+        ((-1.0, -1.1, -0.9), "equal", "opposite"),
+        ((0.5, 0.0, -0.5), "equal", "open"),
+        ((-9.0, -9.1, -8.9), "not higher", "holds"),
+        ((1.0, 1.1, 0.9), "not higher", "opposite"),
+        ((-9.0, 9.0, 0.0), "not higher", "open"),
+        ((-1.0, -1.0), "lower", "open"),  # of two seeds
+    ],
+)
+def test_an_interval_answers_what_was_stated(numbers, expected, word):
+    assert answer(interval(numbers), expected, margin=0.1) == word

@@ -1,9 +1,12 @@
 """LoRA and routing on the embedded base, fine-tuned on another text: each alone, in two steps, and jointly.
 
     OMP_NUM_THREADS=1 python recipes/lora/run.py --out OUT
+    python recipes/lora/report.py --out OUT
 
 The text is the language reference that Python's `help()` shows (`pydoc_data.topics`), which the base has not seen.
-`OUT/results.json` holds the losses, `OUT/joint` and `OUT/two_step` the adapters of both kinds.
+Routers are of two kinds: FFNs with a low-rank branch (`routing`), and those of Router-Tuning (arXiv:2410.13184), a
+linear gate for the attention of whole sequences, nothing in its place (`router_tuning`). `OUT/results.json` holds the
+losses, `OUT/joint` and `OUT/two_step` the adapters of both kinds; seeds that it has are not run again.
 """
 
 from __future__ import annotations
@@ -36,11 +39,17 @@ from hf_depthroute.study.run import load_base
 
 BASE = str(Path(__file__).parents[1] / "embedded_base" / "model")
 LENGTH, BATCH, BUDGET = 128, 8, 0.5
+# Router-Tuning's, as in `../router_tuning`
+TUNED = {
+    "target": "attention", "granularity": "sequence", "layers": "before_last:3", "gate": "linear", "branch": "none",
+    "gate_input": "residual",
+}  # fmt: skip
+CAPACITY = {"capacity_weight": 4.0, "budget_weight": 0.0, "alive_weight": 0.0}
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]}
 
 
 def read_blocks() -> tuple[torch.Tensor, torch.Tensor]:
-    """Training blocks and 48 validation blocks, `[N, 128]`; every tenth topic is for validation."""
+    """Training blocks and up to 128 validation blocks, `[N, 128]`; every tenth topic is for validation."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(BASE, trust_remote_code=False)
     split: dict[bool, list[int]] = {True: [], False: []}
     for place, (_, text) in enumerate(sorted(pydoc_data.topics.topics.items())):
@@ -48,18 +57,21 @@ def read_blocks() -> tuple[torch.Tensor, torch.Tensor]:
     train, validation = (
         torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH) for ids in (split[False], split[True])
     )
-    return train, spread(validation, 48)
+    return train, spread(validation, 128)
 
 
 def add_lora(base: nn.Module) -> Any:
     return get_peft_model(base, LoraConfig(**LORA, task_type="CAUSAL_LM"), adapter_name="tuned")
 
 
-def add_router(base: nn.Module) -> Any:
-    return get_depth_routed_model(base, DepthRouteConfig(layers="last:3", budget=BUDGET), adapter_name="router")
+def add_router(base: nn.Module, fields: dict[str, Any] | None = None) -> Any:
+    config = DepthRouteConfig(**{"layers": "last:3", "budget": BUDGET, **(fields or {})})
+    return get_depth_routed_model(base, config, adapter_name="router")
 
 
-def train(model: Any, blocks: torch.Tensor, steps: int, seed: int, out: Path) -> dict[str, Any]:
+def train(
+    model: Any, blocks: torch.Tensor, steps: int, seed: int, out: Path, losses: dict[str, float] | None = None
+) -> dict[str, Any]:
     """Train what is trainable; the trainable parameters and the processor time."""
     arguments = dict(
         output_dir=str(out / "trainer"), use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
@@ -70,7 +82,7 @@ def train(model: Any, blocks: torch.Tensor, steps: int, seed: int, out: Path) ->
     collate = transformers.default_data_collator
     trainer: Any
     if "router" in model.peft_config:
-        trainer = DepthRouteTrainer(model, DepthRouteTrainingArguments(**arguments), collate, data)
+        trainer = DepthRouteTrainer(model, DepthRouteTrainingArguments(**arguments, **(losses or {})), collate, data)
     else:
         plain = {"weight_decay": 0.01, "lr_scheduler_type": "cosine"}
         trainer = transformers.Trainer(model, transformers.TrainingArguments(**arguments, **plain), collate, data)
@@ -82,11 +94,14 @@ def train(model: Any, blocks: torch.Tensor, steps: int, seed: int, out: Path) ->
 
 
 def measure(model: Any, blocks: torch.Tensor, validation: torch.Tensor) -> dict[str, float]:
-    """Validation loss by the inference rule, the share of tokens run full, and the loss with nothing skipped."""
+    """Validation loss by the inference rule at the budget, the share run full, and the loss with nothing skipped."""
     batches = to_batches(validation, 16, torch.device("cpu"))
     if "router" not in model.peft_config:
         return {"loss": round(mean_loss(model, batches), 4)}
-    calibrate(model, to_batches(spread(blocks, 32), 16, torch.device("cpu")))
+    config = model.peft_config["router"]
+    if config.gate == "linear":  # from p >= 1/2 in every layer, as it trained
+        config.threshold, config.budget_scope = "budget", "global"
+    calibrate(model, to_batches(spread(blocks, 256), 16, torch.device("cpu")))
     with count_routes(model) as counter:
         loss = mean_loss(model, batches)
     share = statistics.fmean(counter.full_ratio().values())
@@ -109,8 +124,9 @@ def run_seed(seed: int, steps: int, blocks: torch.Tensor, validation: torch.Tens
     lora = add_lora(load_base(BASE))
     found["lora"] = {**train(lora, blocks, steps, seed, out), **measure(lora, blocks, validation)}
 
-    router = add_router(load_base(BASE))
-    found["routing"] = {**train(router, blocks, steps, seed, out), **measure(router, blocks, validation)}
+    for name, fields, losses in (("routing", {}, {}), ("router_tuning", TUNED, CAPACITY)):
+        router = add_router(load_base(BASE), fields)
+        found[name] = {**train(router, blocks, steps, seed, out, losses), **measure(router, blocks, validation)}
 
     lora = add_lora(load_base(BASE))
     first = train(lora, blocks, steps // 2, seed, out)
@@ -119,6 +135,11 @@ def run_seed(seed: int, steps: int, blocks: torch.Tensor, validation: torch.Tens
     second = train(model, blocks, steps - steps // 2, seed + 100, out)
     found["two_step"] = {name: first[name] + second[name] for name in first} | measure(model, blocks, validation)
     model.save_pretrained(out / "two_step")
+
+    lora = add_lora(load_base(BASE))
+    model = add_router(lora.get_base_model(), TUNED)
+    trained = train(model, blocks, steps, seed, out, CAPACITY)
+    found["joint_router_tuning"] = {**trained, **measure(model, blocks, validation)}
 
     lora = add_lora(load_base(BASE))
     model = add_router(lora.get_base_model())
@@ -135,23 +156,25 @@ def run_seed(seed: int, steps: int, blocks: torch.Tensor, validation: torch.Tens
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     blocks, validation = read_blocks()
-    dense = mean_loss(load_base(BASE), to_batches(validation, 16, torch.device("cpu")))
-    results = {
-        "setting": {"length": LENGTH, "batch": BATCH, "budget": BUDGET, "steps": args.steps, "lora": LORA},
-        "base": round(dense, 4),
-        "seeds": {},
-    }
+    setting = {"length": LENGTH, "batch": BATCH, "budget": BUDGET, "steps": args.steps, "lora": LORA}
+    path = args.out / "results.json"
+    results = json.loads(path.read_text()) if path.exists() else {"setting": setting, "seeds": {}}
+    if results["setting"] != setting:
+        parser.error(f"{path} has other settings; give another --out")
+    if "base" not in results:
+        results["base"] = round(mean_loss(load_base(BASE), to_batches(validation, 16, torch.device("cpu"))), 4)
     for seed in args.seeds:
-        transformers.set_seed(seed)
-        results["seeds"][str(seed)] = run_seed(seed, args.steps, blocks, validation, args.out)
-        print(json.dumps(results["seeds"][str(seed)]), flush=True)
-        (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        if str(seed) not in results["seeds"]:
+            transformers.set_seed(seed)
+            results["seeds"][str(seed)] = run_seed(seed, args.steps, blocks, validation, args.out)
+            print(json.dumps(results["seeds"][str(seed)]), flush=True)
+            path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

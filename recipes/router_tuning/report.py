@@ -1,4 +1,4 @@
-"""Collect what `run.py` wrote into `results.json`, print the tables of the README, and make the plots.
+"""Collect what `run.py` wrote into `results.json`; write `results.md` and the plots.
 
     python recipes/router_tuning/report.py --out OUT
 
@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_depthroute.files.markdown import markdown_table
+from hf_depthroute.files.staged import write_text
+from hf_depthroute.report.intervals import Interval, answer, interval
 
 HERE = Path(__file__).parent
+LAYERS, SAMPLES = 3, 4096  # of the first table
+FEWER = (64, 256, 1024, SAMPLES)
 # Table 1 of arXiv:2410.13184, Llama-3-8B: speedup and mean accuracy of eight tasks; the dense model has 69.7.
 PAPER = {
     ("block", "token"): (1.24, 61.4),
@@ -32,8 +36,9 @@ Run = dict[str, Any]
 def collect(out: Path) -> dict[str, Any]:
     """All records of the run folder."""
     runs = [json.loads(path.read_text()) for path in sorted(out.glob("*-seed*.json"))]
+    first = min(run["seed"] for run in runs)
     for run in runs:
-        if run["seed"] or run["samples"] != 512 or run["layers"] != 3:
+        if run["seed"] != first or run["samples"] != SAMPLES or run["layers"] != LAYERS:
             del run["curve"]  # plotted for one seed of the table
     return {**{name: json.loads((out / f"{name}.json").read_text()) for name in ("dense", "time")}, "runs": runs}
 
@@ -43,22 +48,35 @@ def pick(results: dict[str, Any], **fields: Any) -> list[Run]:
     return [run for run in results["runs"] if all(run[name] == value for name, value in fields.items())]
 
 
+def cell(results: dict[str, Any], target: str, granularity: str) -> list[Run]:
+    """The runs of a row of the first table."""
+    return pick(results, target=target, granularity=granularity, layers=LAYERS, samples=SAMPLES)
+
+
 def over_dense(results: dict[str, Any], runs: list[Run], rule: str) -> list[float]:
     return [run[rule]["loss"] - results["dense"]["dense"] for run in runs]
 
 
-def spread(values: Iterable[float]) -> str:
-    """Mean, lowest and highest; of a single value, the value."""
+def said(values: Iterable[float]) -> str:
+    """Mean and standard error; of a single value, the value."""
     known = list(values)
     if len(known) == 1:
         return f"{known[0]:.3f}"
-    return f"{statistics.fmean(known):.3f} ({min(known):.3f} - {max(known):.3f})"
+    return f"{statistics.fmean(known):.3f} ± {statistics.stdev(known) / len(known) ** 0.5:.3f}"
 
 
-def dropped(results: dict[str, Any], target: str) -> dict[int, float]:
+def dropped(results: dict[str, Any], target: str, among: str) -> dict[int, float]:
     """Loss over dense with the n least important sublayers dropped; with none, 0."""
-    rows = [row for row in results["dense"]["dropped"] if row["target"] == target]
+    rows = [row for row in results["dense"]["dropped"] if (row["target"], row["among"]) == (target, among)]
     return {0: 0.0} | {len(row["layers"]): row["loss"] - results["dense"]["dense"] for row in rows}
+
+
+def static_at(results: dict[str, Any], target: str, share: float) -> float:
+    """Loss over dense of dropping the routers' own candidates at a share run, on lines between numbers of them."""
+    losses = dropped(results, target, "candidates")
+    count = LAYERS * (1 - share)
+    low = min(int(count), max(losses) - 1)
+    return losses[low] + (losses[low + 1] - losses[low]) * (count - low)
 
 
 def random_routers(results: dict[str, Any], target: str, granularity: str) -> Run:
@@ -73,20 +91,68 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def loss_table(results: dict[str, Any]) -> str:
     rows = []
     for (target, granularity), (_, accuracy) in PAPER.items():
-        runs = pick(results, target=target, granularity=granularity, layers=3, samples=512)
-        chance, static = random_routers(results, target, granularity), dropped(results, target)
+        runs = cell(results, target, granularity)
+        chance = random_routers(results, target, granularity)
+        own, every = (dropped(results, target, among) for among in ("candidates", "all"))
         rows.append([
-            target, granularity, spread(run["trained"]["share"] for run in runs),
-            spread(over_dense(results, runs, "trained")), spread(run["at_budget"]["share"] for run in runs),
-            spread(over_dense(results, runs, "at_budget")),
+            target, granularity, said(run["trained"]["share"] for run in runs),
+            said(over_dense(results, runs, "trained")), said(run["at_budget"]["share"] for run in runs),
+            said(over_dense(results, runs, "at_budget")),
             f"{chance['loss'] - results['dense']['dense']:.3f} at {chance['share']:.2f}",
-            f"{static[1]:.3f}, {static[2]:.3f}", f"{accuracy - 69.7:+.1f}",
+            f"{own[1]:.3f}, {own[2]:.3f}", f"{every[1]:.3f}, {every[2]:.3f}", f"{accuracy - 69.7:+.1f}",
         ])  # fmt: skip
     head = [
         "target", "granularity", "share, as trained", "loss over dense", "share, threshold moved", "loss over dense",
-        "random routers", "1, 2 sublayers dropped", "paper: accuracy",
+        "random routers", "1, 2 of the 3 dropped", "1, 2 of all 6 dropped", "paper: accuracy",
     ]  # fmt: skip
     return table(head, rows)
+
+
+def kind_table(results: dict[str, Any]) -> str:
+    """What the routers do with either kind of text, threshold moved to the budget."""
+    rows = []
+    for target, granularity in PAPER:
+        runs = cell(results, target, granularity)
+        cells = []
+        for kind, dense in results["dense"]["by_kind"].items():
+            found = [run["at_budget"]["by_kind"][kind] for run in runs]
+            cells += [said(row["share"] for row in found), said(row["loss"] - dense for row in found)]
+        rows.append([target, granularity, *cells])
+    heads = [[f"{kind}: share", "loss over dense"] for kind in results["dense"]["by_kind"]]
+    return table(["target", "granularity", *heads[0], *heads[1]], rows)
+
+
+def between(results: dict[str, Any], one: tuple[str, str], other: tuple[str, str], statements: int) -> Interval:
+    """Loss at the budget of one row of the table minus that of another, within each seed."""
+    left, right = ({run["seed"]: run["at_budget"]["loss"] for run in cell(results, *pair)} for pair in (one, other))
+    return interval([left[seed] - right[seed] for seed in left if seed in right], statements)
+
+
+def claims_table(results: dict[str, Any]) -> str:
+    """Statements of the paper, and what these runs say to them."""
+    sequences = ("attention", "sequence")
+    compared = [
+        ("Whole sequences: attention costs less than FFNs", "-0.3 against -7.9 points", ("ffn", "sequence")),
+        ("Whole sequences: attention costs less than blocks", "-0.3 against -8.4 points", ("block", "sequence")),
+        ("Attention: sequences cost less than tokens", "-0.3 against -1.0 points", ("attention", "token")),
+    ]
+    count = len(compared) + 2 * len(PAPER)
+    rows = []
+    for claim, paper, other in compared:
+        found = between(results, sequences, other, count)
+        rows.append([claim, paper, found.tell(), answer(found, "lower")])
+    for target, granularity in PAPER:
+        runs, name = cell(results, target, granularity), f"{target} per {granularity}"
+        shares, losses = [run["at_budget"]["share"] for run in runs], over_dense(results, runs, "at_budget")
+        chance = random_routers(results, target, granularity)["loss"] - results["dense"]["dense"]
+        rivals = {
+            f"{name}: routers beat dropping at their share": [static_at(results, target, share) for share in shares],
+            f"{name}: routers beat random ones": [chance] * len(runs),
+        }
+        for claim, rival in rivals.items():
+            found = interval([mine - theirs for mine, theirs in zip(losses, rival)], count)
+            rows.append([claim, "", found.tell(), answer(found, "lower")])
+    return table(["claim", "paper", "loss, difference (95 % of all)", "verdict"], rows)
 
 
 def time_table(results: dict[str, Any]) -> str:
@@ -107,14 +173,16 @@ def time_table(results: dict[str, Any]) -> str:
 
 def sweep_table(results: dict[str, Any], name: str, values: tuple[int, ...]) -> str:
     rows = []
-    static = dropped(results, "attention")
+    static = dropped(results, "attention", "all")
     for value in values:
-        fields = {"target": "attention", "granularity": "sequence", "layers": 3, "samples": 512} | {name: value}
+        fields = {"target": "attention", "granularity": "sequence", "layers": LAYERS, "samples": SAMPLES} | {
+            name: value
+        }
         runs = pick(results, **fields)
         rows.append([
-            str(value), str(len(runs)), spread(run["trained"]["share"] for run in runs),
-            spread(over_dense(results, runs, "trained")), spread(run["at_budget"]["share"] for run in runs),
-            spread(over_dense(results, runs, "at_budget")),
+            str(value), str(len(runs)), said(run["trained"]["share"] for run in runs),
+            said(over_dense(results, runs, "trained")), said(run["at_budget"]["share"] for run in runs),
+            said(over_dense(results, runs, "at_budget")),
         ])  # fmt: skip
         if name == "layers":
             rows[-1].append(f"{static[value // 2]:.3f}" if value % 2 == 0 else "")
@@ -122,11 +190,27 @@ def sweep_table(results: dict[str, Any], name: str, values: tuple[int, ...]) -> 
     return table([*head, "half as many dropped"] if name == "layers" else head, rows)
 
 
-def tables(results: dict[str, Any]) -> str:
-    """All tables, as they stand in the README."""
-    made = [loss_table(results), time_table(results)]
-    made += [sweep_table(results, "layers", (1, 2, 3, 4)), sweep_table(results, "samples", (64, 256, 512, 1024))]
-    return "\n\n".join(made)
+def page(results: dict[str, Any]) -> str:
+    """`results.md`."""
+    dense = ", ".join(f"{kind} {loss:.3f}" for kind, loss in results["dense"]["by_kind"].items())
+    return "\n\n".join([
+        "# Results",
+        f"Losses in nats over the dense base ({results['dense']['dense']:.3f}; {dense}), mean ± standard error over "
+        f"{len(cell(results, 'attention', 'sequence'))} seeds; the paper's column is the mean accuracy of eight tasks "
+        "over dense, in points.",
+        loss_table(results),
+        "## The paper's claims",
+        claims_table(results),
+        "## By kind of text",
+        kind_table(results),
+        "## Time",
+        time_table(results),
+        "## Ablations: attention per sequence",
+        "Layers: as many of the deepest but the last.",
+        sweep_table(results, "layers", (1, 2, 3, 4)),
+        "Training sequences, three layers routed.",
+        sweep_table(results, "samples", FEWER),
+    ]) + "\n"  # fmt: skip
 
 
 def plot_table(results: dict[str, Any], path: Path) -> None:
@@ -137,7 +221,7 @@ def plot_table(results: dict[str, Any], path: Path) -> None:
     for panel, shape in zip(panels, results["time"]["shapes"]):
         for row in shape["adapters"]:
             target, granularity = row["adapter"].split("-")
-            runs = pick(results, target=target, granularity=granularity, layers=3, samples=512)
+            runs = cell(results, target, granularity)
             losses = over_dense(results, runs, "at_budget")
             marker = "o" if granularity == "token" else "s"
             color = {"block": "tab:red", "ffn": "tab:blue", "attention": "tab:green"}[target]
@@ -154,20 +238,20 @@ def plot_sweeps(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for panel, name, values in ((left, "layers", (1, 2, 3, 4)), (right, "samples", (64, 256, 512, 1024))):
+    for panel, name, values in ((left, "layers", (1, 2, 3, 4)), (right, "samples", FEWER)):
         for rule, label in (("trained", "as trained"), ("at_budget", "threshold moved to the budget")):
             points = []
             for value in values:
-                fields = {"target": "attention", "granularity": "sequence", "layers": 3, "samples": 512}
+                fields = {"target": "attention", "granularity": "sequence", "layers": LAYERS, "samples": SAMPLES}
                 losses = over_dense(results, pick(results, **fields | {name: value}), rule)
                 points.append((value, statistics.fmean(losses)))
                 panel.vlines(value, min(losses), max(losses), color="tab:gray", linewidth=1)
             panel.plot(*zip(*points), marker="o", label=label)
-    static = dropped(results, "attention")
+    static = dropped(results, "attention", "all")
     left.plot([2, 4], [static[1], static[2]], marker="x", linestyle=":", color="black", label="half as many dropped")
     left.set(xlabel="routed attention layers", ylabel="loss over dense (nats)", xticks=[1, 2, 3, 4])
-    right.set(xlabel="training sequences", xscale="log", xticks=[64, 256, 512, 1024])
-    right.set_xticks([64, 256, 512, 1024], ["64", "256", "512", "1024"])
+    right.set(xlabel="training sequences", xscale="log")
+    right.set_xticks(FEWER, [f"{count:,}" for count in FEWER])
     right.minorticks_off()
     left.legend(fontsize=8)
     save(figure, path)
@@ -184,7 +268,7 @@ def plot_training(results: dict[str, Any], path: Path) -> None:
     )
     for panel, (key, name, treat) in zip(panels, parts):
         for target, granularity in PAPER:
-            (run,) = pick(results, target=target, granularity=granularity, layers=3, samples=512, seed=0)
+            (run,) = (run for run in cell(results, target, granularity) if "curve" in run)
             values = treat([row[key] for row in run["curve"]])
             style = "-" if granularity == "token" else "--"
             color = {"block": "tab:red", "ffn": "tab:blue", "attention": "tab:green"}[target]
@@ -216,7 +300,7 @@ def main() -> None:
     if args.out is not None:
         (HERE / "results.json").write_text(json.dumps(collect(args.out), indent=1) + "\n")
     results = json.loads((HERE / "results.json").read_text())
-    print(tables(results))
+    write_text(HERE / "results.md", page(results))
     plot_table(results, HERE / "table.png")
     plot_sweeps(results, HERE / "ablations.png")
     plot_training(results, HERE / "training.png")

@@ -237,8 +237,7 @@ _WORDS = ((CLAIMS, _CLAIM_WORDS), (QUESTIONS, _QUESTION_WORDS))
 def judge(study: StudyRuns) -> list[Verdict]:
     """Verdicts on all claims and questions whose configs the study has, in the report's order."""
     asked = [(claim, words) for claims, words in _WORDS for claim in claims if _tested(study, claim)]
-    if asked:
-        study = replace(study, info={**study.info, "confidence": 1 - (1 - rules.CONFIDENCE) / len(asked)})
+    study = replace(study, info={**study.info, "statements": len(asked)})
     free, verdicts = rules.nearly_free(study), []
     for claim, words in asked:
         finding = claim.judge(study)

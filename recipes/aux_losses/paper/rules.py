@@ -2,7 +2,7 @@
 
 Every rule compares runs of the same seed, needs at least `MIN_SEEDS` common seeds, and returns a `Finding` whose
 sentence holds the numbers behind the answer. What it goes by is an interval of Student's t over the seeds, as wide as
-makes all statements of a report hold at once (`confidence` in the study's `info`; Bonferroni). `describe_rules` says
+makes all statements of a report hold at once (`statements` in the study's `info`). `describe_rules` says
 the same in words, for the report.
 "The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
 """
@@ -10,18 +10,14 @@ the same in words, for the report.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.stats import t as student
-
+from hf_depthroute.report.intervals import HOLDS, MIN_SEEDS, OPEN, OPPOSITE, Interval, answer, interval
 from hf_depthroute.report.study_results import StudyRuns
 
-from .values import METRIC_NAMES, NEVER, fixed, hits, mean, paired, signed, significant, std, values
+from .values import METRIC_NAMES, NEVER, fixed, hits, mean, paired, signed, significant, values
 
-HOLDS, OPPOSITE, OPEN = "holds", "opposite", "open"
-MIN_SEEDS = 3
-CONFIDENCE = 0.95  # of all statements together
 AUC_MARGIN = 0.01
 GRADIENT_RATIO = 3.0
 COLLAPSE_RATIO = 10.0
@@ -40,38 +36,9 @@ class Finding:
     sentence: str
 
 
-@dataclass(frozen=True)
-class Interval:
-    """Mean over the seeds and the interval around it; unbounded with fewer than `MIN_SEEDS`."""
-
-    seeds: int
-    mean: float
-    low: float
-    high: float
-
-    def inside(self, low: float, high: float) -> bool:
-        return low <= self.low and self.high <= high
-
-    def outside(self, low: float, high: float) -> bool:
-        return self.high < low or high < self.low
-
-    def tell(self, show: Callable[[float], str]) -> str:
-        """`-0.0200 (-0.0300 to -0.0100), 3 seeds`."""
-        if not self.seeds:
-            return "no common seed"
-        if self.seeds < MIN_SEEDS:
-            return f"{show(self.mean)}, only {self.seeds} common seed{'s' * (self.seeds > 1)}"
-        return f"{show(self.mean)} ({show(self.low)} to {show(self.high)}), {self.seeds} seeds"
-
-
-def interval(study: StudyRuns, numbers: Sequence[float]) -> Interval:
+def over_seeds(study: StudyRuns, numbers: Sequence[float]) -> Interval:
     """Of the mean of one number per seed."""
-    if len(numbers) < MIN_SEEDS:
-        return Interval(len(numbers), mean(numbers) if numbers else 0.0, -math.inf, math.inf)
-    tail = (1 - study.info.get("confidence", CONFIDENCE)) / 2
-    reach = float(student.isf(tail, len(numbers) - 1)) * std(numbers) / math.sqrt(len(numbers))
-    centre = mean(numbers)
-    return Interval(len(numbers), centre, centre - reach, centre + reach)
+    return interval(numbers, study.info.get("statements", 1))
 
 
 def describe_rules(study: StudyRuns, statements: int) -> list[str]:
@@ -114,14 +81,13 @@ def nearly_free(study: StudyRuns) -> bool:
 def lower(study: StudyRuns, a: str, b: str, metric: str) -> Finding:
     """Whether `a` is detectably lower than `b`."""
     found = difference(study, a, b, metric)
-    return Finding(_direction(found), _tell(study, a, b, metric, found))
+    return Finding(answer(found, "lower"), _tell(study, a, b, metric, found))
 
 
 def higher(study: StudyRuns, a: str, b: str, metric: str) -> Finding:
     """Whether `a` is detectably higher than `b`."""
     found = difference(study, a, b, metric)
-    answer = {HOLDS: OPPOSITE, OPPOSITE: HOLDS, OPEN: OPEN}[_direction(found)]
-    return Finding(answer, _tell(study, a, b, metric, found))
+    return Finding(answer(found, "higher"), _tell(study, a, b, metric, found))
 
 
 def equal(study: StudyRuns, pairs: Sequence[tuple[str, str]], metric: str, margin: float | None = None) -> Finding:
@@ -130,7 +96,7 @@ def equal(study: StudyRuns, pairs: Sequence[tuple[str, str]], metric: str, margi
     answers, sentences = [], []
     for a, b in pairs:
         found = difference(study, a, b, metric)
-        answers.append(HOLDS if found.inside(-limit, limit) else OPPOSITE if _direction(found) != OPEN else OPEN)
+        answers.append(answer(found, "equal", limit))
         sentences.append(_tell(study, a, b, metric, found))
     return Finding(_all(answers), " ".join(sentences))
 
@@ -138,30 +104,30 @@ def equal(study: StudyRuns, pairs: Sequence[tuple[str, str]], metric: str, margi
 def not_worse(study: StudyRuns, a: str, b: str, metric: str) -> Finding:
     """Whether `a` is above `b` by no more than the margin; detectably higher is the opposite."""
     found = difference(study, a, b, metric)
-    return Finding(_no_worse(study, found), _tell(study, a, b, metric, found))
+    return Finding(answer(found, "not higher", study.info["margin"]), _tell(study, a, b, metric, found))
 
 
 def ratio(study: StudyRuns, a: str, b: str, metric: str, at_least: float) -> Finding:
     """Whether `a` is at least so many times `b`; smaller than `b` is the opposite."""
     found = _ratio(study, a, b, metric)
-    answer = HOLDS if found.low >= at_least else OPPOSITE if found.high < 1 else OPEN
-    return Finding(answer, _tell_ratio(study, a, b, metric, found, at_least))
+    verdict = HOLDS if found.low >= at_least else OPPOSITE if found.high < 1 else OPEN
+    return Finding(verdict, _tell_ratio(study, a, b, metric, found, at_least))
 
 
 def ratio_below(study: StudyRuns, a: str, b: str, metric: str, bound: float) -> Finding:
     """Whether `a` is less than so many times `b`; at least so many is the opposite."""
     found = _ratio(study, a, b, metric)
-    answer = HOLDS if found.high < bound else OPPOSITE if found.low >= bound else OPEN
-    return Finding(answer, _tell_ratio(study, a, b, metric, found, bound))
+    verdict = HOLDS if found.high < bound else OPPOSITE if found.low >= bound else OPEN
+    return Finding(verdict, _tell_ratio(study, a, b, metric, found, bound))
 
 
 def saving(study: StudyRuns, a: str, b: str, metric: str, at_least: float) -> Finding:
     """Whether `a` costs less than `b` by this fraction; no less is the opposite."""
-    found = interval(study, [1 - r for r in _ratios(study, a, b, metric)])
-    answer = HOLDS if found.low >= at_least else OPPOSITE if found.high <= 0 else OPEN
+    found = over_seeds(study, [1 - r for r in _ratios(study, a, b, metric)])
+    verdict = HOLDS if found.low >= at_least else OPPOSITE if found.high <= 0 else OPEN
     told = found.tell(lambda s: f"{100 * s:.1f} %")
     text = f"{_compared(study, a, 'against', b, metric)}, saved: {told}. Bound: {100 * at_least:g} %."
-    return Finding(answer, text)
+    return Finding(verdict, text)
 
 
 def earlier(study: StudyRuns, a: str, b: str) -> Finding:
@@ -173,37 +139,37 @@ def earlier(study: StudyRuns, a: str, b: str) -> Finding:
         for seed in left:
             if seed in right and min(left[seed], right[seed]) < NEVER:
                 logs.setdefault(seed, []).append(math.log(min(left[seed], last) / min(right[seed], last)))
-    found = _of_logs(interval(study, [mean(seen) for seen in logs.values()]))
-    answer = HOLDS if found.high < 1 else OPPOSITE if found.low > 1 else OPEN
+    found = _of_logs(over_seeds(study, [mean(seen) for seen in logs.values()]))
+    verdict = HOLDS if found.high < 1 else OPPOSITE if found.low > 1 else OPEN
     told = found.tell(fixed(2)) if logs else "no threshold was reached"
-    return Finding(answer, f"Steps to the thresholds, {study.label(a)} over {study.label(b)}: {told}.")
+    return Finding(verdict, f"Steps to the thresholds, {study.label(a)} over {study.label(b)}: {told}.")
 
 
 def calibrated(study: StudyRuns, near: str, far: str, budget: float) -> Finding:
     """Whether the gate probability of `near` stays at the budget while that of `far` leaves it."""
     found = {
-        name: interval(study, [p - budget for p in values(study, name, "layers/gate_prob").values()])
+        name: over_seeds(study, [p - budget for p in values(study, name, "layers/gate_prob").values()])
         for name in (near, far)
     }
     at = {name: off.inside(-PROBABILITY_MARGIN, PROBABILITY_MARGIN) for name, off in found.items()}
     away = {name: off.outside(-PROBABILITY_MARGIN, PROBABILITY_MARGIN) for name, off in found.items()}
-    answer = HOLDS if at[near] and away[far] else OPPOSITE if at[far] and away[near] else OPEN
+    verdict = HOLDS if at[near] and away[far] else OPPOSITE if at[far] and away[near] else OPEN
     told = "; ".join(f"{study.label(name)} {off.tell(lambda x: f'{x:+.3f}')}" for name, off in found.items())
-    return Finding(answer, f"Mean gate probability minus the budget of {budget:g}: {told}.")
+    return Finding(verdict, f"Mean gate probability minus the budget of {budget:g}: {told}.")
 
 
 def blind_cosine(study: StudyRuns, sound: str, collapsed: str) -> Finding:
     """Whether the cosine stays the same while the distance shows the collapse."""
     distances = _ratio(study, sound, collapsed, "layers/q_distance")
     cosines = difference(study, collapsed, sound, "layers/q_cosine")
-    answer = OPEN
+    verdict = OPEN
     if distances.low >= COLLAPSE_RATIO:
         if cosines.inside(-SAME_COSINE, SAME_COSINE):
-            answer = HOLDS
+            verdict = HOLDS
         elif cosines.outside(-OTHER_COSINE, OTHER_COSINE):
-            answer = OPPOSITE
+            verdict = OPPOSITE
     told = _tell_ratio(study, sound, collapsed, "layers/q_distance", distances, COLLAPSE_RATIO)
-    return Finding(answer, f"{told} {_tell(study, collapsed, sound, 'layers/q_cosine', cosines)}")
+    return Finding(verdict, f"{told} {_tell(study, collapsed, sound, 'layers/q_cosine', cosines)}")
 
 
 def weight_too_strong(study: StudyRuns, weights: Sequence[str], full: str, without: str, metric: str) -> Finding:
@@ -214,40 +180,32 @@ def weight_too_strong(study: StudyRuns, weights: Sequence[str], full: str, witho
     harm = difference(study, full, without, metric)
     smaller = {name: difference(study, name, without, metric) for name in weights}
     sentences = [_tell(study, name, without, metric, found) for name, found in {full: harm, **smaller}.items()]
-    answer = OPEN
-    if _direction(harm) != OPPOSITE:  # `full` is not detectably higher
+    found = OPEN
+    if harm.sign() <= 0:
         sentences.append(f"There is no detectable harm of {study.label(full)} to explain.")
-    elif any(_no_worse(study, found) == HOLDS for found in smaller.values()):
-        answer = HOLDS
-    elif all(_direction(found) == OPPOSITE for found in smaller.values()):
-        answer = OPPOSITE
-    return Finding(answer, " ".join(sentences))
+    elif any(answer(one, "not higher", study.info["margin"]) == HOLDS for one in smaller.values()):
+        found = HOLDS
+    elif all(one.sign() > 0 for one in smaller.values()):
+        found = OPPOSITE
+    return Finding(found, " ".join(sentences))
 
 
 def lower_everywhere(study: StudyRuns, pairs: Sequence[tuple[str, str]], metric: str) -> Finding:
     """Whether `a` is detectably lower than `b` in every pair; detectably higher in one or more is the opposite."""
     found = {pair: difference(study, *pair, metric) for pair in pairs}
-    answer = _all([_direction(one) for one in found.values()])
-    return Finding(answer, " ".join(_tell(study, *pair, metric, one) for pair, one in found.items()))
+    answers = [answer(one, "lower") for one in found.values()]
+    return Finding(_all(answers), " ".join(_tell(study, *pair, metric, one) for pair, one in found.items()))
 
 
 def difference(study: StudyRuns, a: str, b: str, metric: str) -> Interval:
     """`a - b` over the seeds that both have."""
-    return interval(study, list(paired(study, a, b, metric).values()))
+    return over_seeds(study, list(paired(study, a, b, metric).values()))
 
 
 def _all(answers: Sequence[str]) -> str:
     if OPPOSITE in answers:
         return OPPOSITE
     return HOLDS if answers and set(answers) == {HOLDS} else OPEN
-
-
-def _direction(found: Interval) -> str:
-    return HOLDS if found.high < 0 else OPPOSITE if found.low > 0 else OPEN
-
-
-def _no_worse(study: StudyRuns, found: Interval) -> str:
-    return HOLDS if found.high <= study.info["margin"] else OPPOSITE if found.low > 0 else OPEN
 
 
 def _ratios(study: StudyRuns, a: str, b: str, metric: str) -> list[float]:
@@ -259,7 +217,7 @@ def _ratios(study: StudyRuns, a: str, b: str, metric: str) -> list[float]:
 def _ratio(study: StudyRuns, a: str, b: str, metric: str) -> Interval:
     """Of the geometric mean; what is divided by nothing counts as 1e12 times as much."""
     logs = [math.log(min(max(r, 1e-12), 1e12)) for r in _ratios(study, a, b, metric)]
-    return _of_logs(interval(study, logs))
+    return _of_logs(over_seeds(study, logs))
 
 
 def _of_logs(found: Interval) -> Interval:

@@ -1,0 +1,64 @@
+"""Write the table of `results.md`; with `--out`, of what `run.py` left there, which becomes `results.json`.
+
+python recipes/lora/report.py [--out OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from hf_depthroute.files.markdown import markdown_table
+from hf_depthroute.files.staged import write_text
+
+HERE = Path(__file__).parent
+WAYS = {
+    "lora": "LoRA, dense",
+    "routing": "FFN routing",
+    "two_step": "half of the steps LoRA, half FFN routing",
+    "joint": "LoRA and FFN routing jointly",
+    "router_tuning": "Router-Tuning",
+    "joint_router_tuning": "LoRA and Router-Tuning jointly",
+}
+
+
+def said(values: list[float]) -> str:
+    """Mean and standard error."""
+    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{error}"
+
+
+def page(results: dict[str, Any]) -> str:
+    """`results.md`: a line for the base and each way."""
+    seeds = list(results["seeds"].values())
+    lines = [["base", "0", "1", f"{results['base']:.3f}", f"{results['base']:.3f}", ""]]
+    for way, title in WAYS.items():
+        found = [seed[way] for seed in seeds]
+        shares = said([row["share"] for row in found]) if "share" in found[0] else "1"
+        dense = said([row.get("loss_at_budget_1", row["loss"]) for row in found])
+        trained = f"{found[0]['trainable']:,}"
+        seconds = f"{statistics.mean(row['cpu_seconds'] for row in found):.0f} s"
+        lines.append([title, trained, shares, said([row["loss"] for row in found]), dense, seconds])
+    head = ["", "trained weights", "share run full", "validation loss", "with nothing skipped", "training"]
+    setting = results["setting"]
+    note = (
+        f"{setting['steps']} steps of {setting['batch']} x {setting['length']} tokens each; mean ± standard error of "
+        f"{len(seeds)} seeds. Training: processor time of one core."
+    )
+    return "\n".join([*markdown_table(head, lines), "", note, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder of run.py; default: the committed results.json")
+    args = parser.parse_args()
+    if args.out is not None:
+        write_text(HERE / "results.json", (args.out / "results.json").read_text())
+    write_text(HERE / "results.md", page(json.loads((HERE / "results.json").read_text())))
+
+
+if __name__ == "__main__":
+    main()
