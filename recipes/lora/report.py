@@ -13,8 +13,10 @@ from typing import Any
 
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import write_text
+from hf_depthroute.report.intervals import answer, interval
 
 HERE = Path(__file__).parent
+EQUAL = 0.005  # nats; differences up to this count as none
 WAYS = {
     "lora": "LoRA, dense",
     "routing": "FFN routing",
@@ -48,7 +50,24 @@ def page(results: dict[str, Any]) -> str:
         f"{setting['steps']} steps of {setting['batch']} x {setting['length']} tokens each; mean ± standard error of "
         f"{len(seeds)} seeds. Training: processor time of one core."
     )
-    return "\n".join([*markdown_table(head, lines), "", note, ""])
+    return "\n".join([*markdown_table(head, lines), "", note, "", *claims_table(results), ""])
+
+
+def claims_table(results: dict[str, Any]) -> list[str]:
+    """Table 7 of Router-Tuning: what routing costs LoRA, within each seed."""
+    claims = [
+        ("LoRA with Router-Tuning loses nothing over LoRA", "-0.1 points", "joint_router_tuning", "lora", "equal"),
+        ("LoRA with Router-Tuning is better than Router-Tuning alone", "+1.4 points", "joint_router_tuning",
+         "router_tuning", "lower"),
+        ("The same with FFNs and a branch: nothing lost over LoRA", "", "joint", "lora", "equal"),
+        ("Training jointly is better than in two steps", "", "joint", "two_step", "lower"),
+    ]  # fmt: skip
+    rows = []
+    for claim, paper, one, other, expected in claims:
+        differences = [seed[one]["loss"] - seed[other]["loss"] for seed in results["seeds"].values()]
+        found = interval(differences, len(claims))
+        rows.append([claim, paper, found.tell(), answer(found, expected, EQUAL)])
+    return markdown_table(["claim", "paper", "loss, difference (95 % of all)", "verdict"], rows)
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """Collect the runs of `pretrain.py` and `route.py` into `results.json`, `results.md` and the plots.
 
-python recipes/moe/report.py --work DIR [--out recipes/moe]
+python recipes/moe/report.py [--work DIR]
+
+What DIR does not have stays as `results.json` has it.
 """
 
 from __future__ import annotations
@@ -14,73 +16,99 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from plots import plot_expert_load
-from pretrain import BATCH, DATA, LEARNING_RATE, STEPS, VARIANTS
+from pretrain import BATCH, DATA, LEARNING_RATE, STEPS
 from route import BASE, BUDGETS, DROPPED, SEEDS, name_of, specs
 from route import CAPACITY_WEIGHT as ROUTER_CAPACITY_WEIGHT
 from route import LEARNING_RATE as ROUTER_LEARNING_RATE
 from route import STEPS as ROUTER_STEPS
+from verdicts import balance_claims, dropped_at, imbalance
 
 from hf_depthroute.files.markdown import markdown_table
 
 TITLES = {"per_expert": "router per expert", "per_layer": "router per layer", "random": "random routing"}
 STATIC = {"static": "experts of each layer dropped, by weight", "ablation": "of 32 experts dropped, by ablation"}
-BASES = {"none": "no balancing", "switch": "balance loss", "switch_z": "balance and z loss", "bias": "loss-free bias"}
+HERE = Path(__file__).parent
+BASES = {
+    "none": "no balancing",
+    "switch": "balance loss, 0.01",
+    "switch_strong": "balance loss, 0.1",
+    "switch_z": "balance and z loss",
+    "bias": "loss-free bias",
+}
 
 
-def collect(work: Path) -> dict[str, Any]:
-    runs = [json.loads((work / "runs" / name_of(spec) / "result.json").read_text()) for spec in specs()]
-    return {
-        "setting": {
-            "pretraining": {"steps": STEPS, "batch": BATCH, **DATA, "learning_rate": LEARNING_RATE, "seeds": 1},
-            "routing": {
-                "base": BASE, "steps": ROUTER_STEPS, "batch": BATCH, "learning_rate": ROUTER_LEARNING_RATE,
-                "capacity_weight": ROUTER_CAPACITY_WEIGHT, "seeds": len(SEEDS),
-            },
-        },
-        "pretraining": {name: json.loads((work / "bases" / name / "result.json").read_text()) for name in VARIANTS},
-        "runs": runs,
-        "timing": json.loads((work / "timing.json").read_text()),
-    }  # fmt: skip
-
-
-def imbalance(loads: dict[str, list[float]]) -> float:
-    """The most loaded expert's share over the even share, mean over layers."""
-    return statistics.mean(len(load) * max(load) for load in loads.values())
-
-
-def mean_spread(values: list[float], digits: int = 3) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.{digits}f}"
-    return f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"
+def collect(work: Path, known: dict[str, Any]) -> dict[str, Any]:
+    """`known`, with the runs of a work folder in their places."""
+    for path in sorted(work.glob("bases/*-s*/result.json")):
+        base = json.loads(path.read_text())
+        known["pretraining"].setdefault(base["variant"], {})[str(base["seed"])] = base
+    known["setting"]["pretraining"] = {"steps": STEPS, "batch": BATCH, **DATA, "learning_rate": LEARNING_RATE}
+    if (work / "timing.json").exists():
+        known["runs"] = [json.loads((work / "runs" / name_of(spec) / "result.json").read_text()) for spec in specs()]
+        known["timing"] = json.loads((work / "timing.json").read_text())
+        known["setting"]["routing"] = {
+            "base": BASE, "steps": ROUTER_STEPS, "batch": BATCH, "learning_rate": ROUTER_LEARNING_RATE,
+            "capacity_weight": ROUTER_CAPACITY_WEIGHT, "seeds": len(SEEDS),
+        }  # fmt: skip
+    return known
 
 
 def static_loss(result: dict[str, Any], share: float) -> float:
-    """The loss of dropping experts at a share of pairs, interpolated between numbers of experts; the better choice."""
-    found = []
-    for method in DROPPED:
-        points = [(run["share"], run["loss"]) for run in runs_of(result, method)]
-        curve = sorted([(1.0, result["timing"]["dense_loss"]), *points], reverse=True)
-        for (high, above), (low, below) in itertools.pairwise(curve):
-            if low <= share <= high:
-                found.append(below + (above - below) * (share - low) / (high - low))
-    return min(found)
+    """The loss of dropping experts at a share of pairs; the better choice."""
+    return min(dropped_at(result, method, share) for method in DROPPED)
 
 
 def runs_of(result: dict[str, Any], method: str, budget: float | None = None) -> list[dict[str, Any]]:
     return [run for run in result["runs"] if run["method"] == method and run.get("budget") == budget]
 
 
+def said(values: list[float], digits: int = 3) -> str:
+    """Mean and standard error; of a single value, the value."""
+    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{error}"
+
+
 def balance_table(result: dict[str, Any]) -> list[str]:
     rows = []
     for name, title in BASES.items():
-        base = result["pretraining"][name]
-        last = base["curve"][-1]
-        imbalances = [f"{imbalance(base[when]):.2f}" for when in ("load_before", "load_after")]
-        rows.append(
-            [title, f"{base['validation_loss']:.3f}", *imbalances, f"{last['balance']:.3f}", f"{last['router_z']:.2f}"]
-        )
-    head = ["variant", "validation loss", "imbalance, untrained", "imbalance, trained", "balance loss", "z loss"]
+        bases = list(result["pretraining"].get(name, {}).values())
+        if not bases:
+            continue
+        last = [base["curve"][-1] for base in bases]
+        rows.append([
+            title, str(len(bases)), said([base["validation_loss"] for base in bases]),
+            *(said([imbalance(base[when]) for base in bases], 2) for when in ("load_before", "load_after")),
+            said([one["balance"] for one in last]), said([one["router_z"] for one in last], 2),
+        ])  # fmt: skip
+    head = [
+        "variant",
+        "seeds",
+        "validation loss",
+        "imbalance, untrained",
+        "imbalance, trained",
+        "balance loss",
+        "z loss",
+    ]
     return markdown_table(head, rows)
+
+
+def capacity_table(result: dict[str, Any]) -> list[str]:
+    """What a limited capacity drops and costs, and how far the two gradients agree; of the bases that were measured."""
+    rows = []
+    for name, title in BASES.items():
+        bases = [base for base in result["pretraining"].get(name, {}).values() if "capacity" in base]
+        if not bases:
+            continue
+        cells = []
+        for factor in ("1", "1.25"):
+            found = [base["capacity"][factor] for base in bases]
+            cells.append(said([100 * one["dropped"] for one in found], 1) + " %")
+            cells.append(said([one["loss"] - base["validation_loss"] for one, base in zip(found, bases)]))
+        last = [base["conflict"][-1] for base in bases]
+        cosines, norms = [one["cosine"] for one in last], [one["balance_norm"] / one["task_norm"] for one in last]
+        rows.append([title, str(len(bases)), *cells, said(cosines, 2), said(norms, 1)])
+    limits = ["dropped, capacity 1", "loss", "dropped, capacity 1.25", "loss"]
+    return markdown_table(["variant", "seeds", *limits, "cosine of gradients", "balance over task"], rows)
 
 
 def routing_table(result: dict[str, Any]) -> list[str]:
@@ -90,9 +118,9 @@ def routing_table(result: dict[str, Any]) -> list[str]:
         runs = runs_of(result, method, budget)
         shares = [run["share"] for run in runs]
         ratio = ratios[name_of({"method": method, "budget": budget, "seed": 0})]
-        losses = mean_spread([run["loss"] for run in runs])
+        losses = said([run["loss"] for run in runs])
         rival = static_loss(result, statistics.mean(shares))
-        rows.append([f"{title}, {budget}", losses, mean_spread(shares), f"{rival:.3f}", f"{ratio:.2f}"])
+        rows.append([f"{title}, {budget}", losses, said(shares), f"{rival:.3f}", f"{ratio:.2f}"])
     for method, title in STATIC.items():
         for run in runs_of(result, method):
             time = f"{ratios[name_of(run)]:.2f}" if name_of(run) in ratios else ""
@@ -106,7 +134,7 @@ def trained_table(result: dict[str, Any]) -> list[str]:
     for budget, method in itertools.product(BUDGETS, ("per_expert", "per_layer")):
         runs = runs_of(result, method, budget)
         kinds = itertools.product(("as_trained", "equal_layers"), ("loss", "share"))
-        cells = [mean_spread([run[kind][key] for run in runs]) for kind, key in kinds]
+        cells = [said([run[kind][key] for run in runs]) for kind, key in kinds]
         rows.append([f"{TITLES[method]}, {budget}", *cells])
     return markdown_table(["run, budget", "`p >= 1/2`: loss", "share", "equal layers: loss", "share"], rows)
 
@@ -123,9 +151,18 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         *balance_table(result),
         "",
+        "With a capacity, an expert takes the first `C T K / E` pairs of a batch of 16 x 128 tokens, and the rest is",
+        "dropped: share of pairs dropped, and what that adds to the loss. The cosine is that of the gradients of the",
+        "task and of the balance loss in the routers, at the end of training on one batch; then the ratio of their",
+        "norms.",
+        "",
+        *capacity_table(result),
+        "",
+        *balance_claims(result),
+        "",
         f"## Routing the experts of the base with {BASES[BASE]}",
         "",
-        f"Dense loss {timing['dense_loss']:.3f}. Mean over seeds (lowest - highest). Time: prefill of "
+        f"Dense loss {timing['dense_loss']:.3f}. Mean ± standard error over seeds. Time: prefill of "
         f"{timing['batch']} x {timing['length']} tokens over dense ({timing['dense_ms']:.0f} ms), seed 0.",
         "",
         *routing_table(result),
@@ -161,23 +198,24 @@ def plot_routing(path: Path, result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--work", type=Path, help="folder of pretrain.py and route.py; default: the committed results")
     args = parser.parse_args()
-    result = collect(args.work)
-    (args.out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / "results.md").write_text(markdown(result))
-    bases = result["pretraining"]
-    loads = {"untrained": bases["none"]["load_before"], **{BASES[name]: bases[name]["load_after"] for name in BASES}}
+    result = json.loads((HERE / "results.json").read_text())
+    if args.work is not None:
+        result = collect(args.work, result)
+        (HERE / "results.json").write_text(json.dumps(result, indent=1) + "\n")
+    (HERE / "results.md").write_text(markdown(result))
+    bases = {name: min(found.items())[1] for name, found in result["pretraining"].items()}  # of the first seed
+    loads = {"untrained": bases["none"]["load_before"], **{BASES[name]: bases[name]["load_after"] for name in bases}}
     plot_expert_load(
-        args.out / "balance.png", {name: {int(i): load for i, load in one.items()} for name, one in loads.items()}
+        HERE / "balance.png", {name: {int(i): load for i, load in one.items()} for name, one in loads.items()}
     )
     run = runs_of(result, "per_expert", BUDGETS[-1])[0]
     before_after = {"assigned": run["load_assigned"], "run": run["load_ran"]}
     plot_expert_load(
-        args.out / "load.png", {name: {int(i): load for i, load in one.items()} for name, one in before_after.items()}
+        HERE / "load.png", {name: {int(i): load for i, load in one.items()} for name, one in before_after.items()}
     )
-    plot_routing(args.out / "routing.png", result)
+    plot_routing(HERE / "routing.png", result)
 
 
 if __name__ == "__main__":

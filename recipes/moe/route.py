@@ -2,7 +2,7 @@
 
     python recipes/moe/route.py --work DIR
 
-`DIR/bases/BASE` comes from `pretrain.py`. Every run writes one JSON and its adapter under `DIR/runs`; a run that has
+`DIR/bases/BASE-s0` comes from `pretrain.py`. Every run writes one JSON and its adapter under `DIR/runs`; a run that has
 a JSON is left as it is. Then all adapters are loaded into one model and timed, dense and routed runs in turn.
 """
 
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--bench-only", action="store_true", help="time the adapters again")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    data, base, runs = blocks(), args.work / "bases" / BASE, args.work / "runs"
+    data, base, runs = blocks(), args.work / "bases" / f"{BASE}-s0", args.work / "runs"
     for spec in [] if args.bench_only else specs():
         folder = runs / name_of(spec)
         if not (folder / "result.json").exists():

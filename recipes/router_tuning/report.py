@@ -128,7 +128,7 @@ def between(results: dict[str, Any], one: tuple[str, str], other: tuple[str, str
     return interval([left[seed] - right[seed] for seed in left if seed in right], statements)
 
 
-def claims_table(results: dict[str, Any]) -> str:
+def claims_table(results: dict[str, Any]) -> list[str]:
     """Statements of the paper, and what these runs say to them."""
     sequences = ("attention", "sequence")
     compared = [
@@ -152,7 +152,7 @@ def claims_table(results: dict[str, Any]) -> str:
         for claim, rival in rivals.items():
             found = interval([mine - theirs for mine, theirs in zip(losses, rival)], count)
             rows.append([claim, "", found.tell(), answer(found, "lower")])
-    return table(["claim", "paper", "loss, difference (95 % of all)", "verdict"], rows)
+    return markdown_table(["claim", "paper", "loss, difference (95 % of all)", "verdict"], rows)
 
 
 def time_table(results: dict[str, Any]) -> str:
@@ -200,7 +200,7 @@ def page(results: dict[str, Any]) -> str:
         "over dense, in points.",
         loss_table(results),
         "## The paper's claims",
-        claims_table(results),
+        "\n".join(claims_table(results)),
         "## By kind of text",
         kind_table(results),
         "## Time",

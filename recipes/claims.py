@@ -1,0 +1,149 @@
+"""Write `docs/claims.md`: every claim of the papers that a study here tests, from the committed result files.
+
+python recipes/claims.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aux_losses.paper.claims import CLAIMS, Verdict, judge
+from engram import report as engram_report
+from lora import report as lora_report
+from moe import verdicts as moe_verdicts
+from router_tuning import report as tuning_report
+from token_selective import report as selective_report
+
+from hf_depthroute.files.markdown import markdown_table, markdown_text
+from hf_depthroute.report.study_results import StudyRuns, read_results
+
+RECIPES = Path(__file__).parent
+PAGE = RECIPES.parent / "docs" / "claims.md"
+HEAD = """# The papers' claims
+
+Every claim that a study of this repository tests: what the paper reports, what came out here, and how large the
+experiment was. A difference is a mean over seeds with an interval; those of a table hold with 95 % for all of its
+statements together. *Holds*, *reproduced*: the whole interval is on the claimed side. *Opposite*, *reversed*: it is on
+the other. *Not comparable*: it is on the other side, and skipping is not nearly free here as it is in the paper.
+*Open*, *not detectable here*: neither. All of it is small: no verdict says how a claim fares at its paper's size."""
+
+
+def read(name: str) -> Any:
+    return json.loads((RECIPES / name).read_text())
+
+
+def sizes(here: Sequence[str], paper: Sequence[str]) -> list[str]:
+    """The size of an experiment beside the paper's: model, training, seeds."""
+    rows = [[name, *pair] for name, *pair in zip(("model", "training", "seeds"), here, paper)]
+    return [*markdown_table(["", "here", "paper"], rows), ""]
+
+
+def depth_routing() -> list[str]:
+    """arXiv:2604.17228, and CGS on depth gates."""
+    studies = {name: read_results(RECIPES / "aux_losses" / name) for name in ("main", "results")}
+    main = studies["main"].info
+
+    def said(study: StudyRuns) -> dict[str, Verdict]:
+        return {verdict.key: verdict for verdict in judge(study)}
+
+    found, pilots = said(studies["main"]), said(studies["results"])
+    rows = []
+    for claim in CLAIMS:
+        verdict, size = (found[claim.key], "") if claim.key in found else (pilots[claim.key], "pilot")
+        numbers = verdict.sentence.removesuffix(f" Paper: {claim.paper}.")
+        rows.append([markdown_text(text) for text in (claim.statement, claim.paper, numbers, verdict.word, size)])
+    pilot = studies["results"].info
+    return [
+        '## "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study"',
+        "",
+        *sizes(
+            [f"{main['base']['parameters'] / 1e6:.1f} M, last 3 of 6 layers routed",
+             f"{main['steps']:,} steps of {main['batch_size']} x {main['length']} "
+             f"(pilots: {pilot['steps']} steps)", f"{len(main['seeds'])} (pilots: {len(pilot['seeds'])})"],
+            ["157 M, last 4 of 12", "20,000 steps of 16 x 256", "3"],
+        ),
+        "The claims about CGS are those of the paper below, here on depth gates instead of its memory. "
+        "[Main study](studies/aux_losses/main/report.md), [pilots](studies/aux_losses/results/report.md).",
+        "",
+        *markdown_table(["claim", "paper", "here", "verdict", ""], rows),
+    ]  # fmt: skip
+
+
+def token_selective() -> list[str]:
+    results = read("token_selective/results.json")
+    settings = results["runs"]["tsa"]["settings"]
+    return [
+        '## "Adaptive Computation Depth via Learned Token Routing in Transformers"',
+        "",
+        *sizes(
+            ["4.8 M, 6 layers, width 256", f"{settings['steps']:,} steps of {settings['batch']} x {settings['length']}",
+             "1: no interval"],
+            ["4.8 M, 6 layers, width 256", "5,000 steps of 64 x 128", "not stated"],
+        ),
+        *selective_report.claims_table(results),
+    ]  # fmt: skip
+
+
+def router_tuning() -> list[str]:
+    results, lora = read("router_tuning/results.json"), read("lora/results.json")
+    seeds = len(tuning_report.cell(results, "attention", "sequence"))
+    return [
+        '## "Router-Tuning: A Simple and Effective Approach for Enabling Dynamic-Depth in Transformers"',
+        "",
+        *sizes(
+            ["5.2 M, 3 of 6 layers", f"{tuning_report.SAMPLES:,} sequences of 128 tokens, routers only", str(seeds)],
+            ["Llama-3-8B, 16 of 32 layers", "5,000 sequences and more, routers only", "1"],
+        ),
+        *tuning_report.claims_table(results),
+        "",
+        *lora_report.claims_table(lora),
+        "",
+        *moe_verdicts.tuning_table(read("moe/results.json")),
+    ]  # fmt: skip
+
+
+def gate_supervision() -> list[str]:
+    runs = engram_report.runs_of(read("engram/results.json"))
+    memory = runs["memory"]
+    steps = next(iter(memory.values()))["steps"]
+    return [
+        '## "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory"',
+        "",
+        *sizes(
+            ["2 M and the table, 6 layers, width 128", f"{steps:,} steps of 16 x 256", str(len(memory))],
+            ["333 M, 12 layers, width 768", "5,000 steps of 16, 95 M tokens", "3"],
+        ),
+        *engram_report.claims_table(runs),
+    ]  # fmt: skip
+
+
+def balancing() -> list[str]:
+    result = read("moe/results.json")
+    setting = result["setting"]["pretraining"]
+    return [
+        "## Auxiliary losses for balancing experts",
+        "",
+        *sizes(
+            ["3.7 M, 8 experts, 2 of a token", f"{setting['steps']:,} steps of {setting['batch']} x 128",
+             "1: no interval"],
+            ["a survey; Switch, GShard, DeepSeek-V3", "", ""],
+        ),
+        *moe_verdicts.balance_claims(result),
+    ]  # fmt: skip
+
+
+def page() -> str:
+    """`docs/claims.md`."""
+    parts = [depth_routing(), token_selective(), router_tuning(), gate_supervision(), balancing()]
+    return "\n".join([HEAD, *(line for part in parts for line in ("", *part)), ""])
+
+
+def main() -> None:
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
