@@ -27,7 +27,7 @@ from peers import report as peers_report
 from vllm_load import report as vllm_report
 
 from hf_depthroute.files.markdown import markdown_table
-from hf_depthroute.report.study_results import read_results
+from hf_depthroute.report.study_results import StudyRuns, read_results
 
 RECIPES = Path(__file__).parent
 README = RECIPES.parent / "README.md"
@@ -368,36 +368,42 @@ def demo() -> Study:
 
 
 def aux_losses() -> Study:
-    """The auxiliary-loss study: the main configs, and what a training step costs."""
-    study = read_results(RECIPES / "aux_losses/results")
+    """The auxiliary-loss study: the main configs, the pilots, and what a training step costs."""
+    study, pilots = (read_results(RECIPES / "aux_losses" / name) for name in ("main", "results"))
     steps = read("aux_losses/step_cost.json")
     rows = []
-    for name in ("g1", "g3", "a3_g1", "a3_g3", "a1", "a2", "on_policy_g1", "cgs"):
+    for name in study.names:
         cells = [
-            list(values(study, name, metric).values()) for metric in ("avg_first_half", "endpoint", "grad_norm_mean")
+            list(values(study, name, metric).values()) for metric in ("avg_first_half", "endpoint", "layers/gate_prob")
         ]
         config = study.config(name)
         rows.append(
-            [str(config["label"]), str(config["about"]), *(spread(c, fixed(n)) for c, n in zip(cells, (3, 3, 2)))]
+            [str(config["label"]), str(config["about"]), *(spread(c, fixed(n)) for c, n in zip(cells, (4, 4, 3)))]
         )
-    verdicts = Counter(verdict.word for verdict in judge(study))
-    counted = ", ".join(f"{count} {word}" for word, count in verdicts.most_common())
+    counted, guessed = (
+        ", ".join(f"{count} {word}" for word, count in Counter(verdict.word for verdict in judge(one)).most_common())
+        for one in (study, pilots)
+    )
     small, paper = (steps[key] for key in ("study base, last 3 of 6 layers", "paper shape, last 4 of 12 layers"))
     oracle, gate = (
         [f"{case['ratios'][key]['median']:.2f}" for case in (small, paper)] for key in ("G3 all_full / G3", "G3 / G1")
     )
-    brief = f"30 configs x 3 seeds; the papers' claims and open questions came out {counted}"
+    info = study.info
+    size = f"{len(study.names)} configs x {len(study.seeds)} seeds"
+    pilot_size = f"{len(pilots.names)} configs x {len(pilots.seeds)} seeds of {pilots.info['steps']} steps"
+    brief = f"{size}: of the papers' claims and open questions {counted}; pilots of {pilot_size}: {guessed}"
     section = [
-        "30 configs x 3 seeds on the embedded base, last 3 of 6 FFNs "
-        f"routed at budget 0.5, 400 steps; dense loss {study.info['base']['dense_loss']:.3f}. The papers' "
-        f"claims (arXiv:2604.17228 and CGS) and open questions came out {counted}; each with its numbers in "
-        "[the report](studies/aux_losses/results/report.md). Top-k loss in nats, mean ± standard deviation over "
-        f"seeds. A training step with the oracle takes {oracle[0]} of the time without it, and one with the JEPA gate "
-        f"{gate[0]} of one with the MLP gate ({oracle[1]} and {gate[1]} at that paper's shape).",
+        f"{size} on the embedded base, last 3 of 6 FFNs routed at budget 0.5, {info['steps']} steps; dense loss "
+        f"{info['base']['dense_loss']:.3f}. Of the papers' claims (arXiv:2604.17228 and CGS) and open questions: "
+        f"{counted}; each with its interval in [the report](studies/aux_losses/main/report.md) and on "
+        f"[the page of claims](claims.md). [Pilots](studies/aux_losses/results/report.md) of {pilot_size}: {guessed}. "
+        "Top-k loss in nats, mean ± standard deviation over seeds. A training step with the oracle takes "
+        f"{oracle[0]} of the time without it, and one with the JEPA gate {gate[0]} of one with the MLP gate "
+        f"({oracle[1]} and {gate[1]} at that paper's shape).",
         "",
-        *markdown_table(["config", "what", "loss, first half", "loss at the end", "gradient norm"], rows),
+        *markdown_table(["config", "what", "loss, first half", "loss at the end", "gate probability"], rows),
     ]
-    command = "hf-depthroute study recipes/aux_losses/study.yaml --out OUT --jobs 2"
+    command = "hf-depthroute study recipes/aux_losses/main.yaml --out OUT --jobs 2"
     return Study("Auxiliary losses", "aux_losses", command, brief, section)
 
 
@@ -549,12 +555,18 @@ def duels() -> list[Duel]:
         found.append(Duel("fit_router, stories260k, loss over dense, oracle's labels", 1 - count / 5, *losses))
     study = read_results(RECIPES / "aux_losses/results")
     configs = [(0.75, "{}_b75"), (0.5, "{}"), (0.25, "{}_b25"), (0.1, "{}_b10")]
-    pairs = [("aux_losses, input residual, oracle's labels", *case) for case in configs]
-    pairs.append(("aux_losses, input residual, no labels", 0.5, "a3_{}"))
-    for title, budget, name in pairs:
-        losses = [dict(values(study, name.format(gate), "endpoint")) for gate in ("g1", "g3")]
-        found.append(Duel(title, budget, *losses))
+    pairs = [("aux_losses, pilots, oracle's labels", *case) for case in configs]
+    pairs.append(("aux_losses, pilots, no labels", 0.5, "a3_{}"))
+    found += [gates_of(study, *pair) for pair in pairs]
+    main = read_results(RECIPES / "aux_losses/main")
+    found.append(gates_of(main, "aux_losses, rates tuned, oracle's labels", 0.5, "{}"))
+    found.append(gates_of(main, "aux_losses, rates tuned, no labels", 0.5, "a3_{}"))
     return found
+
+
+def gates_of(study: StudyRuns, title: str, budget: float, name: str) -> Duel:
+    """The two gates of an auxiliary-loss study; `name` is that of both configs but for the gate."""
+    return Duel(title, budget, *(dict(values(study, name.format(gate), "endpoint")) for gate in ("g1", "g3")))
 
 
 def gate_comparison() -> list[str]:
@@ -563,7 +575,7 @@ def gate_comparison() -> list[str]:
     plain, labelled = ([duel for duel in rows if ("oracle's" in duel.study) == taught] for taught in (False, True))
     counts = [Counter(duel.lower()[0] for duel in group)["MLP"] for group in (plain, labelled)]
     return [
-        "Neither is ahead of the other everywhere. Trained with the default losses the MLP gate ended lower in "
+        "Neither is ahead of the other everywhere. Trained without the oracle's labels the MLP gate ended lower in "
         f"{counts[0]} of {len(plain)} comparisons and the JEPA gate in {len(plain) - counts[0]}; with the oracle's "
         f"labels the MLP gate in {counts[1]} of {len(labelled)}. Mean loss in nats over seeds; the last column "
         "says in how many seeds the lower one is lower:",

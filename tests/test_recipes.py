@@ -120,21 +120,27 @@ def test_fitted_routers_lose_less_than_the_best_layers_left_out():
                 assert report.spared(points, points[kind, count]) > (0.25 if half else 0.2)
 
 
-def test_auxiliary_loss_report_is_made_from_its_results():
-    folder = RECIPES / "aux_losses" / "results"
+@pytest.mark.parametrize(("name", "configs"), [("main", 7), ("results", 30)])
+def test_auxiliary_loss_report_is_made_from_its_results(name, configs):
+    folder = RECIPES / "aux_losses" / name
     study, written = read_results(folder), (folder / "report.md").read_text()
-    assert study.missing() == {} and len(study.names) == 30
+    assert study.missing() == {} and len(study.names) == configs
     verdicts = judge(study)
-    assert len(verdicts) == len(CLAIMS) + len(QUESTIONS)
+    assert name == "main" or len(verdicts) == len(CLAIMS) + len(QUESTIONS)
     for verdict in verdicts:
         assert f"**{verdict.word}**: {verdict.statement} {verdict.sentence}" in written.replace("\\", "")
 
 
-@pytest.mark.parametrize("name", ["engram", "peers"])
+def test_claims_of_every_paper_are_made_from_the_committed_results():
+    claims = load_script(RECIPES / "claims.py")
+    assert claims.page() == claims.PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", ["engram", "peers", "router_tuning", "lora"])
 def test_page_of_a_study_is_made_from_its_results(name):
     folder = RECIPES / name
     report, results = load_script(folder / "report.py"), json.loads((folder / "results.json").read_text())
-    page = report.page(results) if name == "engram" else "\n".join([*report.table(results["systems"]), ""])
+    page = "\n".join([*report.table(results["systems"]), ""]) if name == "peers" else report.page(results)
     assert page == (folder / "results.md").read_text()
 
 
@@ -191,10 +197,33 @@ def test_labels_are_means_over_neighbours_that_have_one(monkeypatch):
 def test_moe_report_is_made_from_its_results(monkeypatch):
     folder = RECIPES / "moe"
     monkeypatch.syspath_prepend(str(folder))  # the report imports its neighbours
-    for name in ("pretrain", "route"):
+    for name in ("pretrain", "route", "plots", "verdicts"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     result = json.loads((folder / "results.json").read_text())
     assert load_script(folder / "report.py").markdown(result) == (folder / "results.md").read_text()
+
+
+def test_pairs_beyond_the_capacity_of_an_expert_are_dropped():
+    script = load_script(RECIPES / "moe" / "pretrain.py")
+    model = script.build(0).eval()
+    batch = {"input_ids": torch.arange(64)[None]}
+    counts, seen = {"all": 0, "dropped": 0}, {}
+    keep = script.hooked_routers(
+        model, script.RouterTrace(), lambda layer, router, args, out: seen.update({layer: out})
+    )
+    with torch.no_grad(), script.limited(model, 1.0, counts), keep:
+        limited = model(**batch, use_cache=False).logits
+    assert counts["all"] == 4 * 64 * 2 and 0 < counts["dropped"] < counts["all"]
+    kept = 0
+    for _, weights, chosen in seen.values():
+        loads = torch.bincount(chosen[weights > 0], minlength=8)
+        assert loads.max() == 16  # 64 tokens, 2 experts of each, 8 experts
+        kept += int(loads.sum())
+    assert kept == counts["all"] - counts["dropped"]
+    with torch.no_grad(), script.limited(model, 8.0, counts):
+        whole = model(**batch, use_cache=False).logits
+    assert torch.equal(whole, model(**batch, use_cache=False).logits) and not torch.equal(whole, limited)
+    assert abs(script.conflict(model, batch)["cosine"]) <= 1
 
 
 def test_weights_in_the_repository_stay_small():
