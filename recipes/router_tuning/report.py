@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ def time_table(results: dict[str, Any]) -> str:
 
 def sweep_table(results: dict[str, Any], name: str, values: tuple[int, ...]) -> str:
     rows = []
-    static = dropped(results, "attention", "all")
+    static = dropped(results, "attention", "candidates")
     for value in values:
         fields = {"target": "attention", "granularity": "sequence", "layers": LAYERS, "samples": SAMPLES} | {
             name: value
@@ -247,7 +247,7 @@ def plot_sweeps(results: dict[str, Any], path: Path) -> None:
                 points.append((value, statistics.fmean(losses)))
                 panel.vlines(value, min(losses), max(losses), color="tab:gray", linewidth=1)
             panel.plot(*zip(*points), marker="o", label=label)
-    static = dropped(results, "attention", "all")
+    static = dropped(results, "attention", "candidates")
     left.plot([2, 4], [static[1], static[2]], marker="x", linestyle=":", color="black", label="half as many dropped")
     left.set(xlabel="routed attention layers", ylabel="loss over dense (nats)", xticks=[1, 2, 3, 4])
     right.set(xlabel="training sequences", xscale="log")
@@ -262,14 +262,11 @@ def plot_training(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    parts: tuple[tuple[str, str, Callable[[list[float]], list[float]]], ...] = (
-        ("share", "share of tokens run full", lambda values: values),
-        ("lm", "training loss, mean of 8 steps (nats)", smoothed),
-    )
-    for panel, (key, name, treat) in zip(panels, parts):
+    parts = {"share": "share of tokens run full, mean of 32 steps", "lm": "training loss, mean of 32 steps (nats)"}
+    for panel, (key, name) in zip(panels, parts.items()):
         for target, granularity in PAPER:
             (run,) = (run for run in cell(results, target, granularity) if "curve" in run)
-            values = treat([row[key] for row in run["curve"]])
+            values = smoothed([row[key] for row in run["curve"]])
             style = "-" if granularity == "token" else "--"
             color = {"block": "tab:red", "ffn": "tab:blue", "attention": "tab:green"}[target]
             panel.plot(
@@ -282,8 +279,8 @@ def plot_training(results: dict[str, Any], path: Path) -> None:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """The mean of each value and up to seven before it."""
-    return [statistics.fmean(values[max(0, end - 8) : end]) for end in range(1, len(values) + 1)]
+    """The mean of each value and up to 31 before it."""
+    return [statistics.fmean(values[max(0, end - 32) : end]) for end in range(1, len(values) + 1)]
 
 
 def save(figure: Any, path: Path) -> None:
