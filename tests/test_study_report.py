@@ -354,8 +354,9 @@ CASES = [
     ("cost-clock", pair("a3_g3", "g3", "train_seconds", [60.0, 85.0, 79.0], 100.0), NEITHER),
     ("cost-accounting", pair("a3_g3", "g3", "cost/training_ffn_ratio", 1.068, 1.527), REPRODUCED),
     # Thresholds: never counts as the end, and says nothing where both never got there.
-    ("g3-hits", reached([(5, 10), (5, 10), (5, 10)], [(10, None), (10, None), (10, None)]), REPRODUCED),
-    ("g3-hits", reached([(10, None), (10, None), (10, None)], [(5, 10), (5, 10), (5, 10)]), REVERSED),
+    ("g3-hits", reached([(5, 10), (5, 10), (5, 10)], [(15, None), (15, None), (15, None)]), REPRODUCED),
+    ("g3-hits", reached([(15, None), (15, None), (15, None)], [(5, 10), (5, 10), (5, 10)]), REVERSED),
+    ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(10, None), (10, None), (10, None)]), NEITHER),  # one evaluation
     ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(10, 10), (5, 10), (5, 20)]), NEITHER),
     ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(5, 15), (5, 15), (5, 15)]), NEITHER),
     ("g3-hits", reached([(None, None)] * 3, [(None, None)] * 3), NEITHER),
@@ -426,8 +427,8 @@ def dense(free):
 
 
 def test_a_never_reached_threshold_counts_as_the_end(tmp_path):
-    _, sentence = verdict(tmp_path, "g3-hits", reached([(5, None)] * 3, [(10, None)] * 3))
-    assert "G3 over G1: 0.50 (0.50 to 0.50), 3 seeds" in sentence
+    _, sentence = verdict(tmp_path, "g3-hits", reached([(5, None)] * 3, [(20, None)] * 3))
+    assert "G3 over G1: 0.25 (0.25 to 0.25), 3 seeds" in sentence
     _, sentence = verdict(tmp_path / "one", "g3-hits", reached([(5, 10)] * 3, [(5, None)] * 3))
     assert "G3 over G1: 0.71 (0.71 to 0.71), 3 seeds" in sentence  # sqrt(10 / 20)
     _, sentence = verdict(tmp_path / "none", "g3-hits", reached([(None, None)] * 3, [(None, None)] * 3))

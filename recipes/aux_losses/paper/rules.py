@@ -55,7 +55,7 @@ def describe_rules(study: StudyRuns, statements: int) -> list[str]:
         f"A3-G1 ends within {NEARLY_FREE:g} nats of the dense base. Elsewhere it is not comparable, but for claims "
         "about cost.",
         "Thresholds: the mean over the thresholds of how many times as many steps were needed to get under them, "
-        "counting one that was never reached as reached at the end. Steps are known to one evaluation.",
+        "counting one that was never reached as reached at the end. A difference of one evaluation counts as none.",
         f"Gradient norm: reproduced when the ratio is at least {GRADIENT_RATIO:g} in the whole interval. Collapse: the "
         f"same with a q distance {COLLAPSE_RATIO:g} times that of the other; constant scores with a variance ratio of "
         f"{CONSTANT_RATIO:g}. The opposite: a ratio below 1 in the whole interval. Intervals are of the logarithms. "
@@ -133,12 +133,14 @@ def saving(study: StudyRuns, a: str, b: str, metric: str, at_least: float) -> Fi
 def earlier(study: StudyRuns, a: str, b: str) -> Finding:
     """Whether `a` reaches the thresholds before `b`: the geometric mean of the ratios of their steps."""
     logs: dict[int, list[float]] = {}
-    last = study.info["steps"]
+    last, resolution = study.info["steps"], study.info.get("eval_every", 0)
     for threshold in study.info["thresholds"]:
         left, right = hits(study, a, threshold), hits(study, b, threshold)
         for seed in left:
             if seed in right and min(left[seed], right[seed]) < NEVER:
-                logs.setdefault(seed, []).append(math.log(min(left[seed], last) / min(right[seed], last)))
+                mine, theirs = min(left[seed], last), min(right[seed], last)
+                same = abs(mine - theirs) <= resolution
+                logs.setdefault(seed, []).append(0.0 if same else math.log(mine / theirs))
     found = _of_logs(over_seeds(study, [mean(seen) for seen in logs.values()]))
     verdict = HOLDS if found.high < 1 else OPPOSITE if found.low > 1 else OPEN
     told = found.tell(fixed(2)) if logs else "no threshold was reached"
