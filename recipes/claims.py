@@ -57,7 +57,7 @@ def depth_routing() -> list[str]:
         rows.append([markdown_text(text) for text in (claim.statement, claim.paper, numbers, verdict.word, size)])
     pilot = studies["results"].info
     return [
-        '## "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study"',
+        '## "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228)',
         "",
         *sizes(
             [f"{main['base']['parameters'] / 1e6:.1f} M, last 3 of 6 layers routed",
@@ -76,7 +76,7 @@ def token_selective() -> list[str]:
     results = read("token_selective/results.json")
     settings = results["runs"]["tsa"]["settings"]
     return [
-        '## "Adaptive Computation Depth via Learned Token Routing in Transformers"',
+        '## "Adaptive Computation Depth via Learned Token Routing in Transformers" (arXiv:2605.05222)',
         "",
         *sizes(
             ["4.8 M, 6 layers, width 256", f"{settings['steps']:,} steps of {settings['batch']} x {settings['length']}",
@@ -91,7 +91,8 @@ def router_tuning() -> list[str]:
     results, lora = read("router_tuning/results.json"), read("lora/results.json")
     seeds = len(tuning_report.cell(results, "attention", "sequence"))
     return [
-        '## "Router-Tuning: A Simple and Effective Approach for Enabling Dynamic-Depth in Transformers"',
+        '## "Router-Tuning: A Simple and Effective Approach for Enabling Dynamic-Depth in Transformers" '
+        "(arXiv:2410.13184)",
         "",
         *sizes(
             ["5.2 M, 3 of 6 layers", f"{tuning_report.SAMPLES:,} sequences of 128 tokens, routers only", str(seeds)],
@@ -128,7 +129,7 @@ def balancing() -> list[str]:
         "",
         *sizes(
             ["3.7 M, 8 experts, 2 of a token", f"{setting['steps']:,} steps of {setting['batch']} x 128",
-             "1: no interval"],
+             "3"],
             ["a survey; Switch, GShard, DeepSeek-V3", "", ""],
         ),
         *moe_verdicts.balance_claims(result),

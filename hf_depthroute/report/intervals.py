@@ -43,7 +43,7 @@ class Interval:
 
 
 def interval(numbers: Sequence[float], statements: int = 1) -> Interval:
-    """Of the mean of one number per seed, with 95 % for `statements` such intervals together."""
+    """The interval around the mean of one number per seed, with 95 % for `statements` such intervals together."""
     if len(numbers) < MIN_SEEDS:
         return Interval(len(numbers), statistics.fmean(numbers) if numbers else 0.0, -math.inf, math.inf)
     from scipy.stats import t as student

@@ -76,7 +76,7 @@ def _model(start: Start, spec: RunSpec) -> Any:
 
 
 def _seconds(start: Start, blocks: Blocks, spec: RunSpec, model: Any) -> float:
-    """Of a short training of `model`."""
+    """The seconds of a short training of `model`."""
     assert spec.steps is not None
     arguments = spec.training_arguments(start.study.batch_size, Path(tempfile.gettempdir()))
     shares = {name: round(STEPS * getattr(arguments, name) / spec.steps) for name in WARM_UPS}

@@ -37,7 +37,7 @@ class Finding:
 
 
 def over_seeds(study: StudyRuns, numbers: Sequence[float]) -> Interval:
-    """Of the mean of one number per seed."""
+    """The interval around the mean of one number per seed."""
     return interval(numbers, study.info.get("statements", 1))
 
 
@@ -217,7 +217,7 @@ def _ratios(study: StudyRuns, a: str, b: str, metric: str) -> list[float]:
 
 
 def _ratio(study: StudyRuns, a: str, b: str, metric: str) -> Interval:
-    """Of the geometric mean; what is divided by nothing counts as 1e12 times as much."""
+    """The interval around the geometric mean; what is divided by nothing counts as 1e12 times as much."""
     logs = [math.log(min(max(r, 1e-12), 1e12)) for r in _ratios(study, a, b, metric)]
     return _of_logs(over_seeds(study, logs))
 
