@@ -45,6 +45,7 @@ TUNED = {
     "gate_input": "residual",
 }  # fmt: skip
 CAPACITY = {"capacity_weight": 4.0, "budget_weight": 0.0, "alive_weight": 0.0}
+RATE, TUNED_RATE = 2e-3, 3e-2  # of everything else, and of the linear gate, as `../router_tuning` found
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]}
 
 
@@ -75,14 +76,16 @@ def train(
     """Train what is trainable; the trainable parameters and the processor time."""
     arguments = dict(
         output_dir=str(out / "trainer"), use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
-        max_steps=steps, per_device_train_batch_size=BATCH, train_sampling_strategy="sequential", learning_rate=2e-3,
+        max_steps=steps, per_device_train_batch_size=BATCH, train_sampling_strategy="sequential", learning_rate=RATE,
         warmup_steps=steps // 10, logging_strategy="no", seed=seed,
     )  # fmt: skip
     data = OrderedBlocks(blocks, draw_order(len(blocks), steps * BATCH, seed))
     collate = transformers.default_data_collator
     trainer: Any
     if "router" in model.peft_config:
-        trainer = DepthRouteTrainer(model, DepthRouteTrainingArguments(**arguments, **(losses or {})), collate, data)
+        routing = DepthRouteTrainingArguments(**arguments, **(losses or {}))
+        tuned = optimizer(model, routing.weight_decay) if model.peft_config["router"].gate == "linear" else None
+        trainer = DepthRouteTrainer(model, routing, collate, data, optimizers=(tuned, None))
     else:
         plain = {"weight_decay": 0.01, "lr_scheduler_type": "cosine"}
         trainer = transformers.Trainer(model, transformers.TrainingArguments(**arguments, **plain), collate, data)
@@ -91,6 +94,15 @@ def train(
     trainer.train()
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return {"steps": steps, "trainable": trainable, "cpu_seconds": round(time.process_time() - started, 1)}
+
+
+def optimizer(model: Any, weight_decay: float) -> torch.optim.Optimizer:
+    """The Trainer's AdamW, but the linear gates have Router-Tuning's rate, and no decay."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lora = [parameter for name, parameter in trained.items() if "lora_" in name]
+    groups: list[dict[str, Any]] = [{"params": lora, "lr": RATE, "weight_decay": weight_decay}] if lora else []
+    gates = [parameter for name, parameter in trained.items() if "lora_" not in name]
+    return torch.optim.AdamW([*groups, {"params": gates, "lr": TUNED_RATE, "weight_decay": 0.0}])
 
 
 def measure(model: Any, blocks: torch.Tensor, validation: torch.Tensor) -> dict[str, float]:

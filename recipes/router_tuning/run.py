@@ -14,6 +14,7 @@ Shapes: B batch, T positions.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import pydoc_data.topics
 import random
@@ -167,12 +168,11 @@ def measure_baselines(study: dict[str, Any], blocks: Blocks, base: str) -> dict[
                 config = DepthRouteConfig(gate="none", branch="none", target=target, layers=layers)
                 loss = mean_loss(get_depth_routed_model(load_base(base), config), validation)
                 found["dropped"].append({"target": target, "among": among, "layers": layers, "loss": round(loss, 5)})
-    for row in study["table"]:
-        model = get_depth_routed_model(
-            load_base(base), adapter_config(study, row, gate="random", selection="threshold")
-        )
+    for row, seed in itertools.product(study["table"], study["seeds"]):
+        config = adapter_config(study, row, gate="random", selection="threshold", seed=seed)
+        model = get_depth_routed_model(load_base(base), config)
         meet_budget(model, calibration)
-        found["random"].append({**row, **measure(model, validation)})
+        found["random"].append({**row, "seed": seed, **measure(model, validation)})
     return found
 
 
