@@ -28,7 +28,8 @@ Every claim that a study of this repository tests: what the paper reports, what 
 experiment was. A difference is a mean over seeds with an interval; those of a table hold with 95 % for all of its
 statements together. *Holds*, *reproduced*: the whole interval is on the claimed side. *Opposite*, *reversed*: it is on
 the other. *Not comparable*: it is on the other side, and skipping is not nearly free here as it is in the paper.
-*Open*, *not detectable here*: neither. All of it is small: no verdict says how a claim fares at its paper's size."""
+*Open*, *not detectable here*: neither. *So here*, *not so here, one run*: the sign, without an interval. All of it is
+small: no verdict says how a claim fares at its paper's size."""
 
 
 def read(name: str) -> Any:
@@ -74,13 +75,14 @@ def depth_routing() -> list[str]:
 
 def token_selective() -> list[str]:
     results = read("token_selective/results.json")
-    settings = results["runs"]["tsa"]["settings"]
+    runs = selective_report.seeds_of(results, "tsa")
+    settings = runs[0]["settings"]
     return [
         '## "Adaptive Computation Depth via Learned Token Routing in Transformers" (arXiv:2605.05222)',
         "",
         *sizes(
             ["4.8 M, 6 layers, width 256", f"{settings['steps']:,} steps of {settings['batch']} x {settings['length']}",
-             "1: no interval"],
+             f"{len(runs)}; 1 where there is no interval"],
             ["4.8 M, 6 layers, width 256", "5,000 steps of 64 x 128", "not stated"],
         ),
         *selective_report.claims_table(results),
@@ -99,6 +101,8 @@ def router_tuning() -> list[str]:
             ["Llama-3-8B, 16 of 32 layers", "5,000 sequences and more, routers only", "1"],
         ),
         *tuning_report.claims_table(results),
+        "",
+        *tuning_report.cost_table(results, read("router_tuning/kv_cache.json")),
         "",
         *lora_report.claims_table(lora),
         "",
@@ -129,7 +133,7 @@ def balancing() -> list[str]:
         "",
         *sizes(
             ["3.7 M, 8 experts, 2 of a token", f"{setting['steps']:,} steps of {setting['batch']} x 128",
-             "3"],
+             str(len(result["pretraining"]["none"]))],
             ["a survey; Switch, GShard, DeepSeek-V3", "", ""],
         ),
         *moe_verdicts.balance_claims(result),

@@ -23,10 +23,14 @@ from aux_losses.paper.values import fixed, spread, values
 from demo import report as demo_report
 from engram import report as engram_report
 from fit_router import report as fit_report
+from lora import report as lora_report
 from peers import report as peers_report
+from router_tuning import report as tuning_report
+from token_selective import report as selective_report
 from vllm_load import report as vllm_report
 
 from hf_depthroute.files.markdown import markdown_table
+from hf_depthroute.report.intervals import tell_mean
 from hf_depthroute.report.study_results import StudyRuns, read_results
 
 RECIPES = Path(__file__).parent
@@ -410,15 +414,19 @@ def aux_losses() -> Study:
 def token_selective() -> Study:
     """TSA beside the paper's figures."""
     result = read("token_selective/results.json")
-    paper, runs = result["paper"]["shakespeare"], result["runs"]
-    dense, tsa = runs["dense"]["loss"], runs["tsa"]
-    settings = runs["tsa"]["settings"]
+    paper, runs = result["paper"]["shakespeare"], selective_report.seeds_of(result, "tsa")
+    settings = runs[0]["settings"]
+
+    def row(name: str, active: str, kept: str, loss: str) -> list[str]:
+        over = selective_report.tell_percent(selective_report.relative(result, loss), "+")
+        values = [[run[key] for run in runs] for key in (active, kept)]
+        return [name, tell_mean(values[0]), selective_report.tell_percent(values[1]), over]
+
     rows = [
         ["paper (5,000 steps of 64)", f"{paper['alpha']:.3f}", f"{100 * paper['saved']:.1f} %",
          f"{100 * paper['loss_over_dense']:+.1f} %"],
-        ["soft", f"{tsa['alpha']:.3f}", f"{100 * tsa['saved']:.1f} %", f"{100 * (tsa['loss'] / dense - 1):+.1f} %"],
-        ["hard: tokens below 1/2 really skip", f"{tsa['hard_share']:.3f}", f"{100 * tsa['hard_saved']:.1f} %",
-         f"{100 * (tsa['hard_loss'] / dense - 1):+.1f} %"],
+        row("soft", "alpha", "saved", "loss"),
+        row("hard: tokens below 1/2 really skip", "hard_share", "hard_saved", "hard_loss"),
     ]  # fmt: skip
     brief = (
         f"operations saved, and loss over dense: {rows[1][2]} at {rows[1][3]} counted on soft scaling, where nothing "
@@ -427,7 +435,8 @@ def token_selective() -> Study:
     section = [
         "The model of the TSA paper "
         "(arXiv:2605.05222) on Tiny-Shakespeare from scratch, "
-        f"but {settings['steps']:,} steps of {settings['batch']} sequences and one seed, not 5,000 of 64.",
+        f"but {settings['steps']:,} steps of {settings['batch']} sequences, not 5,000 of 64. Mean ± standard error of "
+        f"{len(runs)} seeds.",
         "",
         *markdown_table(["", "alpha", "operations saved", "validation loss over dense"], rows),
     ]
@@ -486,25 +495,50 @@ def static_at_share(row: str) -> float:
     return float(next(line for line in lines if line.startswith(f"| {row} |")).split(" | ")[3])
 
 
-def kv_cache() -> Study:
-    """Bytes that skipped sequences leave out."""
-    result = read("router_tuning/kv_cache.json")
-    saved = 1 - result["routed_bytes"] / result["dense_bytes"]
-    big = result["llama_3_8b_64_x_2048"]
-    equal = "equals" if result["generation_equals_reference"] else "differs from"
-    held = f"{result['routed_bytes']:,} of {result['dense_bytes']:,} bytes, {result['prompts']} prompts"
-    gib = [big[name] / 2**30 for name in ("dense_bytes", "routed_bytes")]
+def router_tuning() -> Study:
+    """Trained routers beside as many sublayers dropped, and the bytes that skipped sequences leave out."""
+    result, cache = read("router_tuning/results.json"), read("router_tuning/kv_cache.json")
+    seeds = len(tuning_report.cell(result, "attention", "sequence"))
+    behind: dict[str, list[str]] = {}
+    for target, granularity in tuning_report.PAPER:
+        found = statistics.fmean(tuning_report.over_dropping(result, target, granularity))
+        behind.setdefault(granularity, []).append(f"{found:+.2f} ({target})")
     brief = (
-        f"attention of {len(result['routed_layers'])} of 6 layers skipped per sequence at budget 0.5 leaves "
-        f"{100 * saved:.0f} % of the cache out"
+        f"only a linear gate trains, half runs, loss over dropping as many of the same sublayers ({seeds} seeds): "
+        + "; ".join(f"per {granularity} {', '.join(said)}" for granularity, said in behind.items())
     )
+    big = cache["llama_3_8b_64_x_2048"]
+    gib = [big[name] / 2**30 for name in ("dense_bytes", "routed_bytes")]
+    equal = "equals" if cache["generation_equals_reference"] else "differs from"
     section = [
-        f"Attention of {len(result['routed_layers'])} of 6 layers "
-        f"skipped per sequence at budget 0.5 leaves {100 * saved:.0f} % of the cache out ({held}), and generation "
+        f"Three of 6 layers of the embedded base, losses in nats over dense, mean ± standard error of {seeds} seeds; "
+        "the paper's column is the mean accuracy of eight tasks over dense, in points.",
+        "",
+        *tuning_report.loss_table(result).split("\n"),
+        "",
+        f"Attention of {len(cache['routed_layers'])} of 6 layers skipped per sequence at budget 0.5 leaves "
+        f"{100 * (1 - cache['routed_bytes'] / cache['dense_bytes']):.0f} % of the KV cache out "
+        f"({cache['routed_bytes']:,} of {cache['dense_bytes']:,} bytes, {cache['prompts']} prompts), and generation "
         f"{equal} a masked reference. At the shape of Llama-3-8B with 16 of 32 layers, 64 x 2,048 tokens, it counts "
         f"{gib[0] - gib[1]:.0f} of {gib[0]:.0f} GiB; the Router-Tuning paper (arXiv:2410.13184) reports 8 GB.",
     ]
-    return Study("KV cache", "router_tuning", "python recipes/router_tuning/kv_cache.py", brief, section)
+    return Study("Router-Tuning", "router_tuning", "python recipes/router_tuning/run.py --out OUT", brief, section)
+
+
+def lora() -> Study:
+    """LoRA, routing, and both."""
+    result = read("lora/results.json")
+    seeds = result["seeds"].values()
+
+    def over(way: str, other: str) -> str:
+        return tell_mean([seed[way]["loss"] - seed[other]["loss"] for seed in seeds], sign="+")
+
+    brief = (
+        f"fine-tuned on another text, {len(seeds)} seeds: LoRA and routing of half of 3 of 6 layers jointly, over "
+        f"LoRA alone: {over('joint', 'lora')} nats (FFNs), {over('joint_router_tuning', 'lora')} (Router-Tuning, "
+        f"attention); over half of the steps each: {over('joint', 'two_step')} (FFNs)"
+    )
+    return Study("LoRA and routing", "lora", "python recipes/lora/run.py --out OUT", brief, lora_report.lines(result))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -732,7 +766,7 @@ def engram() -> Study:
 
 def studies() -> list[Study]:
     own = [fitted(), quality(), speed(), peers(), demo(), served(), token_selective(), moe()]
-    return [*own, kv_cache(), aux_losses(), engram()]
+    return [*own, router_tuning(), lora(), aux_losses(), engram()]
 
 
 def results() -> dict[Path, str]:

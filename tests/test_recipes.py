@@ -223,7 +223,24 @@ def test_pairs_beyond_the_capacity_of_an_expert_are_dropped():
     with torch.no_grad(), script.limited(model, 8.0, counts):
         whole = model(**batch, use_cache=False).logits
     assert torch.equal(whole, model(**batch, use_cache=False).logits) and not torch.equal(whole, limited)
-    assert abs(script.conflict(model, batch)["cosine"]) <= 1
+
+
+def test_conflict_is_the_angle_between_what_a_step_adds_for_the_balance_and_for_the_task():
+    script = load_script(RECIPES / "moe" / "pretrain.py")
+    model = script.build(0).eval()
+    batch = {"input_ids": torch.arange(64)[None]}
+    found = script.conflict(model, batch)
+    steps = []
+    for weight in (0.0, 1.0):
+        model.zero_grad()
+        with script.observe_routers(model) as trace:
+            loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+        (loss + weight * script.load_balance(trace)).backward()
+        steps.append(torch.cat([router.weight.grad.flatten() for router in script.routers(model).values()]))
+    task, balance = steps[0], steps[1] - steps[0]
+    assert found["task_norm"] == pytest.approx(float(task.norm()), rel=1e-4)
+    assert found["balance_norm"] == pytest.approx(float(balance.norm()), rel=1e-3)
+    assert found["cosine"] == pytest.approx(float(torch.cosine_similarity(task, balance, dim=0)), abs=1e-3)
 
 
 def test_weights_in_the_repository_stay_small():

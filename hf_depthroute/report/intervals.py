@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 MIN_SEEDS = 3  # with fewer, a spread says nothing
@@ -40,6 +40,13 @@ class Interval:
         if self.seeds < MIN_SEEDS:
             return f"{show(self.mean)}, only {self.seeds} common seed{'s' * (self.seeds > 1)}"
         return f"{show(self.mean)} ({show(self.low)} to {show(self.high)}), {self.seeds} seeds"
+
+
+def tell_mean(values: Iterable[float], digits: int = 3, sign: str = "") -> str:
+    """`0.123 ± 0.004`: mean and standard error; of a single value, the value."""
+    known = list(values)
+    error = f" ± {statistics.stdev(known) / math.sqrt(len(known)):.{digits}f}" if len(known) > 1 else ""
+    return f"{statistics.fmean(known):{sign}.{digits}f}{error}"
 
 
 def interval(numbers: Sequence[float], statements: int = 1) -> Interval:

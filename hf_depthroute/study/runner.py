@@ -41,7 +41,7 @@ from .fingerprint import CODE, combine, explain, hash_model, versions
 from .grid import RunSpec, Study
 from .measure import autocast
 from .run import RunError, Start, StudyError, device_type, is_finished, load_base, read_json, run_folder, train_run
-from .step_ratio import step_ratio
+from .step_ratio import in_equal_time
 
 ENGINES = ("processes", "ray")
 _DESCRIBED = ("name", "margin", "thresholds", "steps", "eval_every", "batch_size", "seeds")  # as study.json has them
@@ -111,7 +111,7 @@ def run_study(
             if folder.exists():
                 shutil.rmtree(folder)
         failures: dict[str, Failure] = {}
-        _run_all([_in_equal_time(study, start, spec) for spec in pending], start, jobs, failures)
+        _run_all([in_equal_time(start, spec) for spec in pending], start, jobs, failures)
     return failures
 
 
@@ -190,24 +190,6 @@ def _prepare(study: Study, out: Path, jobs: int, engine: str, debug: bool, selec
     }
     write_json(out / "study.json", described)
     return Start(study, out, base, combine(parts), dense_loss, machine["threads"], selected, engine, debug)
-
-
-def _in_equal_time(study: Study, start: Start, spec: RunSpec) -> RunSpec:
-    """A run with `iso_compute` gets its steps, by a ratio of times that is measured once, before anything runs."""
-    if spec.iso_compute is None:
-        return spec
-    timed, counted = (
-        next(config.spec(study.seeds[0]) for config in study.configs if config.name == spec.iso_compute[key])
-        for key in ("same_time_as", "steps_of")
-    )
-    assert timed.steps is not None
-    file, name = start.out / "step_ratios.json", f"{timed.config} / {counted.config}"
-    known = read_json(file) or {}
-    if name not in known:
-        known[name] = step_ratio(start, read_blocks(start.out / "blocks.safetensors"), timed, counted)
-        write_json(file, known)
-        say(f"{study.name}: a step of {timed.config} takes {known[name]['ratio']:.3f} of one of {counted.config}")
-    return dataclasses.replace(spec, steps=max(1, round(timed.steps * known[name]["ratio"])))
 
 
 def _run_all(specs: Sequence[RunSpec], start: Start, jobs: int, failures: dict[str, Failure]) -> None:

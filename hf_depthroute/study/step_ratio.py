@@ -17,10 +17,12 @@ import transformers
 from transformers import PrinterCallback, TrainerCallback
 
 from ..adapter.tuner import get_depth_routed_model
-from ..data.blocks import Blocks, OrderedBlocks, draw_order
+from ..data.blocks import Blocks, OrderedBlocks, draw_order, read_blocks
+from ..files.shown import say
+from ..files.staged import write_json
 from ..training.trainer import DepthRouteTrainer
 from .grid import RunSpec
-from .run import Start, load_base, unfreeze
+from .run import Start, load_base, read_json, unfreeze
 
 STEPS = 40  # of a training
 ROUNDS = 7  # and one to warm up
@@ -45,6 +47,25 @@ class Stopwatch(TrainerCallback):
             torch.cuda.synchronize()
             return time.perf_counter()
         return time.process_time()
+
+
+def in_equal_time(start: Start, spec: RunSpec) -> RunSpec:
+    """A run with `iso_compute` gets its steps, by a ratio of times that is measured once, before anything runs."""
+    if spec.iso_compute is None:
+        return spec
+    study = start.study
+    timed, counted = (
+        next(config.spec(study.seeds[0]) for config in study.configs if config.name == spec.iso_compute[key])
+        for key in ("same_time_as", "steps_of")
+    )
+    assert timed.steps is not None
+    file, name = start.out / "step_ratios.json", f"{timed.config} / {counted.config}"
+    known = read_json(file) or {}
+    if name not in known:
+        known[name] = step_ratio(start, read_blocks(start.out / "blocks.safetensors"), timed, counted)
+        write_json(file, known)
+        say(f"{study.name}: a step of {timed.config} takes {known[name]['ratio']:.3f} of one of {counted.config}")
+    return dataclasses.replace(spec, steps=max(1, round(timed.steps * known[name]["ratio"])))
 
 
 def step_ratio(start: Start, blocks: Blocks, spec: RunSpec, other: RunSpec) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import png_of, write_bytes, write_text
-from hf_depthroute.report.intervals import answer, interval
+from hf_depthroute.report.intervals import answer, interval, tell_mean
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -61,10 +61,8 @@ def preference(run: dict[str, Any]) -> float:
     return statistics.mean(last["alpha_hot"]) - statistics.mean(last["alpha_cold"])
 
 
-def said(values: list[float], digits: int = 4, sign: str = "") -> str:
-    """Mean, standard error and number."""
-    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{sign}.{digits}f}{error} ({len(values)})"
+def said(values: list[float], sign: str = "") -> str:
+    return f"{tell_mean(values, 4, sign)} ({len(values)})"
 
 
 def table(runs: Runs) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import write_text
-from hf_depthroute.report.intervals import answer, interval
+from hf_depthroute.report.intervals import answer, interval, tell_mean
 
 HERE = Path(__file__).parent
 EQUAL = 0.005  # nats; differences up to this count as none
@@ -27,30 +27,24 @@ WAYS = {
 }
 
 
-def said(values: list[float]) -> str:
-    """Mean and standard error."""
-    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{error}"
-
-
-def page(results: dict[str, Any]) -> str:
-    """`results.md`: a line for the base and each way."""
+def lines(results: dict[str, Any]) -> list[str]:
+    """A line for the base and each way, and the claims."""
     seeds = list(results["seeds"].values())
-    lines = [["base", "0", "1", f"{results['base']:.3f}", f"{results['base']:.3f}", ""]]
+    rows = [["base", "0", "1", f"{results['base']:.3f}", f"{results['base']:.3f}", ""]]
     for way, title in WAYS.items():
         found = [seed[way] for seed in seeds]
-        shares = said([row["share"] for row in found]) if "share" in found[0] else "1"
-        dense = said([row.get("loss_at_budget_1", row["loss"]) for row in found])
+        shares = tell_mean([row["share"] for row in found]) if "share" in found[0] else "1"
+        dense = tell_mean([row.get("loss_at_budget_1", row["loss"]) for row in found])
         trained = f"{found[0]['trainable']:,}"
         seconds = f"{statistics.mean(row['cpu_seconds'] for row in found):.0f} s"
-        lines.append([title, trained, shares, said([row["loss"] for row in found]), dense, seconds])
+        rows.append([title, trained, shares, tell_mean([row["loss"] for row in found]), dense, seconds])
     head = ["", "trained weights", "share run full", "validation loss", "with nothing skipped", "training"]
     setting = results["setting"]
     note = (
         f"{setting['steps']} steps of {setting['batch']} x {setting['length']} tokens each; mean ± standard error of "
         f"{len(seeds)} seeds. Training: processor time of one core."
     )
-    return "\n".join([*markdown_table(head, lines), "", note, "", *claims_table(results), ""])
+    return [*markdown_table(head, rows), "", note, "", *claims_table(results)]
 
 
 def claims_table(results: dict[str, Any]) -> list[str]:
@@ -76,7 +70,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.out is not None:
         write_text(HERE / "results.json", (args.out / "results.json").read_text())
-    write_text(HERE / "results.md", page(json.loads((HERE / "results.json").read_text())))
+    results = json.loads((HERE / "results.json").read_text())
+    write_text(HERE / "results.md", "\n".join(lines(results)) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from route import STEPS as ROUTER_STEPS
 from verdicts import balance_claims, dropped_at, imbalance
 
 from hf_depthroute.files.markdown import markdown_table
+from hf_depthroute.report.intervals import tell_mean
 
 TITLES = {"per_expert": "router per expert", "per_layer": "router per layer", "random": "random routing"}
 STATIC = {"static": "experts of each layer dropped, by weight", "ablation": "of 32 experts dropped, by ablation"}
@@ -62,12 +63,6 @@ def runs_of(result: dict[str, Any], method: str, budget: float | None = None) ->
     return [run for run in result["runs"] if run["method"] == method and run.get("budget") == budget]
 
 
-def said(values: list[float], digits: int = 3) -> str:
-    """Mean and standard error; of a single value, the value."""
-    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.{digits}f}{error}"
-
-
 def balance_table(result: dict[str, Any]) -> list[str]:
     rows = []
     for name, title in BASES.items():
@@ -76,9 +71,9 @@ def balance_table(result: dict[str, Any]) -> list[str]:
             continue
         last = [base["curve"][-1] for base in bases]
         rows.append([
-            title, str(len(bases)), said([base["validation_loss"] for base in bases]),
-            *(said([imbalance(base[when]) for base in bases], 2) for when in ("load_before", "load_after")),
-            said([one["balance"] for one in last]), said([one["router_z"] for one in last], 2),
+            title, str(len(bases)), tell_mean([base["validation_loss"] for base in bases]),
+            *(tell_mean([imbalance(base[when]) for base in bases], 2) for when in ("load_before", "load_after")),
+            tell_mean([one["balance"] for one in last]), tell_mean([one["router_z"] for one in last], 2),
         ])  # fmt: skip
     head = [
         "variant",
@@ -102,11 +97,11 @@ def capacity_table(result: dict[str, Any]) -> list[str]:
         cells = []
         for factor in ("1", "1.25"):
             found = [base["capacity"][factor] for base in bases]
-            cells.append(said([100 * one["dropped"] for one in found], 1) + " %")
-            cells.append(said([one["loss"] - base["validation_loss"] for one, base in zip(found, bases)]))
+            cells.append(tell_mean([100 * one["dropped"] for one in found], 1) + " %")
+            cells.append(tell_mean([one["loss"] - base["validation_loss"] for one, base in zip(found, bases)]))
         last = [base["conflict"][-1] for base in bases]
         cosines, norms = [one["cosine"] for one in last], [one["balance_norm"] / one["task_norm"] for one in last]
-        rows.append([title, str(len(bases)), *cells, said(cosines, 2), said(norms, 1)])
+        rows.append([title, str(len(bases)), *cells, tell_mean(cosines, 2), tell_mean(norms, 1)])
     limits = ["dropped, capacity 1", "loss", "dropped, capacity 1.25", "loss"]
     return markdown_table(["variant", "seeds", *limits, "cosine of gradients", "balance over task"], rows)
 
@@ -118,9 +113,9 @@ def routing_table(result: dict[str, Any]) -> list[str]:
         runs = runs_of(result, method, budget)
         shares = [run["share"] for run in runs]
         ratio = ratios[name_of({"method": method, "budget": budget, "seed": 0})]
-        losses = said([run["loss"] for run in runs])
+        losses = tell_mean([run["loss"] for run in runs])
         rival = static_loss(result, statistics.mean(shares))
-        rows.append([f"{title}, {budget}", losses, said(shares), f"{rival:.3f}", f"{ratio:.2f}"])
+        rows.append([f"{title}, {budget}", losses, tell_mean(shares), f"{rival:.3f}", f"{ratio:.2f}"])
     for method, title in STATIC.items():
         for run in runs_of(result, method):
             time = f"{ratios[name_of(run)]:.2f}" if name_of(run) in ratios else ""
@@ -134,7 +129,7 @@ def trained_table(result: dict[str, Any]) -> list[str]:
     for budget, method in itertools.product(BUDGETS, ("per_expert", "per_layer")):
         runs = runs_of(result, method, budget)
         kinds = itertools.product(("as_trained", "equal_layers"), ("loss", "share"))
-        cells = [said([run[kind][key] for run in runs]) for kind, key in kinds]
+        cells = [tell_mean([run[kind][key] for run in runs]) for kind, key in kinds]
         rows.append([f"{TITLES[method]}, {budget}", *cells])
     return markdown_table(["run, budget", "`p >= 1/2`: loss", "share", "equal layers: loss", "share"], rows)
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import write_text
-from hf_depthroute.report.intervals import Interval, answer, interval
+from hf_depthroute.report.intervals import HOLDS, OPEN, OPPOSITE, Interval, answer, interval, tell_mean
 
 HERE = Path(__file__).parent
 LAYERS, SAMPLES = 3, 4096  # of the first table
@@ -57,18 +56,17 @@ def over_dense(results: dict[str, Any], runs: list[Run], rule: str) -> list[floa
     return [run[rule]["loss"] - results["dense"]["dense"] for run in runs]
 
 
-def said(values: Iterable[float]) -> str:
-    """Mean and standard error; of a single value, the value."""
-    known = list(values)
-    if len(known) == 1:
-        return f"{known[0]:.3f}"
-    return f"{statistics.fmean(known):.3f} ± {statistics.stdev(known) / len(known) ** 0.5:.3f}"
-
-
 def dropped(results: dict[str, Any], target: str, among: str) -> dict[int, float]:
     """Loss over dense with the n least important sublayers dropped; with none, 0."""
     rows = [row for row in results["dense"]["dropped"] if (row["target"], row["among"]) == (target, among)]
     return {0: 0.0} | {len(row["layers"]): row["loss"] - results["dense"]["dense"] for row in rows}
+
+
+def over_dropping(results: dict[str, Any], target: str, granularity: str) -> list[float]:
+    """By seed, the loss of routers at the budget minus that of as much dropped."""
+    runs = cell(results, target, granularity)
+    losses = over_dense(results, runs, "at_budget")
+    return [loss - static_at(results, target, run["at_budget"]["share"]) for loss, run in zip(losses, runs)]
 
 
 def static_at(results: dict[str, Any], target: str, share: float) -> float:
@@ -79,9 +77,10 @@ def static_at(results: dict[str, Any], target: str, share: float) -> float:
     return losses[low] + (losses[low + 1] - losses[low]) * (count - low)
 
 
-def random_routers(results: dict[str, Any], target: str, granularity: str) -> Run:
+def random_routers(results: dict[str, Any], target: str, granularity: str) -> dict[int, Run]:
+    """By seed, frozen random routers at the budget."""
     rows = results["dense"]["random"]
-    return next(row for row in rows if (row["target"], row["granularity"]) == (target, granularity))
+    return {row["seed"]: row for row in rows if (row["target"], row["granularity"]) == (target, granularity)}
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -92,18 +91,19 @@ def loss_table(results: dict[str, Any]) -> str:
     rows = []
     for (target, granularity), (_, accuracy) in PAPER.items():
         runs = cell(results, target, granularity)
-        chance = random_routers(results, target, granularity)
+        chance = random_routers(results, target, granularity).values()
         own, every = (dropped(results, target, among) for among in ("candidates", "all"))
         rows.append([
-            target, granularity, said(run["trained"]["share"] for run in runs),
-            said(over_dense(results, runs, "trained")), said(run["at_budget"]["share"] for run in runs),
-            said(over_dense(results, runs, "at_budget")),
-            f"{chance['loss'] - results['dense']['dense']:.3f} at {chance['share']:.2f}",
+            target, granularity, tell_mean(run["trained"]["share"] for run in runs),
+            tell_mean(over_dense(results, runs, "trained")), tell_mean(run["at_budget"]["share"] for run in runs),
+            tell_mean(over_dense(results, runs, "at_budget")),
+            tell_mean(row["share"] for row in chance),
+            tell_mean(row["loss"] - results["dense"]["dense"] for row in chance),
             f"{own[1]:.3f}, {own[2]:.3f}", f"{every[1]:.3f}, {every[2]:.3f}", f"{accuracy - 69.7:+.1f}",
         ])  # fmt: skip
     head = [
         "target", "granularity", "share, as trained", "loss over dense", "share, threshold moved", "loss over dense",
-        "random routers", "1, 2 of the 3 dropped", "1, 2 of all 6 dropped", "paper: accuracy",
+        "share, random routers", "loss over dense", "1, 2 of the 3 dropped", "1, 2 of all 6 dropped", "paper: accuracy",
     ]  # fmt: skip
     return table(head, rows)
 
@@ -116,7 +116,7 @@ def kind_table(results: dict[str, Any]) -> str:
         cells = []
         for kind, dense in results["dense"]["by_kind"].items():
             found = [run["at_budget"]["by_kind"][kind] for run in runs]
-            cells += [said(row["share"] for row in found), said(row["loss"] - dense for row in found)]
+            cells += [tell_mean(row["share"] for row in found), tell_mean(row["loss"] - dense for row in found)]
         rows.append([target, granularity, *cells])
     heads = [[f"{kind}: share", "loss over dense"] for kind in results["dense"]["by_kind"]]
     return table(["target", "granularity", *heads[0], *heads[1]], rows)
@@ -142,17 +142,52 @@ def claims_table(results: dict[str, Any]) -> list[str]:
         found = between(results, sequences, other, count)
         rows.append([claim, paper, found.tell(), answer(found, "lower")])
     for target, granularity in PAPER:
-        runs, name = cell(results, target, granularity), f"{target} per {granularity}"
-        shares, losses = [run["at_budget"]["share"] for run in runs], over_dense(results, runs, "at_budget")
-        chance = random_routers(results, target, granularity)["loss"] - results["dense"]["dense"]
-        rivals = {
-            f"{name}: routers beat dropping at their share": [static_at(results, target, share) for share in shares],
-            f"{name}: routers beat random ones": [chance] * len(runs),
-        }
-        for claim, rival in rivals.items():
-            found = interval([mine - theirs for mine, theirs in zip(losses, rival)], count)
+        chance = random_routers(results, target, granularity)
+        drawn = [run["at_budget"]["loss"] - chance[run["seed"]]["loss"] for run in cell(results, target, granularity)]
+        rivals = {"dropping at their share": over_dropping(results, target, granularity), "random ones": drawn}
+        for rival, differences in rivals.items():
+            found = interval(differences, count)
+            claim = f"{target} per {granularity}: routers beat {rival}"
             rows.append([claim, "", found.tell(), answer(found, "lower")])
     return markdown_table(["claim", "paper", "loss, difference (95 % of all)", "verdict"], rows)
+
+
+def faster(results: dict[str, Any], one: str, other: str) -> tuple[str, str]:
+    """Speedups of two adapters at both shapes, and whether the first is faster: quartiles apart at both."""
+    says, words = [], []
+    for shape in results["time"]["shapes"]:
+        rows = {row["adapter"]: row for row in shape["adapters"]} | {"dense": {"ratio": 1.0, "quartiles": [1.0, 1.0]}}
+        (low, high), (other_low, other_high) = (rows[name]["quartiles"] for name in (one, other))
+        says.append(" against ".join(f"{1 / rows[name]['ratio']:.2f}x" for name in (one, other) if name != "dense"))
+        words.append(HOLDS if high < other_low else OPPOSITE if low > other_high else OPEN)
+    return ", ".join(says), words[0] if len(set(words)) == 1 else OPEN
+
+
+def cost_table(results: dict[str, Any], cache: dict[str, Any]) -> list[str]:
+    """What the paper says of time, memory and training text; of times, quartiles that lie apart at both shapes."""
+    compared = [
+        ("Attention per sequence is faster than dense", "1.21x", "attention-sequence", "dense"),
+        ("Attention per sequence is faster than FFNs", "1.21x against 1.06x", "attention-sequence", "ffn-sequence"),
+        ("Attention per sequence is faster than per token", "1.21x against 1.18x", "attention-sequence",
+         "attention-token"),
+    ]  # fmt: skip
+    rows = [[claim, paper, *faster(results, one, other)] for claim, paper, one, other in compared]
+    big = cache["llama_3_8b_64_x_2048"]
+    dense, routed = (big[name] / 2**30 for name in ("dense_bytes", "routed_bytes"))
+    rows.append([
+        "Llama-3-8B, 64 x 2,048 tokens: 8 GB of the KV cache are saved", "8 GB",
+        f"{dense - routed:.0f} of {dense:.0f} GiB, counted", HOLDS if dense - routed > 7 else OPPOSITE,
+    ])  # fmt: skip
+    fields = {"target": "attention", "granularity": "sequence", "layers": LAYERS}
+    fewer, whole = (
+        statistics.fmean(run["at_budget"]["loss"] for run in pick(results, **fields, samples=count))
+        for count in (FEWER[-2], FEWER[-1])
+    )
+    rows.append([
+        "A few thousand sequences suffice", "5,000",
+        f"{FEWER[-2]:,} instead of {FEWER[-1]:,}: {fewer - whole:+.3f} nats; one seed", OPEN,
+    ])  # fmt: skip
+    return markdown_table(["claim", "paper", "here", "verdict"], rows)
 
 
 def time_table(results: dict[str, Any]) -> str:
@@ -180,9 +215,9 @@ def sweep_table(results: dict[str, Any], name: str, values: tuple[int, ...]) -> 
         }
         runs = pick(results, **fields)
         rows.append([
-            str(value), str(len(runs)), said(run["trained"]["share"] for run in runs),
-            said(over_dense(results, runs, "trained")), said(run["at_budget"]["share"] for run in runs),
-            said(over_dense(results, runs, "at_budget")),
+            str(value), str(len(runs)), tell_mean(run["trained"]["share"] for run in runs),
+            tell_mean(over_dense(results, runs, "trained")), tell_mean(run["at_budget"]["share"] for run in runs),
+            tell_mean(over_dense(results, runs, "at_budget")),
         ])  # fmt: skip
         if name == "layers":
             rows[-1].append(f"{static[value // 2]:.3f}" if value % 2 == 0 else "")
@@ -201,6 +236,7 @@ def page(results: dict[str, Any]) -> str:
         loss_table(results),
         "## The paper's claims",
         "\n".join(claims_table(results)),
+        "\n".join(cost_table(results, json.loads((HERE / "kv_cache.json").read_text()))),
         "## By kind of text",
         kind_table(results),
         "## Time",

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from run import TEXT, build_model, read_runs, soft_loss, task_loss
 from safetensors.torch import load_model
-from tasks import Task, load_task
+from tasks import KINDS, Task, kinds, load_task
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes
 from hf_depthroute.inference.calibration import use_selection
@@ -68,12 +68,10 @@ def measure(model: Any, run: dict[str, Any], task: Task) -> dict[str, Any]:
     loss, alpha = soft_loss(model, task, run["batch"])
     result: dict[str, Any] = {"loss": loss}
     if run["method"] == "tsa" and alpha is not None:
-        with torch.no_grad(), record_routes(model) as trace, use_selection(model, "soft"):
-            model(input_ids=task.validation[:64, :-1])
         hard, shares = hard_loss(model, task.validation, run["batch"], task.first)
         share = statistics.mean(shares.values())
         result |= {"alpha": alpha, "saved": saved(alpha, run["layers"])}
-        result |= {"alpha_by_layer": {i: float(record.probs.mean()) for i, record in trace.items()}}
+        result |= where_depth_goes(model, task, run["batch"])
         result |= {"hard_loss": hard, "hard_share": share, "hard_saved": saved(share, run["layers"])}
         result |= {"hard_share_by_layer": shares}
     if run["task"] != "shakespeare":
@@ -81,6 +79,29 @@ def measure(model: Any, run: dict[str, Any], task: Task) -> dict[str, Any]:
         if run["method"] == "tsa":
             result["hard_accuracy"] = accuracy(model, task, "threshold")
     return result
+
+
+@torch.no_grad()
+def where_depth_goes(model: Any, task: Task, batch: int) -> dict[str, Any]:
+    """`p` over the soft model by layer; of text also by kind of character that is read, and by difficulty.
+
+    Difficulty is the entropy of the model's own prediction, in quarters of the positions, the easiest first.
+    """
+    probs_CNT, entropy_NT = [], []
+    for part in task.validation.split(batch):
+        with record_routes(model) as trace, use_selection(model, "soft"):
+            logits = model(input_ids=part[:, :-1]).logits
+        probs_CNT.append(torch.stack([record.probs for record in trace.values()]))
+        entropy_NT.append(torch.distributions.Categorical(logits=logits).entropy())
+    probs, entropy = torch.cat(probs_CNT, dim=1), torch.cat(entropy_NT)
+    found: dict[str, Any] = {"alpha_by_layer": probs.mean((1, 2)).tolist()}
+    if task.characters:
+        kind = kinds(task.validation[:, :-1], task.characters)
+        found["alpha_by_kind"] = {name: probs[:, kind == i].mean(1).tolist() for i, name in enumerate(KINDS)}
+        found["share_of_kind"] = {name: float((kind == i).float().mean()) for i, name in enumerate(KINDS)}
+        quarter = torch.bucketize(entropy, entropy.quantile(torch.tensor([0.25, 0.5, 0.75])))
+        found["alpha_by_difficulty"] = [probs[:, quarter == i].mean(1).tolist() for i in range(4)]
+    return found
 
 
 def set_threshold(model: Any, threshold: float) -> None:

@@ -3,7 +3,8 @@
     python recipes/token_selective/report.py --out OUT
 
 Without `--out` the plots and the tables come from the committed `results.json`. The tables go to standard output;
-the README holds them. The paper is arXiv:2605.05222.
+the README holds them. The paper is arXiv:2605.05222. Intervals and standard errors are over the seeds of a run:
+`dense`, `dense_1` and `dense_2` are one run with three seeds.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hf_depthroute.files.markdown import markdown_table
+from hf_depthroute.report.intervals import answer, interval, tell_mean
 
 HERE = Path(__file__).parent
 PAPER = {
@@ -23,7 +28,11 @@ PAPER = {
     "copy": {"alpha": 0.341, "saved": 0.549},
     "sort": {"alpha": 0.730},
 }
-WEIGHTS = ("0", "0.001", "0.01", "0.1")  # of the sweep
+WEIGHTS = ("0", "0.001", "0.005", "0.01", "0.05", "0.1")  # of the sweep
+SEEDS = ("", "_1", "_2")
+THRESHOLDS = (2.5, 2.0, 1.8)  # validation losses that are reached after so many steps
+MARGIN = 0.005  # relative: what the paper calls next to no loss
+Run = dict[str, Any]
 NAMES = {
     "tsa": "TSA, lambda 0.001",
     **{f"lambda_{weight}": f"sweep, lambda {weight}" for weight in WEIGHTS},
@@ -50,31 +59,76 @@ def percent(value: float, sign: bool = False) -> str:
     return f"{100 * value:{'+' if sign else ''}.1f} %"
 
 
-def main_table(results: dict[str, Any]) -> str:
-    """Dense, TSA soft and hard, early exit at equal share, beside the paper."""
-    runs, sweep, paper = results["runs"], results["exit_sweep"], PAPER["shakespeare"]
+def seeds_of(results: dict[str, Any], name: str) -> list[Run]:
+    """The runs of a name, in the order of their seeds."""
+    return [results["runs"][name + seed] for seed in SEEDS]
 
-    def row(name: str, active: float, loss: float, dense: float, said: str = "") -> list[str]:
-        kept = 1 - (1 + 5 * active) / 6
-        return [name, f"{active:.3f}", percent(kept), f"{loss:.4f}", percent(loss / dense - 1, sign=True), said]
+
+def relative(results: dict[str, Any], key: str) -> list[float]:
+    """A loss of TSA over that of the dense model of the same seed, minus 1."""
+    return [tsa[key] / dense["loss"] - 1 for tsa, dense in zip(seeds_of(results, "tsa"), seeds_of(results, "dense"))]
+
+
+def tell_percent(values: list[float], sign: str = "") -> str:
+    """Mean and standard error in percent."""
+    return tell_mean([100 * value for value in values], 1, sign) + " %"
+
+
+def main_table(results: dict[str, Any]) -> str:
+    """Dense and TSA, soft and hard, beside the paper; mean and standard error over the seeds."""
+    paper, dense, tsa = PAPER["shakespeare"], seeds_of(results, "dense"), seeds_of(results, "tsa")
+
+    def row(name: str, runs: list[Run], keys: tuple[str, str, str], said: str) -> list[str]:
+        active, kept, loss = ([run[key] for run in runs] for key in keys)
+        bits = tell_mean([value / math.log(2) for value in loss])
+        over = tell_percent(relative(results, keys[2]), "+")
+        return [name, tell_mean(active), tell_percent(kept), tell_mean(loss, 4), bits, over, said]
 
     said = f"{paper['alpha']:.3f}, {percent(paper['saved'])}, {percent(paper['loss_over_dense'], sign=True)}"
-    worse = f"{percent(paper['early_exit_over_tsa'])} worse than TSA soft"
-    dense, tsa, exits = runs["dense"]["loss"], runs["tsa"], runs["exit"]
-    part, soft, hard = sweep["dense"], sweep["tsa_soft"], sweep["tsa_by_threshold"][0]
-    equal = sweep["exit_at_equal_share"]
+    bits = tell_mean([run["loss"] / math.log(2) for run in dense])
     rows = [
-        row("dense", 1.0, dense, dense),
-        row("TSA, soft", tsa["alpha"], tsa["loss"], dense, said),
-        row("TSA, hard", tsa["hard_share"], tsa["hard_loss"], dense, "not reported"),
-        row("early-exit model, no token leaves", 1.0, exits["loss"], dense, "equal to dense"),
-        row("every sixth block: dense", 1.0, part, part),
-        row("every sixth block: TSA, soft", soft["share"], soft["loss"], part),
-        row("every sixth block: early exit at alpha", equal[0]["share"], equal[0]["loss"], part, worse),
-        row("every sixth block: TSA, hard", hard["share"], hard["loss"], part),
-        row("every sixth block: early exit at the hard share", equal[1]["share"], equal[1]["loss"], part),
+        ["dense", "1", "0 %", tell_mean([run["loss"] for run in dense], 4), bits, "", ""],
+        row("TSA, soft", tsa, ("alpha", "saved", "loss"), said),
+        row("TSA, hard", tsa, ("hard_share", "hard_saved", "hard_loss"), "not reported"),
     ]
-    return table(["", "active share", "operations saved", "validation loss", "over dense", "paper"], rows)
+    head = ["", "active share", "operations saved", "validation loss", "bits per character", "over dense", "paper"]
+    return table(head, rows)
+
+
+def exit_table(results: dict[str, Any]) -> str:
+    """Early exit beside TSA at equal share, on every sixth block, one seed."""
+    sweep = results["exit_sweep"]
+    dense, soft, hard = sweep["dense"], sweep["tsa_soft"], sweep["tsa_by_threshold"][0]
+    at_soft, at_hard = sweep["exit_at_equal_share"]
+    named = [
+        ("dense", {"share": 1.0, "loss": dense}),
+        ("TSA, soft", soft),
+        ("early exit at the soft share", at_soft),
+        ("TSA, hard", hard),
+        ("early exit at the hard share", at_hard),
+    ]
+    rows = [
+        [name, f"{one['share']:.3f}", f"{one['loss']:.4f}", percent(one["loss"] / dense - 1, sign=True)]
+        for name, one in named
+    ]
+    return table(["", "active share", "validation loss", "over dense"], rows)
+
+
+def kind_table(results: dict[str, Any]) -> str:
+    """Where TSA spends its depth: `p` by kind of character, and by the entropy of what the model says next."""
+    tsa = seeds_of(results, "tsa")
+    layers = range(len(tsa[0]["alpha_by_layer"]))
+
+    def row(name: str, share: str, found: list[list[float]]) -> list[str]:
+        by_layer = " / ".join(f"{statistics.fmean(one[layer] for one in found):.2f}" for layer in layers)
+        return [name, share, tell_mean(statistics.fmean(one) for one in found), by_layer]
+
+    rows = [row("all", "100 %", [run["alpha_by_layer"] for run in tsa])]
+    for kind, share in tsa[0]["share_of_kind"].items():
+        rows.append(row(kind, percent(share), [run["alpha_by_kind"][kind] for run in tsa]))
+    for place, name in enumerate(("least sure quarter", "third quarter", "second quarter", "surest quarter")):
+        rows.append(row(name, "25 %", [run["alpha_by_difficulty"][3 - place] for run in tsa]))
+    return table(["the character that is read", "of the text", "mean p", "by router"], rows)
 
 
 def sweep_table(results: dict[str, Any]) -> str:
@@ -117,34 +171,81 @@ def time_table(results: dict[str, Any]) -> str:
 
 def tables(results: dict[str, Any]) -> str:
     """All tables, as they stand in the README."""
-    made = [make(results) for make in (main_table, sweep_table, synthetic_table, time_table)]
+    made = [make(results) for make in (main_table, exit_table, kind_table, sweep_table, synthetic_table, time_table)]
     return "\n\n".join(made)
 
 
+def steps_to(run: Run, threshold: float) -> int:
+    """The first step at which a run's validation loss is at most a threshold; the last where it never is."""
+    return next((row["step"] for row in run["curve"] if row["loss"] <= threshold), run["settings"]["steps"])
+
+
+def kind_gap(run: Run) -> float:
+    """`p` of spaces and punctuation minus that of characters inside words; the paper's two latest routers."""
+    kinds = run["alpha_by_kind"]
+    easy = statistics.fmean(kinds[name][layer] for name in ("space", "punctuation") for layer in (-1, -2))
+    return easy - statistics.fmean(kinds["inside a word"][-2:])
+
+
+def difficulty_gap(run: Run) -> float:
+    """`p` of the least sure quarter minus that of the surest, mean over routers."""
+    easiest, *_, hardest = (statistics.fmean(layers) for layers in run["alpha_by_difficulty"])
+    return hardest - easiest
+
+
 def claims_table(results: dict[str, Any]) -> list[str]:
-    """The paper's claims beside what these runs, one seed each, came to."""
-    runs, paper, sweep = results["runs"], PAPER["shakespeare"], results["exit_sweep"]
-    tsa, dense = runs["tsa"], runs["dense"]["loss"]
-    soft, hard = tsa["loss"] / dense - 1, tsa["hard_loss"] / dense - 1
-    exits = sweep["exit_at_equal_share"][0]["loss"] / sweep["tsa_soft"]["loss"] - 1
-    weights = {weight: runs[f"lambda_{weight}"] for weight in WEIGHTS}
-    flat = max(weights.values(), key=lambda run: run["loss"])["loss"] / min(run["loss"] for run in weights.values()) - 1
-    spared = percent(paper["saved"])
-    rows = [
-        ["Operations are saved at next to no loss, counted on soft scaling", f"{spared} at +0.4 %",
-         f"{percent(tsa['saved'])} at {percent(soft, sign=True)}", "same direction"],
-        ["The same where tokens really skip", "not reported",
-         f"{percent(tsa['hard_saved'])} at {percent(hard, sign=True)}", "does not hold at p < 1/2"],
-        ["Routing emerges from the task loss alone (lambda 0)", percent(PAPER["lambda_0"]["saved"]),
-         f"{percent(weights['0']['saved'])}, in a short run", "same direction"],
-        ["Lambda from 0 to 0.1 changes the loss little", "range 1.04 %", f"range {percent(flat)}, in short runs",
-         "same direction"],
-        ["Early exit is worse at the same active share", "0.71 %", f"{percent(exits)}, with fewer steps than TSA",
-         "same direction, not a fair comparison"],
-        ["Copying needs less depth than sorting", "alpha 0.341 against 0.730",
-         f"alpha {runs['copy_tsa']['alpha']:.3f} against {runs['sort_tsa']['alpha']:.3f}", "same direction"],
+    """The paper's claims with several seeds, each an interval; and those that one run has to answer."""
+    dense, tsa = seeds_of(results, "dense"), seeds_of(results, "tsa")
+    steps = [
+        statistics.fmean(steps_to(mine, at) - steps_to(base, at) for at in THRESHOLDS) for mine, base in zip(tsa, dense)
+    ]
+    every = tsa[0]["settings"]["eval_every"]
+    signed: Callable[[float], str] = "{:+.3f}".format
+    saved, hard_saved = (tell_percent([run[key] for run in tsa]) for key in ("saved", "hard_saved"))
+    claims: list[tuple[str, str, list[float], str, float, Callable[[float], str]]] = [
+        (f"Operations are saved ({saved} here) at less than 0.5 % of loss, counted on soft scaling",
+         "22.8 % at +0.4 %", relative(results, "loss"), "not higher", MARGIN, lambda value: percent(value, sign=True)),
+        (f"It carries over to inference that skips ({hard_saved} here)", "no loss reported",
+         relative(results, "hard_loss"), "not higher", MARGIN, lambda value: percent(value, sign=True)),
+        ("Thresholds of the loss are reached after as many steps as without", "the same", steps, "equal", every,
+         "{:+.0f}".format),
+        ("Spaces and punctuation get less of the last two blocks than characters inside words", "a picture",
+         [kind_gap(run) for run in tsa], "lower", 0.0, signed),
+        ("Positions that are hard to predict get more depth than easy ones", "not measured",
+         [difficulty_gap(run) for run in tsa], "higher", 0.0, signed),
     ]  # fmt: skip
-    return markdown_table(["claim", "paper", "here", "verdict, one seed"], rows)
+    rows = []
+    for claim, paper, numbers, expected, margin, show in claims:
+        found = interval(numbers, len(claims))
+        rows.append([claim, paper, found.tell(show), answer(found, expected, margin)])
+    return markdown_table(["claim", "paper", "here (95 % of all)", "verdict"], rows + single_claims(results))
+
+
+def single_claims(results: dict[str, Any]) -> list[list[str]]:
+    """Claims that runs of one seed speak to: the sign, and no interval."""
+    runs, sweep, times = results["runs"], results["exit_sweep"], results["time"]["over_dense"]
+    weights = {weight: runs[f"lambda_{weight}"] for weight in WEIGHTS}
+    losses = [run["loss"] for run in weights.values()]
+    flat = max(losses) / min(losses) - 1
+    short = "{steps} steps of {batch}".format(**weights["0"]["settings"])
+    exits = sweep["exit_at_equal_share"][0]["loss"] / sweep["tsa_soft"]["loss"] - 1
+    exits_hard = sweep["exit_at_equal_share"][1]["loss"] / sweep["tsa_by_threshold"][0]["loss"] - 1
+    copied, sorted_ = runs["copy_tsa"]["alpha"], runs["sort_tsa"]["alpha"]
+    claims = [
+        ("The task loss alone makes tokens skip (lambda 0)", percent(PAPER["lambda_0"]["saved"]),
+         f"{percent(weights['0']['saved'])}, {short}", weights["0"]["alpha"] < weights["0"]["curve"][0]["alpha"]),
+        ("Lambda from 0 to 0.1 changes the loss little", "range 1.04 %", f"range {percent(flat)}, {short}",
+         flat <= 0.0104),
+        ("Early exit is worse than TSA at the same share: soft TSA", "0.71 %", percent(exits, sign=True), exits > 0),
+        ("The same, of TSA that skips", "", percent(exits_hard, sign=True), exits_hard > 0),
+        ("Copying needs less depth than sorting", "alpha 0.341 against 0.730",
+         f"alpha {copied:.3f} against {sorted_:.3f}", copied < sorted_),
+        ("Soft routers cost about 1 % of time", "1 %", percent(times["soft"] - 1, sign=True), times["soft"] < 1.015),
+        ("Skipping saves time, with 64 sequences", "2.3 % at alpha 0.726",
+         f"{percent(1 - times['hard'])} at {runs['tsa']['hard_share']:.3f}", times["hard"] < 1),
+    ]  # fmt: skip
+    words = {True: "so here, one run", False: "not so here, one run"}
+    return [[claim, paper, here, words[same]] for claim, paper, here, same in claims]
 
 
 def plot_curves(results: dict[str, Any], path: Path) -> None:

@@ -23,12 +23,14 @@ class Task:
         validation: `[N, T + 1]`.
         vocab_size: Ids run from 0 to `vocab_size - 1`.
         first: Position of the first target that counts; the source of copy and sort does not.
+        characters: By id, what it stands for; empty where ids are symbols.
     """
 
     train: torch.Tensor
     validation: torch.Tensor
     vocab_size: int
     first: int = 1
+    characters: str = ""
 
     def draw(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         """A random training batch `[batch, T + 1]`; the same from the same generator."""
@@ -47,7 +49,18 @@ def shakespeare(path: Path, length: int) -> Task:
     ids = torch.tensor([number[character] for character in text])
     train, validation = ids[: len(ids) * 8 // 10], ids[len(ids) * 8 // 10 : len(ids) * 9 // 10]
     blocks = validation[: len(validation) // (length + 1) * (length + 1)].view(-1, length + 1)
-    return Task(train, blocks, len(characters))
+    return Task(train, blocks, len(characters), characters="".join(characters))
+
+
+KINDS = ("inside a word", "first letter of a word", "space", "new line", "punctuation")
+
+
+def kinds(ids: torch.Tensor, characters: str) -> torch.Tensor:
+    """Which of `KINDS` each character `[N, T]` is, by its place in `KINDS`; the first of a row begins a word."""
+    place = [0 if one.isalnum() else 2 if one == " " else 3 if one == "\n" else 4 for one in characters]
+    found = torch.tensor(place)[ids]
+    before = torch.nn.functional.pad(found[:, :-1], (1, 0), value=2)
+    return torch.where((found == 0) & (before != 0), 1, found)
 
 
 def symbols(name: str, seed: int = 0) -> Task:
