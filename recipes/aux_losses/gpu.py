@@ -2,11 +2,13 @@
 
     python recipes/aux_losses/gpu.py --work WORK --out OUT --minutes 25
 
-The base is that of arXiv:2604.17228 (GPT-2 architecture, d=640, 12 layers, 10 heads, inner 2560, 768 positions) with a
-vocabulary of 16,384 instead of 151,665, pretrained on the source text of the Python packages installed on the machine.
-Then G1, G3, A1, A3-G1 and A3-G3 with two seeds, batch 16 x 256, bf16. Every phase leaves its result in WORK and is
-skipped when that exists, and the study keeps its complete runs: start the same command again after a kill. The number
-of steps is fixed at the first start, 20,000 or what the remaining minutes allow; OUT gets the results, which name it.
+The base is that of arXiv:2604.17228 (GPT-2 architecture, d=640, 12 layers, 10 heads, inner 2560, 768 positions) with
+a vocabulary of 16,384 instead of 151,665, pretrained on the source text of the Python packages installed on the
+machine. Then G1, G3, A1, A3-G1 and A3-G3 with two seeds, batch 16 x 256, bf16, as many at a time as make the most
+steps a second: one more is tried until it gains less than a tenth, or does not fit the memory. Every phase leaves its
+result in WORK and is skipped when that exists, and the study keeps its complete runs: start the same command again
+after a kill. The number of steps is fixed at the first start, 20,000 or what the remaining minutes allow; OUT gets
+the results, which name it.
 
 `--smoke` runs all of it on a small model in about a minute, also without a GPU.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import sysconfig
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing
 import transformers
 import yaml
 from paper.page import write_report
@@ -137,42 +141,92 @@ def pretrain(work: Path, size: dict[str, int], train: torch.Tensor, minutes: flo
     (work / "base.partial").rename(work / "base")
 
 
-def measure_steps(work: Path, size: dict[str, int], train: torch.Tensor, device: torch.device) -> dict[str, Any]:
-    """Seconds of a training step of every config, and the part of a step that is spent outside kernels."""
-    path = work / "steps.json"
-    if path.exists():
-        return json.loads(path.read_text())
-    result: dict[str, Any] = {}
-    for name in CONFIGS:
+class Steps:
+    """Training steps of one config, to be timed."""
+
+    def __init__(self, name: str, work: Path, size: dict[str, int], device: torch.device) -> None:
         config = yaml.safe_load((HERE / "configs" / f"{name}.yaml").read_text())
         model = get_depth_routed_model(
             GPT2LMHeadModel.from_pretrained(work / "base").to(device),
             DepthRouteConfig(**adapter_fields(size), **config.get("adapter", {})),
         ).train()
         training = {"oracle": "all_full", **config.get("training", {})}
-        step = training_step(model, RoutingArguments(**training, oracle_warmup=0))
+        self.step = training_step(model, RoutingArguments(**training, oracle_warmup=0))
+        self.train = make_blocks(work, size)["train"]
+        self.batch, self.device = size["batch"], device
 
-        def run(count: int, step: Any = step) -> float:
-            """Seconds per step."""
-            _wait(device)
-            start = time.perf_counter()
-            for n in range(count):
-                ids = train[n * size["batch"] : (n + 1) * size["batch"]].long().to(device, non_blocking=True)
-                step(n, ids)
-            _wait(device)
-            return (time.perf_counter() - start) / count
+    def seconds(self, count: int) -> float:
+        """Of a step, mean of `count`."""
+        _wait(self.device)
+        start = time.perf_counter()
+        for n in range(count):
+            ids = self.train[n * self.batch : (n + 1) * self.batch].long().to(self.device, non_blocking=True)
+            self.step(n, ids)
+        _wait(self.device)
+        return (time.perf_counter() - start) / count
 
-        run(10)
-        seconds = run(20)
+
+def measure_steps(work: Path, size: dict[str, int], device: torch.device) -> dict[str, Any]:
+    """Seconds of a training step of every config, and the part of a step that is spent outside kernels."""
+    path = work / "steps.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    result: dict[str, Any] = {}
+    for name in CONFIGS:
+        steps = Steps(name, work, size, device)
+        steps.seconds(10)
+        seconds = steps.seconds(20)
         result[name] = {"seconds": seconds}
         if device.type == "cuda":
             with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-                run(10)
+                steps.seconds(10)
             kernels = sum(event.self_device_time_total for event in profiled.key_averages()) / 1e7
             result[name] |= {"kernel_seconds": kernels, "outside_kernels": 1 - kernels / seconds}
         print(name, result[name], flush=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def measure_jobs(work: Path, size: dict[str, int], device: torch.device) -> dict[str, float]:
+    """Steps a second of so many runs at a time, of all of them together; the last gained less than a tenth."""
+    path = work / "jobs.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    result: dict[str, float] = {}
+    context = torch.multiprocessing.get_context("spawn")
+    most = 8 if device.type == "cuda" else os.cpu_count() or 1
+    for jobs in range(1, most + 1):
+        ready, found = context.Barrier(jobs), context.Queue()
+        workers = [
+            context.Process(target=_timed, args=(work, size, device.type, jobs, ready, found)) for _ in range(jobs)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if any(worker.exitcode for worker in workers):
+            break  # of memory, most likely; what is left of it is of no use then
+        result[str(jobs)] = sum(1 / found.get() for _ in workers)
+        print(f"{jobs} at a time: {result[str(jobs)]:.2f} steps a second", flush=True)
+        if jobs > 1 and result[str(jobs)] < 1.1 * result[str(jobs - 1)]:
+            break
+    if not result:
+        sys.exit("a single run does not fit")
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _timed(work: Path, size: dict[str, int], device: str, jobs: int, ready: Any, found: Any) -> None:
+    """In a process of its own: the seconds of a step of the largest config, beside the other processes."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+    try:
+        steps = Steps("g3", work, size, torch.device(device))
+        steps.seconds(5)
+        ready.wait(timeout=300)
+        found.put(steps.seconds(40))
+    except BaseException:
+        ready.abort()  # the others would wait for nothing
+        raise
 
 
 def adapter_fields(size: dict[str, int]) -> dict[str, Any]:
@@ -219,22 +273,26 @@ def main() -> None:
     train = make_blocks(work, size)["train"]
     print(f"{train.numel():,} training tokens after {time.time() - started:.0f} s", flush=True)
     pretrain(work, size, train, 0.1 if args.smoke else args.pretrain_minutes, device)
-    steps_measured = measure_steps(work, size, train, device)
+    steps_measured = measure_steps(work, size, device)
+    throughput = measure_jobs(work, size, device)
+    jobs = max(throughput, key=lambda jobs: throughput[jobs])
     study = work / "study.yaml"
     if not study.exists():
         left = 60 * args.minutes - (time.time() - started)
-        per_step = sum(case["seconds"] for case in steps_measured.values()) * len(SEEDS)
+        alone = sum(case["seconds"] for case in steps_measured.values()) * len(SEEDS)
+        per_step = alone * throughput["1"] / throughput[jobs]
         fits = int(0.85 * left / per_step)  # the rest is evaluation
         unit = size["eval_every"]
         steps = min(size["steps"], max(2 * unit, fits // unit * unit))
         write_study(work, size, steps, thresholds(work, size, device))
     try:
-        command_line(["study", str(study), "--out", str(work / "study")])
+        command_line(["study", str(study), "--out", str(work / "study"), "--jobs", jobs])
     except SystemExit as ended:
         if ended.code:
             sys.exit(ended.code)
     write_report(work / "study", args.out)
-    shutil.copy(work / "steps.json", args.out)
+    for name in ("steps.json", "jobs.json"):
+        shutil.copy(work / name, args.out)
     (args.out / "machine.json").write_text(json.dumps(describe_machine(device), indent=1) + "\n")
 
 

@@ -47,6 +47,11 @@ def lines(results: dict[str, Any]) -> list[str]:
     return [*markdown_table(head, rows), "", note, "", *claims_table(results)]
 
 
+def page(results: dict[str, Any]) -> str:
+    """`results.md`."""
+    return "\n".join([*lines(results), ""])
+
+
 def claims_table(results: dict[str, Any]) -> list[str]:
     """Table 7 of Router-Tuning: what routing costs LoRA, within each seed."""
     claims = [
@@ -70,8 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.out is not None:
         write_text(HERE / "results.json", (args.out / "results.json").read_text())
-    results = json.loads((HERE / "results.json").read_text())
-    write_text(HERE / "results.md", "\n".join(lines(results)) + "\n")
+    write_text(HERE / "results.md", page(json.loads((HERE / "results.json").read_text())))
 
 
 if __name__ == "__main__":
