@@ -162,7 +162,7 @@ def test_the_published_memory_has_the_published_size():
     assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(332.9e6, abs=5e4)
 
 
-@pytest.mark.parametrize("kind", ["none", "memory", "cgs", "smooth", "curriculum"])
+@pytest.mark.parametrize("kind", ["none", "memory", "cgs", "weak", "smooth", "curriculum"])
 def test_a_memory_trains_from_scratch_as_the_study_does(kind, monkeypatch):
     script = load_script(RECIPES / "engram" / "run.py")
     monkeypatch.setattr(script, "POINTS", 2)
@@ -180,6 +180,18 @@ def test_a_memory_trains_from_scratch_as_the_study_does(kind, monkeypatch):
     for point in found["curve"] if kind != "none" else []:
         assert min(point["hot"], point["cold"]) < point["loss"] < max(point["hot"], point["cold"])
         assert len(point["alpha_hot"]) == 3
+
+
+def test_gradients_of_both_losses_are_measured_by_part(monkeypatch):
+    script = load_script(RECIPES / "engram" / "run.py")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    make = script.base
+    monkeypatch.setattr(script, "base", lambda vocabulary, seed: make(vocabulary, seed, **sizes))
+    rows = torch.randint(50, (48, 12), generator=torch.Generator().manual_seed(0))
+    before = dict(losses.LOSSES)
+    found = script.gradients({"train": rows}, seed=0, steps=20, rate=1e-2, slots=4096)["parts"]
+    assert before == losses.LOSSES and list(found) == ["embedding", "first layer", "projections", "table"]
+    assert all(min(norms.values()) > 0 for norms in found.values())
 
 
 def test_labels_are_means_over_neighbours_that_have_one(monkeypatch):

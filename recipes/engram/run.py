@@ -2,15 +2,17 @@
 
     python recipes/engram/run.py --tune --seeds 5 --steps 500
     python recipes/engram/run.py --seeds 0 1 2
+    python recipes/engram/run.py --gradients --steps 120
     python recipes/engram/report.py
 
 A Llama of 6 layers and width 128 trains from random weights on Python sources, with a memory in front of layers 1, 2
 and 3 that trains with it. `memory` has the language-model loss alone; `cgs` also supervises the gates by what the
-memory is worth, `smooth` by the mean of that over 9 tokens, and `curriculum` from the middle of the training on;
-`equal` is `memory` for as many more steps as `cgs` takes longer, and `none` has no memory. The optimizer is that of the
-published study, its warm-up scaled with `--steps`; the learning rates of `none`, `memory` and `cgs` are those with the
-lowest loss on text of its own (`--tune`), after fewer steps with another seed. What `results.json` holds is
-not measured again. `--paper` prints how many parameters the published size would have, and trains nothing.
+memory is worth, `weak` with a hundredth of the weight, `smooth` by the mean of that worth over 9 tokens, and
+`curriculum` from the middle of the training on; `equal` is `memory` for as many more steps as `cgs` takes longer, and
+`none` has no memory. The optimizer is that of the published study, its warm-up scaled with `--steps`; the learning
+rates of `none`, `memory` and `cgs` are those with the lowest loss on text of its own (`--tune`), after fewer steps
+with another seed. What `results.json` holds is not measured again. `--gradients` measures how large the gradients of
+both losses are. `--paper` prints how many parameters the published size would have, and trains nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,8 @@ from hf_depthroute.training.oracle import utility_labels
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "embedded_base" / "model"
-KINDS = ("none", "memory", "cgs", "equal", "smooth", "curriculum")
-SUPERVISED = ("cgs", "smooth", "curriculum")
+KINDS = ("none", "memory", "cgs", "equal", "weak", "smooth", "curriculum")
+SUPERVISED = {"cgs": 0.5, "weak": 0.005, "smooth": 0.5, "curriculum": 0.5}  # lambda
 LAYERS = [1, 2, 3]
 LENGTH, BATCH = 256, 16
 POINTS = 10  # of the curves
@@ -173,16 +175,60 @@ def train(kind: str, text: Texts, part: str, seed: int, steps: int, rate: float,
     trainer = trainer_of(kind, model, text["train"], seed, steps, rate)
     curve = Curve(steps, lambda: measured(model, text[part], hot))
     trainer.add_callback(curve)
-    cgs = losses.LOSSES["cgs"]
-    if kind == "smooth":
-        losses.LOSSES["cgs"] = losses.LossTerm(cgs.weight, smoothed_loss)
     started = time.process_time()
-    try:
+    with cgs_as(smoothed_loss if kind == "smooth" else losses.cgs_loss):
         trainer.train()
-    finally:
-        losses.LOSSES["cgs"] = cgs
     found = {"steps": steps, "rate": rate, "seconds": round(time.process_time() - started), "curve": curve.points}
     return found if kind == "none" else found | {"areas": areas(model, text[part])}
+
+
+@contextlib.contextmanager
+def cgs_as(compute: Callable[[losses.LossInputs], torch.Tensor | None]) -> Iterator[None]:
+    """Trainings take another function for the supervision of gates."""
+    cgs = losses.LOSSES["cgs"]
+    losses.LOSSES["cgs"] = losses.LossTerm(cgs.weight, compute)
+    try:
+        yield
+    finally:
+        losses.LOSSES["cgs"] = cgs
+
+
+def gradients(text: Texts, seed: int, steps: int, rate: float, slots: int) -> dict[str, Any]:
+    """Norms of the gradients of both losses, by part of the model, medians over the last half of the labelled steps.
+
+    The supervision is taken with a weight of 1.
+    """
+    model = with_memory(base(int(text["train"].max()) + 1, seed), seed, slots, LAYERS)
+    parts: dict[str, list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        for part, mark in (("table", ".table"), ("projections", "depth_route"), ("embedding", "embed_tokens"),
+                           ("first layer", "layers.0.")):  # fmt: skip
+            if mark in name:
+                parts.setdefault(part, []).append(parameter)
+                break
+    seen: list[dict[str, list[float]]] = []
+
+    def observed(inputs: losses.LossInputs) -> torch.Tensor | None:
+        found = losses.cgs_loss(inputs)
+        if found is not None and inputs.lm is not None:
+            row = {}
+            for part, parameters in parts.items():
+                both = [
+                    torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+                    for loss in (inputs.lm, found)
+                ]
+                row[part] = [float(torch.cat([one.flatten() for one in grads]).norm()) for grads in both]
+            seen.append(row)
+        return found
+
+    with cgs_as(observed):
+        trainer_of("cgs", model, text["train"], seed, steps, rate).train()
+    last = seen[len(seen) // 2 :]
+    medians = {
+        part: {name: statistics.median(row[part][i] for row in last) for i, name in enumerate(("lm", "cgs"))}
+        for part in parts
+    }
+    return {"seed": seed, "steps": steps, "rate": rate, "parts": medians}
 
 
 def trainer_of(kind: str, model: Any, rows: torch.Tensor, seed: int, steps: int, rate: float) -> transformers.Trainer:
@@ -196,7 +242,11 @@ def trainer_of(kind: str, model: Any, rows: torch.Tensor, seed: int, steps: int,
     dataset = [{"input_ids": row, "labels": row} for row in rows]
     if kind == "none":
         return transformers.Trainer(model, transformers.TrainingArguments(**common), train_dataset=dataset)
-    supervised = {"cgs_weight": 0.5, "cgs_interval": 4, "cgs_warmup": steps // (2 if kind == "curriculum" else 10)}
+    supervised = {
+        "cgs_weight": SUPERVISED.get(kind, 0.0),
+        "cgs_interval": 4,
+        "cgs_warmup": steps // (2 if kind == "curriculum" else 10),
+    }
     arguments = DepthRouteTrainingArguments(**common, **(supervised if kind in SUPERVISED else {}))
     return DepthRouteTrainer(model=model, args=arguments, train_dataset=dataset)
 
@@ -244,7 +294,7 @@ class Results:
 
     def rate(self, kind: str) -> float:
         """The learning rate of a kind, by the longest search; kinds without one have that of the kind they vary."""
-        tuned = {"equal": "memory", "smooth": "cgs", "curriculum": "cgs"}.get(kind, kind)
+        tuned = {"equal": "memory", "weak": "memory", "smooth": "cgs", "curriculum": "cgs"}.get(kind, kind)
         rows = [row for key, row in self.found.items() if key.startswith(f"tuning {tuned} ")]
         return float(min(rows, key=lambda row: (-row["steps"], row["curve"][-1]["loss"]))["rate"])
 
@@ -279,6 +329,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=20_000)
     parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
     parser.add_argument("--rate", type=float, default=2e-3, help="the first that --tune tries")
+    parser.add_argument("--gradients", action="store_true", help="measure gradients instead, with the first seed")
     parser.add_argument("--paper", action="store_true", help="count the parameters of the published size")
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -291,6 +342,10 @@ def main() -> None:
     if args.tune:
         tuned = [kind for kind in args.kinds if kind in ("none", "memory", "cgs")]
         tune(text, args.seeds[0], tuned, args.steps, args.rate, args.slots, results)
+        return
+    if args.gradients:
+        rate = results.rate("cgs")
+        results.once("gradients", lambda: gradients(text, args.seeds[0], args.steps, rate, args.slots))
         return
     ratio = results.once("step", lambda: step_ratio(text, args.slots))["ratio"]
     more = 1 + (ratio - 1) * 0.9  # supervised after the first tenth
