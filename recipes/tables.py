@@ -748,7 +748,7 @@ def engram() -> Study:
         for kind, seeds in runs.items()
     )
     steps = next(iter(runs["memory"].values()))["steps"]
-    brief = f"a pilot: a Llama of width 128 and its memory from scratch, {steps:,} steps, loss (seeds): {losses}"
+    brief = f"a Llama of width 128 and its memory from scratch, {steps:,} steps, loss (seeds): {losses}"
     section = [
         '"Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" '
         f"again, at the width of 128, with {steps:,} steps of 16 x 256 tokens of Python. Mean ± standard error "

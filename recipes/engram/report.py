@@ -24,6 +24,7 @@ from matplotlib import pyplot as plt
 HERE = Path(__file__).parent
 KINDS = {
     "none": "no memory", "memory": "memory", "cgs": "memory, CGS", "equal": "memory, as much compute",
+    "weak": "memory, CGS with lambda 0.005",
     "smooth": "memory, CGS with means of 9 labels", "curriculum": "memory, CGS in the second half",
 }  # fmt: skip
 Runs = dict[str, dict[int, dict[str, Any]]]
@@ -87,6 +88,8 @@ CLAIMS: list[tuple[str, str, str, str, Measure, str, float]] = [
     ("CGS lowers the AUC", "-0.0208", "cgs", "memory", area, "lower", 0.0),
     ("as much compute without CGS leaves the AUC", "-0.0015", "equal", "memory", area, "equal", EQUAL_AUC),
     ("CGS leaves the difference between hot and cold tokens", "-0.0003", "cgs", "memory", gap, "equal", EQUAL_LOSS),
+    ("a hundredth of lambda lowers the loss", "", "weak", "memory", loss, "lower", 0.0),
+    ("a hundredth of lambda raises the AUC", "", "weak", "memory", area, "higher", 0.0),
     ("the memory lowers the loss", "", "memory", "none", loss, "lower", 0.0),
     ("means of labels lower the loss", "", "smooth", "cgs", loss, "lower", 0.0),
     ("means of labels raise the AUC", "", "smooth", "cgs", area, "higher", 0.0),
@@ -120,6 +123,14 @@ def tuning_table(results: dict[str, Any]) -> list[str]:
     return markdown_table(["what", "steps", "loss", "learning rate", "rates tried"], lines)
 
 
+def gradient_table(found: dict[str, Any]) -> list[str]:
+    """Norms of the gradients of both losses by part of the model."""
+    lines = []
+    for part, norms in found["parts"].items():
+        lines.append([part, f"{norms['lm']:.2g}", f"{norms['cgs']:.2g}", f"{norms['cgs'] / norms['lm']:.2g}"])
+    return markdown_table(["part", "language model", "CGS, lambda 1", "ratio"], lines)
+
+
 def draw(runs: Runs, path: Path) -> None:
     """Over the training: loss, loss of hot tokens over that of cold ones, and the mean `alpha` of both."""
     figure, panels = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
@@ -149,6 +160,10 @@ def page(results: dict[str, Any]) -> str:
     runs = runs_of(results)
     parts = [*table(runs), "", "Differences within each seed:", "", *claims_table(runs), ""]
     parts += ["Where learning rates were chosen, one seed, on the text to choose on:", "", *tuning_table(results), ""]
+    if "gradients" in results:
+        found = results["gradients"]
+        labelled = f"medians over the labelled steps of the last half of {found['steps']} (seed {found['seed']})"
+        parts += [f"Norms of gradients in a training with CGS, {labelled}:", "", *gradient_table(found), ""]
     if "step" in results:
         step = results["step"]
         ratio = f"{step['ratio']:.3f} ± {step['error']:.3f}"
