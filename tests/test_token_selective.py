@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ FOLDER = Path(__file__).parents[1] / "recipes" / "token_selective"
 @pytest.fixture
 def load_script(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)  # the scripts import each other
+    for name in ("run", "tasks"):  # which another study's may have been
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
     def load(name):
         spec = importlib.util.spec_from_file_location(f"token_selective_{name}", FOLDER / f"{name}.py")
@@ -20,7 +23,9 @@ def load_script(monkeypatch):
         spec.loader.exec_module(module)
         return module
 
-    return load
+    yield load
+    for name in ("run", "tasks"):
+        sys.modules.pop(name, None)
 
 
 def test_tables_are_made_from_the_committed_results(load_script):
@@ -51,3 +56,24 @@ def test_every_method_trains(load_script, method):
     first, _, last = record["curve"]
     assert last["step"] == 4 and last["loss"] < first["loss"]
     assert (last["alpha"] is None) == (method != "tsa")
+
+
+def test_depth_is_told_by_kind_of_character(load_script, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Ab c,\nde " * 60)
+    script = load_script("measure")
+    task = script.load_task("shakespeare", text, 8)
+    names = [script.KINDS[i] for i in script.kinds(task.train[None, :9], task.characters)[0]]
+    first, inside = "first letter of a word", "inside a word"
+    assert names == [first, inside, "space", first, "punctuation", "new line", first, inside, "space"]
+    run = {"method": "tsa", "width": 16, "layers": 3, "heads": 2, "ffn": 32, "length": 8, "seed": 0}
+    found = script.where_depth_goes(script.build_model(run, task).eval(), task, batch=2)
+    assert sum(found["share_of_kind"].values()) == pytest.approx(1)
+    for layer, mean in enumerate(found["alpha_by_layer"]):
+        by_kind = [found["share_of_kind"][kind] * found["alpha_by_kind"][kind][layer] for kind in script.KINDS]
+        assert sum(by_kind) == pytest.approx(mean, abs=1e-4)
+        assert (
+            min(q[layer] for q in found["alpha_by_difficulty"])
+            <= mean
+            <= max(q[layer] for q in found["alpha_by_difficulty"])
+        )
