@@ -28,8 +28,8 @@ Every claim that a study of this repository tests: what the paper reports, what 
 experiment was. A difference is a mean over seeds with an interval; those of a table hold with 95 % for all of its
 statements together. *Holds*, *reproduced*: the whole interval is on the claimed side. *Opposite*, *reversed*: it is on
 the other. *Not comparable*: it is on the other side, and skipping is not nearly free here as it is in the paper.
-*Open*, *not detectable here*: neither. *So here*, *not so here, one run*: the sign, without an interval. All of it is
-small: no verdict says how a claim fares at its paper's size."""
+*Open*, *not detectable here*: neither. *So here*, *not so here*: whether the numbers of one seed are as stated; they
+have no interval. All of it is small: no verdict says how a claim fares at its paper's size."""
 
 
 def read(name: str) -> Any:
@@ -82,10 +82,12 @@ def token_selective() -> list[str]:
         "",
         *sizes(
             ["4.8 M, 6 layers, width 256", f"{settings['steps']:,} steps of {settings['batch']} x {settings['length']}",
-             f"{len(runs)}; 1 where there is no interval"],
+             f"{len(runs)}; 1 in the second table"],
             ["4.8 M, 6 layers, width 256", "5,000 steps of 64 x 128", "not stated"],
         ),
         *selective_report.claims_table(results),
+        "",
+        *selective_report.single_claims(results),
     ]  # fmt: skip
 
 
@@ -97,10 +99,14 @@ def router_tuning() -> list[str]:
         "(arXiv:2410.13184)",
         "",
         *sizes(
-            ["5.2 M, 3 of 6 layers", f"{tuning_report.SAMPLES:,} sequences of 128 tokens, routers only", str(seeds)],
+            ["5.2 M, 3 of 6 layers; experts: see below",
+             f"{tuning_report.SAMPLES:,} sequences of 128 tokens, routers only; with LoRA 1,024",
+             f"{seeds}; with LoRA and of experts {len(lora['seeds'])}"],
             ["Llama-3-8B, 16 of 32 layers", "5,000 sequences and more, routers only", "1"],
         ),
         *tuning_report.claims_table(results),
+        "",
+        tuning_report.COSTS,
         "",
         *tuning_report.cost_table(results, read("router_tuning/kv_cache.json")),
         "",

@@ -416,17 +416,12 @@ def token_selective() -> Study:
     result = read("token_selective/results.json")
     paper, runs = result["paper"]["shakespeare"], selective_report.seeds_of(result, "tsa")
     settings = runs[0]["settings"]
-
-    def row(name: str, active: str, kept: str, loss: str) -> list[str]:
-        over = selective_report.tell_percent(selective_report.relative(result, loss), "+")
-        values = [[run[key] for run in runs] for key in (active, kept)]
-        return [name, tell_mean(values[0]), selective_report.tell_percent(values[1]), over]
-
     rows = [
         ["paper (5,000 steps of 64)", f"{paper['alpha']:.3f}", f"{100 * paper['saved']:.1f} %",
          f"{100 * paper['loss_over_dense']:+.1f} %"],
-        row("soft", "alpha", "saved", "loss"),
-        row("hard: tokens below 1/2 really skip", "hard_share", "hard_saved", "hard_loss"),
+        ["soft", *selective_report.costs(result, "alpha", "saved", "loss")],
+        ["hard: tokens below 1/2 really skip",
+         *selective_report.costs(result, "hard_share", "hard_saved", "hard_loss")],
     ]  # fmt: skip
     brief = (
         f"operations saved, and loss over dense: {rows[1][2]} at {rows[1][3]} counted on soft scaling, where nothing "
@@ -501,8 +496,8 @@ def router_tuning() -> Study:
     seeds = len(tuning_report.cell(result, "attention", "sequence"))
     behind: dict[str, list[str]] = {}
     for target, granularity in tuning_report.PAPER:
-        found = statistics.fmean(tuning_report.over_dropping(result, target, granularity))
-        behind.setdefault(granularity, []).append(f"{found:+.2f} ({target})")
+        found = tell_mean(tuning_report.over_dropping(result, target, granularity), 2, "+")
+        behind.setdefault(granularity, []).append(f"{found} ({target})")
     brief = (
         f"only a linear gate trains, half runs, loss over dropping as many of the same sublayers ({seeds} seeds): "
         + "; ".join(f"per {granularity} {', '.join(said)}" for granularity, said in behind.items())
@@ -534,9 +529,9 @@ def lora() -> Study:
         return tell_mean([seed[way]["loss"] - seed[other]["loss"] for seed in seeds], sign="+")
 
     brief = (
-        f"fine-tuned on another text, {len(seeds)} seeds: LoRA and routing of half of 3 of 6 layers jointly, over "
-        f"LoRA alone: {over('joint', 'lora')} nats (FFNs), {over('joint_router_tuning', 'lora')} (Router-Tuning, "
-        f"attention); over half of the steps each: {over('joint', 'two_step')} (FFNs)"
+        f"fine-tuned on another text, {len(seeds)} seeds: LoRA and routing of 3 of 6 layers at budget 0.5 jointly, "
+        f"over LoRA alone: {over('joint', 'lora')} nats (FFNs), {over('joint_router_tuning', 'lora')} (Router-Tuning, "
+        f"attention); over LoRA for half of the steps, then routing: {over('joint', 'two_step')} (FFNs)"
     )
     return Study("LoRA and routing", "lora", "python recipes/lora/run.py --out OUT", brief, lora_report.lines(result))
 
@@ -790,7 +785,6 @@ def numbers_block() -> str:
     static = routed["more"] / (1 - fit_report.spared(points, routed))
     phases = [row for row in read("fit_router/phases.json")["rows"] if row["keep"] == 0.5]
     behind = [row["prefill"]["more"] for row in phases]
-    spread = statistics.stdev(behind) / len(behind) ** 0.5
     demo = read("demo/results.json")
     setting, machine = demo["bench"]["setting"], demo["bench"]["machine"]
 
@@ -803,7 +797,7 @@ def numbers_block() -> str:
         f"{routed['more']:.3f} ± {routed['error']:.3f} nats to a small Llama's loss; the best layers left out for "
         f"every token, as many calls, {static:.3f} (`python recipes/fit_router/run.py`; seeds: {routed['seeds']}).",
         f'* **Prompts**: where only the prompt is routed that way (`phases="prefill"`), the text behind it loses '
-        f"{statistics.mean(behind):.3f} ± {spread:.3f} nats (`python recipes/fit_router/phases.py`; "
+        f"{tell_mean(behind)} nats (`python recipes/fit_router/phases.py`; "
         f"seeds: {len(phases)}).",
         f"* **Time**: its prompts take {taken('bench', '0.5')} of the dense time at budget 0.5 and "
         f"{taken('bench', '0.25')} at 0.25; at the width of Qwen2.5-0.5B, with random weights, "

@@ -144,6 +144,41 @@ def test_page_of_a_study_is_made_from_its_results(name):
     assert page == (folder / "results.md").read_text()
 
 
+def test_a_router_is_compared_with_as_much_dropped_and_in_the_right_direction():
+    report = load_script(RECIPES / "router_tuning" / "report.py")
+    place = {"target": "ffn", "granularity": "token", "layers": 3, "samples": 4096}
+    dropped = [
+        {"target": "ffn", "among": "candidates", "layers": [2], "loss": 3.1},
+        {"target": "ffn", "among": "candidates", "layers": [2, 3], "loss": 3.5},
+    ]
+    random = [{"target": "ffn", "granularity": "token", "seed": 1, "share": 2 / 3, "loss": 3.4}]
+    results = {
+        "dense": {"dense": 3.0, "dropped": dropped, "random": random},
+        "runs": [{**place, "seed": 1, "at_budget": {"share": 0.5, "loss": 3.2}}],
+    }
+    # Half of three layers lies between one dropped, 0.1, and two, 0.5.
+    assert report.over_dropping(results, "ffn", "token") == pytest.approx([0.2 - 0.3])
+    assert report.over_dropping(results, "ffn", "token", trained=False) == pytest.approx([0.4 - 0.1])
+    second = {"adapter": "b", "ratio": 1.0, "quartiles": [0.9, 1.1]}
+    shapes = [{"adapters": [{"adapter": "a", "ratio": 0.8, "quartiles": [0.7, 0.85]}, second]} for _ in range(2)]
+    assert report.faster({"time": {"shapes": shapes}}, "a", "b") == (
+        "1.25x against 1.00x, 1.25x against 1.00x",
+        "holds",
+    )
+    assert report.faster({"time": {"shapes": shapes}}, "b", "a")[1] == "opposite"
+    assert report.faster({"time": {"shapes": shapes}}, "b", "dense")[1] == "open"
+    shapes[1]["adapters"][0]["quartiles"][1] = 0.95
+    assert report.faster({"time": {"shapes": shapes}}, "a", "b")[1] == "open"
+
+
+def test_runs_at_a_time_are_those_that_end_first(monkeypatch):
+    monkeypatch.syspath_prepend(str(RECIPES / "aux_losses"))
+    script = load_script(RECIPES / "aux_losses" / "gpu.py")
+    throughput = {"1": 1.0, "2": 1.8, "3": 2.2, "4": 2.5}
+    assert script.time_of_all(throughput, 1, 10) == 10
+    assert script.time_of_all(throughput, 4, 10) == pytest.approx(4 / 2.5 * 2 + 2 / 1.8)
+
+
 def test_only_this_librarys_routers_compute_the_chosen_rows_and_decode_what_they_prefill(monkeypatch):
     folder = RECIPES / "peers"
     systems = json.loads((folder / "results.json").read_text())["systems"]

@@ -661,6 +661,8 @@ def test_an_interval_is_students_and_wider_for_more_statements():
         ((0.01, 0.0, -0.01), "equal", "holds"),
         ((-1.0, -1.1, -0.9), "equal", "opposite"),
         ((0.5, 0.0, -0.5), "equal", "open"),
+        ((0.05, 0.11, 0.08), "equal", "open"),  # above zero, but not outside the margin
+        ((0.05, 0.11, 0.08), "not higher", "open"),
         ((-9.0, -9.1, -8.9), "not higher", "holds"),
         ((1.0, 1.1, 0.9), "not higher", "opposite"),
         ((-9.0, 9.0, 0.0), "not higher", "open"),

@@ -52,7 +52,7 @@ def test_every_method_trains(load_script, method):
         "length": 22, "batch": 8, "steps": 4, "lr": 1e-2, "warmup": 0, "weight_decay": 0.1, "seed": 0, "eval_every": 2,
         "eval_blocks": 8,
     }  # fmt: skip
-    _, record = script.train(run, script.load_task("copy", Path(), 22), None)
+    _, record = script.train(run, script.load_task("copy", Path(), 22))
     first, _, last = record["curve"]
     assert last["step"] == 4 and last["loss"] < first["loss"]
     assert (last["alpha"] is None) == (method != "tsa")
@@ -67,13 +67,31 @@ def test_depth_is_told_by_kind_of_character(load_script, tmp_path):
     first, inside = "first letter of a word", "inside a word"
     assert names == [first, inside, "space", first, "punctuation", "new line", first, inside, "space"]
     run = {"method": "tsa", "width": 16, "layers": 3, "heads": 2, "ffn": 32, "length": 8, "seed": 0}
-    found = script.where_depth_goes(script.build_model(run, task).eval(), task, batch=2)
+    model, judge = (script.build_model({**run, "method": method}, task).eval() for method in ("tsa", "dense"))
+    found = script.where_depth_goes(model, task, 2, judge)
     assert sum(found["share_of_kind"].values()) == pytest.approx(1)
     for layer, mean in enumerate(found["alpha_by_layer"]):
         by_kind = [found["share_of_kind"][kind] * found["alpha_by_kind"][kind][layer] for kind in script.KINDS]
         assert sum(by_kind) == pytest.approx(mean, abs=1e-4)
-        assert (
-            min(q[layer] for q in found["alpha_by_difficulty"])
-            <= mean
-            <= max(q[layer] for q in found["alpha_by_difficulty"])
-        )
+    tokens = task.validation[:, :-1]
+    with torch.no_grad(), script.record_routes(model) as trace, script.use_selection(model, "soft"):
+        model(input_ids=tokens)
+        entropy = torch.distributions.Categorical(logits=judge(input_ids=tokens).logits).entropy().flatten()
+    probs = torch.stack([record.probs.flatten() for record in trace.values()])
+    for quarter, chosen in ((0, entropy <= entropy.quantile(0.25)), (3, entropy > entropy.quantile(0.75))):
+        assert found["alpha_by_difficulty"][quarter] == pytest.approx(probs[:, chosen].mean(1).tolist(), abs=1e-4)
+
+
+def test_claims_read_the_runs_the_right_way_round(load_script):
+    script = load_script("report")
+
+    def run(*losses, **more):
+        return {"curve": [{"step": 50 * i, "loss": loss} for i, loss in enumerate(losses)], **more}
+
+    slow, fast = run(4.0, 2.6, 2.4, 2.2, 1.9), run(4.0, 2.4, 2.2, 1.9, 1.85)
+    assert script.steps_to(slow, 2.5) == pytest.approx(75) and script.steps_to(slow, 1.8) is None
+    assert script.later(slow, fast) == pytest.approx((28.125 + 50) / 2)  # 1.8 is reached by one alone
+    kinds = {"inside a word": [0.9, 0.8, 0.6], "space": [0.9, 0.2, 0.4], "punctuation": [0.9, 0.4, 0.2]}
+    assert script.kind_gap(run(alpha_by_kind=kinds)) == pytest.approx(0.3 - 0.7)
+    easy_first = [[0.1, 0.3], [0.3, 0.3], [0.4, 0.4], [0.6, 0.8]]
+    assert script.difficulty_gap(run(alpha_by_difficulty=easy_first)) == pytest.approx(0.7 - 0.2)

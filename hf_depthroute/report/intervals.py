@@ -66,13 +66,13 @@ def answer(found: Interval, expected: str, margin: float = 0.0) -> str:
 
     Args:
         found: The difference.
-        expected: `"lower"`, `"higher"`, `"equal"` (within the margin; detectably different is the opposite) or
-            `"not higher"` (than the margin).
+        expected: `"lower"`, `"higher"`, `"equal"` (within the margin; the opposite is outside of it) or `"not higher"`
+            (than the margin).
         margin: What counts as equal.
     """
     if expected == "equal":
-        return HOLDS if found.inside(-margin, margin) else OPPOSITE if found.sign() else OPEN
+        return HOLDS if found.inside(-margin, margin) else OPPOSITE if found.outside(-margin, margin) else OPEN
     if expected == "not higher":
-        return HOLDS if found.high <= margin else OPPOSITE if found.sign() > 0 else OPEN
+        return HOLDS if found.high <= margin else OPPOSITE if found.low > margin else OPEN
     direction = {"lower": -1, "higher": 1}[expected]
     return {direction: HOLDS, -direction: OPPOSITE, 0: OPEN}[found.sign()]

@@ -188,7 +188,7 @@ def measure_steps(work: Path, size: dict[str, int], device: torch.device) -> dic
 
 
 def measure_jobs(work: Path, size: dict[str, int], device: torch.device) -> dict[str, float]:
-    """Steps a second of so many runs at a time, of all of them together; the last gained less than a tenth."""
+    """Steps a second of all of so many runs at a time; up to 8, as long as one more gains a tenth."""
     path = work / "jobs.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -204,14 +204,14 @@ def measure_jobs(work: Path, size: dict[str, int], device: torch.device) -> dict
             worker.start()
         for worker in workers:
             worker.join()
+        if jobs > 1 and any(worker.exitcode for worker in workers):
+            break  # the memory does not hold so many
         if any(worker.exitcode for worker in workers):
-            break  # of memory, most likely; what is left of it is of no use then
+            sys.exit("a single run ended; its error is above")
         result[str(jobs)] = sum(1 / found.get() for _ in workers)
         print(f"{jobs} at a time: {result[str(jobs)]:.2f} steps a second", flush=True)
         if jobs > 1 and result[str(jobs)] < 1.1 * result[str(jobs - 1)]:
             break
-    if not result:
-        sys.exit("a single run does not fit")
     path.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
@@ -222,11 +222,17 @@ def _timed(work: Path, size: dict[str, int], device: str, jobs: int, ready: Any,
     try:
         steps = Steps("g3", work, size, torch.device(device))
         steps.seconds(5)
-        ready.wait(timeout=300)
+        ready.wait(timeout=90)
         found.put(steps.seconds(40))
     except BaseException:
         ready.abort()  # the others would wait for nothing
         raise
+
+
+def time_of_all(throughput: dict[str, float], jobs: int, runs: int) -> float:
+    """Time of all runs over that of a single one alone: full rounds of `jobs`, and a last one of what is left."""
+    rounds = [jobs] * (runs // jobs) + [runs % jobs] * (runs % jobs > 0)
+    return sum(at_once * throughput["1"] / throughput[str(at_once)] for at_once in rounds)
 
 
 def adapter_fields(size: dict[str, int]) -> dict[str, Any]:
@@ -275,18 +281,19 @@ def main() -> None:
     pretrain(work, size, train, 0.1 if args.smoke else args.pretrain_minutes, device)
     steps_measured = measure_steps(work, size, device)
     throughput = measure_jobs(work, size, device)
-    jobs = max(throughput, key=lambda jobs: throughput[jobs])
+    runs = len(CONFIGS) * len(SEEDS)
+    jobs = min(map(int, throughput), key=lambda jobs: time_of_all(throughput, jobs, runs))
     study = work / "study.yaml"
     if not study.exists():
         left = 60 * args.minutes - (time.time() - started)
-        alone = sum(case["seconds"] for case in steps_measured.values()) * len(SEEDS)
-        per_step = alone * throughput["1"] / throughput[jobs]
+        mean = sum(case["seconds"] for case in steps_measured.values()) / len(steps_measured)
+        per_step = mean * time_of_all(throughput, jobs, runs)
         fits = int(0.85 * left / per_step)  # the rest is evaluation
         unit = size["eval_every"]
         steps = min(size["steps"], max(2 * unit, fits // unit * unit))
         write_study(work, size, steps, thresholds(work, size, device))
     try:
-        command_line(["study", str(study), "--out", str(work / "study"), "--jobs", jobs])
+        command_line(["study", str(study), "--out", str(work / "study"), "--jobs", str(jobs)])
     except SystemExit as ended:
         if ended.code:
             sys.exit(ended.code)

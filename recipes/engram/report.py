@@ -88,8 +88,8 @@ CLAIMS: list[tuple[str, str, str, str, Measure, str, float]] = [
     ("CGS lowers the AUC", "-0.0208", "cgs", "memory", area, "lower", 0.0),
     ("as much compute without CGS leaves the AUC", "-0.0015", "equal", "memory", area, "equal", EQUAL_AUC),
     ("CGS leaves the difference between hot and cold tokens", "-0.0003", "cgs", "memory", gap, "equal", EQUAL_LOSS),
-    ("a hundredth of lambda lowers the loss", "", "weak", "memory", loss, "lower", 0.0),
-    ("a hundredth of lambda raises the AUC", "", "weak", "memory", area, "higher", 0.0),
+    ("CGS with lambda 0.005 lowers the loss of the memory alone", "", "weak", "memory", loss, "lower", 0.0),
+    ("CGS with lambda 0.005 raises the AUC of the memory alone", "", "weak", "memory", area, "higher", 0.0),
     ("the memory lowers the loss", "", "memory", "none", loss, "lower", 0.0),
     ("means of labels lower the loss", "", "smooth", "cgs", loss, "lower", 0.0),
     ("means of labels raise the AUC", "", "smooth", "cgs", area, "higher", 0.0),
@@ -163,7 +163,8 @@ def page(results: dict[str, Any]) -> str:
     if "gradients" in results:
         found = results["gradients"]
         labelled = f"medians over the labelled steps of the last half of {found['steps']} (seed {found['seed']})"
-        parts += [f"Norms of gradients in a training with CGS, {labelled}:", "", *gradient_table(found), ""]
+        layer = "table and projections of the layer that is supervised"
+        parts += [f"Norms of gradients in a training with CGS, {labelled}; {layer}:", "", *gradient_table(found), ""]
     if "step" in results:
         step = results["step"]
         ratio = f"{step['ratio']:.3f} ± {step['error']:.3f}"

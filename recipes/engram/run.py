@@ -11,8 +11,9 @@ memory is worth, `weak` with a hundredth of the weight, `smooth` by the mean of 
 `curriculum` from the middle of the training on; `equal` is `memory` for as many more steps as `cgs` takes longer, and
 `none` has no memory. The optimizer is that of the published study, its warm-up scaled with `--steps`; the learning
 rates of `none`, `memory` and `cgs` are those with the lowest loss on text of its own (`--tune`), after fewer steps
-with another seed. What `results.json` holds is not measured again. `--gradients` measures how large the gradients of
-both losses are. `--paper` prints how many parameters the published size would have, and trains nothing.
+with another seed, and `equal` and `weak` have that of `memory`, the rest that of `cgs`. What `results.json` holds is
+not measured again. `--gradients` measures how large the gradients of both losses are. `--paper` prints how many
+parameters the published size would have, and trains nothing.
 """
 
 from __future__ import annotations
@@ -196,29 +197,32 @@ def cgs_as(compute: Callable[[losses.LossInputs], torch.Tensor | None]) -> Itera
 def gradients(text: Texts, seed: int, steps: int, rate: float, slots: int) -> dict[str, Any]:
     """Norms of the gradients of both losses, by part of the model, medians over the last half of the labelled steps.
 
-    The supervision is taken with a weight of 1.
+    The supervision is taken with a weight of 1; table and projections are those of the layer that it supervises.
     """
     model = with_memory(base(int(text["train"].max()) + 1, seed), seed, slots, LAYERS)
-    parts: dict[str, list[torch.nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        for part, mark in (("table", ".table"), ("projections", "depth_route"), ("embedding", "embed_tokens"),
-                           ("first layer", "layers.0.")):  # fmt: skip
-            if mark in name:
-                parts.setdefault(part, []).append(parameter)
-                break
+    named = list(model.named_parameters())
     seen: list[dict[str, list[float]]] = []
 
     def observed(inputs: losses.LossInputs) -> torch.Tensor | None:
         found = losses.cgs_loss(inputs)
-        if found is not None and inputs.lm is not None:
-            row = {}
-            for part, parameters in parts.items():
-                both = [
-                    torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-                    for loss in (inputs.lm, found)
-                ]
-                row[part] = [float(torch.cat([one.flatten() for one in grads]).norm()) for grads in both]
-            seen.append(row)
+        if inputs.counterfactual is None or found is None or inputs.lm is None:
+            return found
+        (layer,) = inputs.counterfactual
+        memory = {name: weight for name, weight in named if f"layers.{layer}." in name and "depth_route" in name}
+        parts = {
+            "embedding": [weight for name, weight in named if "embed_tokens" in name],
+            "first layer": [weight for name, weight in named if "layers.0." in name],
+            "projections": [weight for name, weight in memory.items() if not name.endswith(".table")],
+            "table": [weight for name, weight in memory.items() if name.endswith(".table")],
+        }
+        row = {}
+        for part, weights in parts.items():
+            both = [
+                torch.autograd.grad(loss, weights, retain_graph=True, materialize_grads=True)
+                for loss in (inputs.lm, found)
+            ]
+            row[part] = [float(torch.cat([one.flatten() for one in grads]).norm()) for grads in both]
+        seen.append(row)
         return found
 
     with cgs_as(observed):
@@ -226,7 +230,7 @@ def gradients(text: Texts, seed: int, steps: int, rate: float, slots: int) -> di
     last = seen[len(seen) // 2 :]
     medians = {
         part: {name: statistics.median(row[part][i] for row in last) for i, name in enumerate(("lm", "cgs"))}
-        for part in parts
+        for part in last[0]
     }
     return {"seed": seed, "steps": steps, "rate": rate, "parts": medians}
 

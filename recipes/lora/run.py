@@ -175,6 +175,7 @@ def main() -> None:
     torch.set_num_threads(1)
     blocks, validation = read_blocks()
     setting = {"length": LENGTH, "batch": BATCH, "budget": BUDGET, "steps": args.steps, "lora": LORA}
+    setting |= {"rate": RATE, "router_tuning": {**TUNED, **CAPACITY, "rate": TUNED_RATE}}
     path = args.out / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {"setting": setting, "seeds": {}}
     if results["setting"] != setting:

@@ -62,8 +62,11 @@ def accuracy(model: Any, task: Task, rule: str | None) -> float:
     return float(right.float().mean())
 
 
-def measure(model: Any, run: dict[str, Any], task: Task) -> dict[str, Any]:
-    """The figures of one run on all of its validation data, or on its first `measure_blocks`."""
+def measure(model: Any, run: dict[str, Any], task: Task, judge: Any) -> dict[str, Any]:
+    """The figures of one run on all of its validation data, or on its first `measure_blocks`.
+
+    `judge` is the dense model of the same task and seed.
+    """
     task = replace(task, validation=task.validation[: run.get("measure_blocks")])
     loss, alpha = soft_loss(model, task, run["batch"])
     result: dict[str, Any] = {"loss": loss}
@@ -71,7 +74,7 @@ def measure(model: Any, run: dict[str, Any], task: Task) -> dict[str, Any]:
         hard, shares = hard_loss(model, task.validation, run["batch"], task.first)
         share = statistics.mean(shares.values())
         result |= {"alpha": alpha, "saved": saved(alpha, run["layers"])}
-        result |= where_depth_goes(model, task, run["batch"])
+        result |= where_depth_goes(model, task, run["batch"], judge)
         result |= {"hard_loss": hard, "hard_share": share, "hard_saved": saved(share, run["layers"])}
         result |= {"hard_share_by_layer": shares}
     if run["task"] != "shakespeare":
@@ -82,23 +85,26 @@ def measure(model: Any, run: dict[str, Any], task: Task) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def where_depth_goes(model: Any, task: Task, batch: int) -> dict[str, Any]:
+def where_depth_goes(model: Any, task: Task, batch: int, judge: Any) -> dict[str, Any]:
     """`p` over the soft model by layer; of text also by kind of character that is read, and by difficulty.
 
-    Difficulty is the entropy of the model's own prediction, in quarters of the positions, the easiest first.
+    Difficulty is the entropy of what `judge`, a dense model, says next: quarters of the positions, the easiest first.
     """
     probs_CNT, entropy_NT = [], []
     for part in task.validation.split(batch):
         with record_routes(model) as trace, use_selection(model, "soft"):
-            logits = model(input_ids=part[:, :-1]).logits
+            model(input_ids=part[:, :-1])
         probs_CNT.append(torch.stack([record.probs for record in trace.values()]))
-        entropy_NT.append(torch.distributions.Categorical(logits=logits).entropy())
-    probs, entropy = torch.cat(probs_CNT, dim=1), torch.cat(entropy_NT)
+        if task.characters:
+            logits = judge(input_ids=part[:, :-1]).logits
+            entropy_NT.append(torch.distributions.Categorical(logits=logits).entropy())
+    probs = torch.cat(probs_CNT, dim=1)
     found: dict[str, Any] = {"alpha_by_layer": probs.mean((1, 2)).tolist()}
     if task.characters:
         kind = kinds(task.validation[:, :-1], task.characters)
         found["alpha_by_kind"] = {name: probs[:, kind == i].mean(1).tolist() for i, name in enumerate(KINDS)}
         found["share_of_kind"] = {name: float((kind == i).float().mean()) for i, name in enumerate(KINDS)}
+        entropy = torch.cat(entropy_NT)
         quarter = torch.bucketize(entropy, entropy.quantile(torch.tensor([0.25, 0.5, 0.75])))
         found["alpha_by_difficulty"] = [probs[:, quarter == i].mean(1).tolist() for i in range(4)]
     return found
@@ -209,7 +215,16 @@ def main() -> None:
         for name in trained:
             run = runs[name]
             task = load_task(run["task"], args.text, run["length"])
-            keep(name, lambda name=name, run=run, task=task: measure(load(args.out, name, runs, task), run, task))
+
+            def figures(name: str = name, run: dict[str, Any] = run, task: Task = task) -> dict[str, Any]:
+                judge = next(
+                    other
+                    for other, dense in runs.items()
+                    if dense["method"] == "dense" and (dense["task"], dense["seed"]) == (run["task"], run["seed"])
+                )
+                return measure(load(args.out, name, runs, task), run, task, load(args.out, judge, runs, task))
+
+            keep(name, figures)
         return trained == list(names)
 
     if measure_runs(["dense", "exit", "tsa"]):

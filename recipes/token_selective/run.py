@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_model, save_model
+from safetensors.torch import save_model
 from tasks import Task, load_task
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
@@ -109,11 +109,9 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
-def train(run: dict[str, Any], task: Task, start: Path | None) -> tuple[Any, dict[str, Any]]:
-    """A model trained from scratch or from the weights `start`, and its record: curves and seconds per step."""
+def train(run: dict[str, Any], task: Task) -> tuple[Any, dict[str, Any]]:
+    """A model trained from scratch, and its record: curves and seconds per step."""
     model = build_model(run, task)
-    if start is not None:
-        load_model(model, str(start))
     optimizer = torch.optim.AdamW(decay_groups(model, run["weight_decay"]), lr=run["lr"], betas=(0.9, 0.95), fused=True)
     schedule = get_cosine_schedule_with_warmup(optimizer, run["warmup"], run["steps"])
     generator = torch.Generator().manual_seed(run["seed"])
@@ -156,8 +154,7 @@ def main() -> None:
             continue
         print(name, flush=True)
         run = runs[name]
-        start = args.out / f"{run['start']}.safetensors" if "start" in run else None
-        model, record = train(run, load_task(run["task"], args.text, run["length"]), start)
+        model, record = train(run, load_task(run["task"], args.text, run["length"]))
         save_model(model, str(args.out / f"{name}.safetensors"))
         (args.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 

@@ -56,9 +56,15 @@ KINDS = ("inside a word", "first letter of a word", "space", "new line", "punctu
 
 
 def kinds(ids: torch.Tensor, characters: str) -> torch.Tensor:
-    """Which of `KINDS` each character `[N, T]` is, by its place in `KINDS`; the first of a row begins a word."""
+    """Which of `KINDS` each character `[N, T]` is, by its place in `KINDS`; the first of a row begins a word.
+
+    An apostrophe behind a letter is inside the word.
+    """
     place = [0 if one.isalnum() else 2 if one == " " else 3 if one == "\n" else 4 for one in characters]
     found = torch.tensor(place)[ids]
+    before = torch.nn.functional.pad(found[:, :-1], (1, 0), value=2)
+    apostrophe = torch.tensor([one == "'" for one in characters])[ids]
+    found = torch.where(apostrophe & (before == 0), 0, found)
     before = torch.nn.functional.pad(found[:, :-1], (1, 0), value=2)
     return torch.where((found == 0) & (before != 0), 1, found)
 

@@ -49,8 +49,8 @@ def describe_rules(study: StudyRuns, statements: int) -> list[str]:
         f"seeds; those of all {statements} statements hold together with 95 % (Bonferroni). With fewer than "
         f"{MIN_SEEDS} common seeds nothing is called detectable.",
         "Lower, higher: when the whole interval is. In the claimed direction the claim is reproduced.",
-        f"Equal loss: reproduced when the whole interval lies within {margin:g} nats, the paper's own margin. Not "
-        "worse: the same, with only a higher loss held against it.",
+        f"Equal loss: reproduced when the whole interval lies within {margin:g} nats, the paper's own margin; the "
+        "opposite when it lies outside. Not worse: the same, with only a higher loss held against it.",
         f"What shows the opposite of a claim is called reversed where skipping is nearly free, as in the paper: where "
         f"A3-G1 ends within {NEARLY_FREE:g} nats of the dense base. Elsewhere it is not comparable, but for claims "
         "about cost.",
@@ -102,7 +102,7 @@ def equal(study: StudyRuns, pairs: Sequence[tuple[str, str]], metric: str, margi
 
 
 def not_worse(study: StudyRuns, a: str, b: str, metric: str) -> Finding:
-    """Whether `a` is above `b` by no more than the margin; detectably higher is the opposite."""
+    """Whether `a` is above `b` by no more than the margin; more than that is the opposite."""
     found = difference(study, a, b, metric)
     return Finding(answer(found, "not higher", study.info["margin"]), _tell(study, a, b, metric, found))
 
