@@ -10,7 +10,7 @@ import pytest
 import torch
 from aux_losses.paper.claims import CLAIMS, QUESTIONS, judge
 from embedded_base.pretrain import fingerprint, sixteen
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, DepthRouteTrainingArguments, get_depth_routed_model
 from hf_depthroute.data.text import PYTHON_STDLIB, load_text, pack
@@ -193,21 +193,24 @@ def test_only_this_librarys_routers_compute_the_chosen_rows_and_decode_what_they
 def test_the_published_memory_has_the_published_size():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        model = load_script(RECIPES / "engram" / "run.py").published()
-    assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(332.9e6, abs=5e4)
+        script = load_script(RECIPES / "engram" / "run.py")
+        assert script.parameters(script.SIZES["paper"]) == pytest.approx(332.9e6, abs=5e4)
+
+
+def tiny_size(script):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=50, num_hidden_layers=4, **sizes)
+    return script.Size(lambda: LlamaForCausalLM(config), 4096, [1, 2, 3], script.python_sources, 1e-2)
 
 
 @pytest.mark.parametrize("kind", ["none", "memory", "cgs", "weak", "smooth", "curriculum"])
 def test_a_memory_trains_from_scratch_as_the_study_does(kind, monkeypatch):
     script = load_script(RECIPES / "engram" / "run.py")
     monkeypatch.setattr(script, "POINTS", 2)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    make = script.base
-    monkeypatch.setattr(script, "base", lambda vocabulary, seed: make(vocabulary, seed, **sizes))
     rows = torch.randint(50, (48, 12), generator=torch.Generator().manual_seed(0))
     before = dict(losses.LOSSES)
     text = {"train": rows, "choose": rows[:4], "report": rows[:8]}
-    found = script.train(kind, text, "report", seed=0, steps=20, rate=1e-2, slots=4096)
+    found = script.train(kind, text, "report", seed=0, steps=20, rate=1e-2, size=tiny_size(script))
     assert before == losses.LOSSES
     assert [point["step"] for point in found["curve"]] == [10, 20]
     assert found["curve"][1]["loss"] < found["curve"][0]["loss"]
@@ -217,14 +220,11 @@ def test_a_memory_trains_from_scratch_as_the_study_does(kind, monkeypatch):
         assert len(point["alpha_hot"]) == 3
 
 
-def test_gradients_of_both_losses_are_measured_by_part(monkeypatch):
+def test_gradients_of_both_losses_are_measured_by_part():
     script = load_script(RECIPES / "engram" / "run.py")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    make = script.base
-    monkeypatch.setattr(script, "base", lambda vocabulary, seed: make(vocabulary, seed, **sizes))
     rows = torch.randint(50, (48, 12), generator=torch.Generator().manual_seed(0))
     before = dict(losses.LOSSES)
-    found = script.gradients({"train": rows}, seed=0, steps=20, rate=1e-2, slots=4096)["parts"]
+    found = script.gradients({"train": rows}, seed=0, steps=20, rate=1e-2, size=tiny_size(script))["parts"]
     assert before == losses.LOSSES and list(found) == ["embedding", "first layer", "projections", "table"]
     assert all(min(norms.values()) > 0 for norms in found.values())
 

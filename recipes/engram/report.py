@@ -1,10 +1,11 @@
 """Tables and picture of `results.json`.
 
-python recipes/engram/report.py
+python recipes/engram/report.py [--results FILE]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable
@@ -173,9 +174,12 @@ def page(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    results = json.loads((HERE / "results.json").read_text())
-    write_text(HERE / "results.md", page(results))
-    draw(runs_of(results), HERE / "results.png")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results.json", help="page and picture lie beside it")
+    path = parser.parse_args().results
+    results = json.loads(path.read_text())
+    write_text(path.with_suffix(".md"), page(results))
+    draw(runs_of(results), path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ memory is worth, `weak` with a hundredth of the weight, `smooth` by the mean of 
 `none` has no memory. The optimizer is that of the published study, its warm-up scaled with `--steps`; the learning
 rates of `none`, `memory` and `cgs` are those with the lowest loss on text of its own (`--tune`), after fewer steps
 with another seed, and `equal` and `weak` have that of `memory`, the rest that of `cgs`. What `results.json` holds is
-not measured again. `--gradients` measures how large the gradients of both losses are. `--paper` prints how many
-parameters the published size would have, and trains nothing.
+not measured again. `--gradients` measures how large the gradients of both losses are. `--size paper` is the published
+study, from the Hub, for a GPU, where it has not been run: 332.9 M parameters (`--count`), rates that are published.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ from hf_depthroute import (
 from hf_depthroute.base.readout import token_losses
 from hf_depthroute.parts.memory import NgramMemory, suffixes
 from hf_depthroute.study.metrics import oracle_auc
+from hf_depthroute.study.step_ratio import Stopwatch
 from hf_depthroute.training import losses
 from hf_depthroute.training.oracle import utility_labels
 
@@ -52,45 +52,94 @@ HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "embedded_base" / "model"
 KINDS = ("none", "memory", "cgs", "equal", "weak", "smooth", "curriculum")
 SUPERVISED = {"cgs": 0.5, "weak": 0.005, "smooth": 0.5, "curriculum": 0.5}  # lambda
-LAYERS = [1, 2, 3]
-LENGTH, BATCH = 256, 16
+BATCH = 16
 POINTS = 10  # of the curves
 SMOOTHED = 9  # tokens
 
-Texts = dict[str, torch.Tensor]
+Texts = dict[str, torch.Tensor]  # token ids `[rows, T]`: "train" on, "choose" rates on, "report"
 
 
-def texts() -> Texts:
-    """Token ids `[rows, 256]`: to train on, to choose rates on, to report."""
+def python_sources() -> Texts:
+    """Rows of 256 tokens of the standard library."""
     from transformers import AutoTokenizer
 
     from hf_depthroute.data import load_text, pack
 
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, trust_remote_code=False)
     train, held = (
-        torch.tensor(pack(load_text("python-stdlib", split=split), tokenizer, LENGTH)["input_ids"])
+        torch.tensor(pack(load_text("python-stdlib", split=split), tokenizer, 256)["input_ids"])
         for split in ("train", "validation")
     )
     held = held[torch.randperm(len(held), generator=torch.Generator().manual_seed(0))]
     return {"train": train, "choose": held[:64], "report": held[64:192]}
 
 
-def base(vocabulary: int, seed: int, **sizes: Any) -> Any:
-    """A Llama with random weights; the same for every kind of a seed."""
+def web_pages() -> Texts:
+    """Rows of 1,024 tokens of FineWeb-Edu, 95 M to train on, from the Hub."""
+    from transformers import AutoTokenizer
+
+    from hf_depthroute.data import load_text, pack
+
+    tokenizer = AutoTokenizer.from_pretrained("deepseek-ai/DeepSeek-V3", trust_remote_code=False)
+    pages = load_text("HuggingFaceFW/fineweb-edu", name="sample-10BT", streaming=True)
+    rows = (torch.tensor(row["input_ids"]) for row in pack(pages, tokenizer, 1024))
+    held = torch.stack(list(itertools.islice(rows, 576)))
+    train = torch.stack(list(itertools.islice(rows, 95_000_000 // 1024)))
+    return {"train": train, "choose": held[:64], "report": held[64:]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A base, its memory and its text.
+
+    Attributes:
+        base: Makes the base, with random weights.
+        slots: Of the table of a layer.
+        layers: Which have a memory.
+        texts: Reads the text.
+        rate: The learning rate that a search begins with; of kinds without a search, theirs.
+    """
+
+    base: Callable[[], Any]
+    slots: int
+    layers: list[int]
+    texts: Callable[[], Texts]
+    rate: float
+
+
+SIZES = {
+    "small": Size(
+        lambda: transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=6, num_attention_heads=4,
+                num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=False,
+            )
+        ),
+        20_000, [1, 2, 3], python_sources, 2e-3,
+    ),
+    "paper": Size(
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=128_815, tie_word_embeddings=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+            )
+        ),
+        500_000, [2, 4, 6], web_pages, 6e-4,
+    ),
+}  # fmt: skip
+
+
+def base(size: Size, seed: int) -> Any:
+    """The same weights for every kind of a seed."""
     torch.manual_seed(seed)
-    sizes = {
-        "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "max_position_embeddings": LENGTH, "tie_word_embeddings": False,
-    } | sizes  # fmt: skip
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocabulary, **sizes))
+    return size.base()
 
 
-def with_memory(model: Any, seed: int, slots: int, layers: list[int]) -> Any:
+def with_memory(size: Size, seed: int) -> Any:
     """The base with a memory; all of it trains."""
     fields = preset("counterfactual-gate-supervision-memory")[0].to_dict()
     sizes = {name: fields[name] for name in ("memory_width", "memory_heads", "ngram_order")}
-    config = DepthRouteConfig(target="memory", layers=layers, memory_slots=slots, seed=seed, **sizes)
-    return get_depth_routed_model(model, config).requires_grad_(True)
+    config = DepthRouteConfig(target="memory", layers=size.layers, memory_slots=size.slots, seed=seed, **sizes)
+    return get_depth_routed_model(base(size, seed), config).requires_grad_(True)
 
 
 def smoothed_loss(inputs: losses.LossInputs) -> torch.Tensor | None:
@@ -125,11 +174,11 @@ def measured(model: Any, report: torch.Tensor, hot: torch.Tensor | None) -> dict
     """
     model.eval()
     found, alphas = [], []
-    for ids in report.split(BATCH):
+    for ids in report.to(model.device).split(BATCH):
         with contextlib.nullcontext({}) if hot is None else record_routes(model) as trace:
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        found.append(token_losses(logits.flatten(0, 1), ids[:, 1:].flatten()).view(len(ids), -1))
-        alphas.append(torch.stack([record.probs for record in trace.values()]) if hot is not None else None)
+        found.append(token_losses(logits.flatten(0, 1), ids[:, 1:].flatten()).view(len(ids), -1).cpu())
+        alphas.append(torch.stack([record.probs for record in trace.values()]).cpu() if hot is not None else None)
     model.train()
     loss = torch.cat(found)
     point: dict[str, Any] = {"loss": float(loss.mean())}
@@ -144,7 +193,7 @@ def areas(model: Any, report: torch.Tensor) -> dict[str, float | None]:
     """By layer, how well `alpha` tells where the memory helps: the area under the ROC curve."""
     model.eval()
     seen: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for ids in report.split(BATCH):
+    for ids in report.to(model.device).split(BATCH):
         batch = {"input_ids": ids, "labels": ids}
         with torch.no_grad(), record_routes(model) as trace:
             model(input_ids=ids, use_cache=False, logits_to_keep=1)
@@ -165,21 +214,20 @@ class Curve(transformers.TrainerCallback):
             self.points.append({"step": state.global_step} | self.measure())
 
 
-def train(kind: str, text: Texts, part: str, seed: int, steps: int, rate: float, slots: int) -> dict[str, Any]:
+def train(kind: str, text: Texts, part: str, seed: int, steps: int, rate: float, size: Size) -> dict[str, Any]:
     """Train one kind from scratch; its curve on a part of the text, and the areas at its end."""
-    model = base(int(text["train"].max()) + 1, seed)
+    model = base(size, seed) if kind == "none" else with_memory(size, seed)
     hot = None
     if kind != "none":
-        model = with_memory(model, seed, slots, LAYERS)
         warmth = heat(model, text["train"], text[part])
         hot = warmth > warmth.median()
     trainer = trainer_of(kind, model, text["train"], seed, steps, rate)
     curve = Curve(steps, lambda: measured(model, text[part], hot))
     trainer.add_callback(curve)
-    started = time.process_time()
+    trainer.add_callback(watch := Stopwatch())
     with cgs_as(smoothed_loss if kind == "smooth" else losses.cgs_loss):
         trainer.train()
-    found = {"steps": steps, "rate": rate, "seconds": round(time.process_time() - started), "curve": curve.points}
+    found = {"steps": steps, "rate": rate, "seconds": round(watch.seconds), "curve": curve.points}
     return found if kind == "none" else found | {"areas": areas(model, text[part])}
 
 
@@ -194,12 +242,12 @@ def cgs_as(compute: Callable[[losses.LossInputs], torch.Tensor | None]) -> Itera
         losses.LOSSES["cgs"] = cgs
 
 
-def gradients(text: Texts, seed: int, steps: int, rate: float, slots: int) -> dict[str, Any]:
+def gradients(text: Texts, seed: int, steps: int, rate: float, size: Size) -> dict[str, Any]:
     """Norms of the gradients of both losses, by part of the model, medians over the last half of the labelled steps.
 
     The supervision is taken with a weight of 1; table and projections are those of the layer that it supervises.
     """
-    model = with_memory(base(int(text["train"].max()) + 1, seed), seed, slots, LAYERS)
+    model = with_memory(size, seed)
     named = list(model.named_parameters())
     seen: list[dict[str, list[float]]] = []
 
@@ -241,7 +289,7 @@ def trainer_of(kind: str, model: Any, rows: torch.Tensor, seed: int, steps: int,
         "output_dir": tempfile.gettempdir(), "max_steps": steps, "learning_rate": rate, "seed": seed,
         "per_device_train_batch_size": BATCH, "warmup_steps": steps // 20, "weight_decay": 0.1, "adam_beta2": 0.95,
         "lr_scheduler_type": "cosine", "logging_steps": max(1, steps // POINTS), "save_strategy": "no",
-        "report_to": "none", "disable_tqdm": True,
+        "report_to": "none", "disable_tqdm": True, "bf16": torch.cuda.is_available(),
     }  # fmt: skip
     dataset = [{"input_ids": row, "labels": row} for row in rows]
     if kind == "none":
@@ -255,15 +303,14 @@ def trainer_of(kind: str, model: Any, rows: torch.Tensor, seed: int, steps: int,
     return DepthRouteTrainer(model=model, args=arguments, train_dataset=dataset)
 
 
-def step_ratio(text: Texts, slots: int, steps: int = 16, rounds: int = 5) -> dict[str, Any]:
-    """What a supervised step takes of a plain one, processor time: short trainings in turn."""
+def step_ratio(text: Texts, size: Size, steps: int = 16, rounds: int = 5) -> dict[str, Any]:
+    """What a supervised step takes of a plain one: short trainings in turn."""
     times: dict[str, list[float]] = {"memory": [], "cgs": []}
     for _, kind in itertools.product(range(rounds + 1), times):
-        model = with_memory(base(int(text["train"].max()) + 1, 0), 0, slots, LAYERS)
-        trainer = trainer_of(kind, model, text["train"], 0, steps, 1e-4)
-        started = time.process_time()
+        trainer = trainer_of(kind, with_memory(size, 0), text["train"], 0, steps, 1e-4)
+        trainer.add_callback(watch := Stopwatch())
         trainer.train()
-        times[kind].append(time.process_time() - started)
+        times[kind].append(watch.seconds)
     ratios = [cgs / memory for memory, cgs in list(zip(times["memory"], times["cgs"]))[1:]]  # the first round warms up
     error = statistics.stdev(ratios) / len(ratios) ** 0.5 if rounds > 1 else 0.0
     return {"ratio": statistics.median(ratios), "error": error, "rounds": rounds, "steps": steps}
@@ -296,19 +343,21 @@ class Results:
         if self.path.exists():
             self.found = json.loads(self.path.read_text())
 
-    def rate(self, kind: str) -> float:
-        """The learning rate of a kind, by the longest search; kinds without one have that of the kind they vary."""
+    def rate(self, kind: str, size: Size) -> float:
+        """The learning rate of a kind, by the longest search for it or for the kind that it varies."""
         tuned = {"equal": "memory", "weak": "memory", "smooth": "cgs", "curriculum": "cgs"}.get(kind, kind)
         rows = [row for key, row in self.found.items() if key.startswith(f"tuning {tuned} ")]
+        if not rows:
+            return size.rate
         return float(min(rows, key=lambda row: (-row["steps"], row["curve"][-1]["loss"]))["rate"])
 
 
-def tune(text: Texts, seed: int, kinds: list[str], steps: int, rate: float, slots: int, results: Results) -> None:
+def tune(text: Texts, seed: int, kinds: list[str], steps: int, rate: float, size: Size, results: Results) -> None:
     """Rates that double, or halve, until the loss rises."""
 
     def loss(kind: str, rate: float) -> float:
         key = f"tuning {kind} {steps} {rate:g}"
-        found = results.once(key, lambda: train(kind, text, "choose", seed, steps, rate, slots))
+        found = results.once(key, lambda: train(kind, text, "choose", seed, steps, rate, size))
         return float(found["curve"][-1]["loss"])
 
     for kind in kinds:
@@ -317,12 +366,10 @@ def tune(text: Texts, seed: int, kinds: list[str], steps: int, rate: float, slot
             best *= factor
 
 
-def published() -> Any:
-    """The published model, without weights: 12 layers of width 768, memory in layers 2, 4 and 6."""
+def parameters(size: Size) -> int:
+    """Of the base with its memory; no weight is made."""
     with torch.device("meta"):
-        config = transformers.GPT2Config(vocab_size=128_815, tie_word_embeddings=False)
-        model = transformers.GPT2LMHeadModel(config)
-        return with_memory(model, 0, 500_000, [2, 4, 6])
+        return sum(weight.numel() for weight in with_memory(size, 0).parameters())
 
 
 def main() -> None:
@@ -330,35 +377,37 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--slots", type=int, default=20_000)
+    parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
-    parser.add_argument("--rate", type=float, default=2e-3, help="the first that --tune tries")
+    parser.add_argument("--rate", type=float, help="the first that --tune tries")
     parser.add_argument("--gradients", action="store_true", help="measure gradients instead, with the first seed")
-    parser.add_argument("--paper", action="store_true", help="count the parameters of the published size")
-    parser.add_argument("--out", type=Path, default=HERE / "results.json")
+    parser.add_argument("--count", action="store_true", help="count the parameters, and train nothing")
+    parser.add_argument("--out", type=Path, help="default: results.json beside this file; of --size paper, paper.json")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    if args.paper:
-        print(f"{sum(p.numel() for p in published().parameters()) / 1e6:.1f} M parameters")
+    size = SIZES[args.size]
+    if args.count:
+        print(f"{parameters(size) / 1e6:.1f} M parameters")
         return
     torch.set_num_threads(args.threads)
-    text, results = texts(), Results(args.out)
+    text = size.texts()
+    results = Results(args.out or HERE / ("paper.json" if args.size == "paper" else "results.json"))
     if args.tune:
         tuned = [kind for kind in args.kinds if kind in ("none", "memory", "cgs")]
-        tune(text, args.seeds[0], tuned, args.steps, args.rate, args.slots, results)
+        tune(text, args.seeds[0], tuned, args.steps, args.rate or size.rate, size, results)
         return
     if args.gradients:
-        rate = results.rate("cgs")
-        results.once("gradients", lambda: gradients(text, args.seeds[0], args.steps, rate, args.slots))
+        rate = results.rate("cgs", size)
+        results.once("gradients", lambda: gradients(text, args.seeds[0], args.steps, rate, size))
         return
-    ratio = results.once("step", lambda: step_ratio(text, args.slots))["ratio"]
+    ratio = results.once("step", lambda: step_ratio(text, size))["ratio"]
     more = 1 + (ratio - 1) * 0.9  # supervised after the first tenth
     for seed, kind in itertools.product(args.seeds, args.kinds):
         steps = round(args.steps * more) if kind == "equal" else args.steps
-        rate = results.rate(kind)
+        rate = results.rate(kind, size)
         results.once(
             f"{kind} {seed} {args.steps}",
-            lambda k=kind, s=seed, n=steps, r=rate: train(k, text, "report", s, n, r, args.slots),
+            lambda k=kind, s=seed, n=steps, r=rate: train(k, text, "report", s, n, r, size),
         )
 
 
