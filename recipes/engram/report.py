@@ -128,7 +128,7 @@ def gradient_table(found: dict[str, Any]) -> list[str]:
     """Norms of the gradients of both losses by part of the model."""
     lines = []
     for part, norms in found["parts"].items():
-        lines.append([part, f"{norms['lm']:.2g}", f"{norms['cgs']:.2g}", f"{norms['cgs'] / norms['lm']:.2g}"])
+        lines.append([part, f"{norms['lm']:.2g}", f"{norms['cgs']:.2g}", f"{norms['cgs'] / norms['lm']:.3g}"])
     return markdown_table(["part", "language model", "CGS, lambda 1", "ratio"], lines)
 
 
