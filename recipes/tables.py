@@ -496,7 +496,7 @@ def router_tuning() -> Study:
     seeds = len(tuning_report.cell(result, "attention", "sequence"))
     behind: dict[str, list[str]] = {}
     for target, granularity in tuning_report.PAPER:
-        found = tell_mean(tuning_report.over_dropping(result, target, granularity), 2, "+")
+        found = tell_mean(tuning_report.over_dropping(result, target, granularity), sign="+")
         behind.setdefault(granularity, []).append(f"{found} ({target})")
     brief = (
         f"only a linear gate trains, half runs, loss over dropping as many of the same sublayers ({seeds} seeds): "
