@@ -29,7 +29,8 @@ experiment was. A difference is a mean over seeds with an interval; those of a t
 statements together. *Holds*, *reproduced*: the whole interval is on the claimed side. *Opposite*, *reversed*: it is on
 the other. *Not comparable*: it is on the other side, and skipping is not nearly free here as it is in the paper.
 *Open*, *not detectable here*: neither. *So here*, *not so here*: whether the numbers of one seed are as stated; they
-have no interval. All of it is small: no verdict says how a claim fares at its paper's size."""
+have no interval. *In part*: the effect is there, but smaller. All of it is small: no verdict says how a claim fares at
+its paper's size."""
 
 
 def read(name: str) -> Any:

@@ -511,7 +511,7 @@ def router_tuning() -> Study:
         "",
         *tuning_report.loss_table(result).split("\n"),
         "",
-        f"Attention of {len(cache['routed_layers'])} of 6 layers skipped per sequence at budget 0.5 leaves "
+        f"Attention of {len(cache['routed_layers'])} of 6 layers skipped per sequence by untrained routers leaves "
         f"{100 * (1 - cache['routed_bytes'] / cache['dense_bytes']):.0f} % of the KV cache out "
         f"({cache['routed_bytes']:,} of {cache['dense_bytes']:,} bytes, {cache['prompts']} prompts), and generation "
         f"{equal} a masked reference. At the shape of Llama-3-8B with 16 of 32 layers, 64 x 2,048 tokens, it counts "
@@ -744,6 +744,7 @@ def engram() -> Study:
     )
     steps = next(iter(runs["memory"].values()))["steps"]
     brief = f"a Llama of width 128 and its memory from scratch, {steps:,} steps, loss (seeds): {losses}"
+    command = f"python recipes/engram/run.py --steps {steps} --kinds {' '.join(runs)}"
     section = [
         '"Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" '
         f"again, at the width of 128, with {steps:,} steps of 16 x 256 tokens of Python. Mean ± standard error "
@@ -756,7 +757,7 @@ def engram() -> Study:
         "",
         *engram_report.claims_table(runs),
     ]
-    return Study("Counterfactual gate supervision", "engram", "python recipes/engram/run.py", brief, section)
+    return Study("Counterfactual gate supervision", "engram", command, brief, section)
 
 
 def studies() -> list[Study]:
