@@ -156,7 +156,7 @@ class Steps:
         self.batch, self.device = size["batch"], device
 
     def seconds(self, count: int) -> float:
-        """Of a step, mean of `count`."""
+        """Seconds of a step, mean of `count`."""
         _wait(self.device)
         start = time.perf_counter()
         for n in range(count):

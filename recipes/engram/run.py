@@ -94,7 +94,7 @@ class Size:
 
     Attributes:
         base: Makes the base, with random weights.
-        slots: Of the table of a layer.
+        slots: Number of slots in the table of a layer.
         layers: Which have a memory.
         texts: Reads the text.
         rate: The learning rate that a search begins with; of kinds without a search, theirs.
@@ -367,7 +367,7 @@ def tune(text: Texts, seed: int, kinds: list[str], steps: int, rate: float, size
 
 
 def parameters(size: Size) -> int:
-    """Of the base with its memory; no weight is made."""
+    """How many the base with its memory has; no weight is made."""
     with torch.device("meta"):
         return sum(weight.numel() for weight in with_memory(size, 0).parameters())
 
