@@ -4,13 +4,13 @@
 
 The base is that of arXiv:2604.17228 (GPT-2 architecture, d=640, 12 layers, 10 heads, inner 2560, 768 positions) with
 a vocabulary of 16,384 instead of 151,665, pretrained on the source text of the Python packages installed on the
-machine. Then G1, G3, A1, A3-G1 and A3-G3 with two seeds, batch 16 x 256, bf16, as many at a time as make the most
-steps a second: one more is tried until it gains less than a tenth, or does not fit the memory. Every phase leaves its
-result in WORK and is skipped when that exists, and the study keeps its complete runs: start the same command again
-after a kill. The number of steps is fixed at the first start, 20,000 or what the remaining minutes allow; OUT gets
-the results, which name it.
+machine. Then G1, G3, A1, A3-G1 and A3-G3 with two seeds, batch 16 x 256, bf16, as many at a time as end first: one
+more is timed until it gains less than a tenth, or does not fit the memory. Every phase leaves its result in WORK and
+is skipped when that exists, and the study keeps its complete runs: start the same command again after a kill. The
+number of steps is fixed at the first start, 20,000 or what the remaining minutes allow; OUT gets the results, which
+name it.
 
-`--smoke` runs all of it on a small model in about a minute, also without a GPU.
+`--smoke` runs all of it on a small model in a few minutes, also without a GPU.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from hf_depthroute import (
     preset,
     record_routes,
 )
+from hf_depthroute.base.families import find_layers
 from hf_depthroute.base.readout import token_losses
 from hf_depthroute.parts.memory import NgramMemory, suffixes
 from hf_depthroute.study.metrics import oracle_auc
@@ -248,7 +249,7 @@ def gradients(text: Texts, seed: int, steps: int, rate: float, size: Size) -> di
     The supervision is taken with a weight of 1; table and projections are those of the layer that it supervises.
     """
     model = with_memory(size, seed)
-    named = list(model.named_parameters())
+    layers = find_layers(model)
     seen: list[dict[str, list[float]]] = []
 
     def observed(inputs: losses.LossInputs) -> torch.Tensor | None:
@@ -256,10 +257,10 @@ def gradients(text: Texts, seed: int, steps: int, rate: float, size: Size) -> di
         if inputs.counterfactual is None or found is None or inputs.lm is None:
             return found
         (layer,) = inputs.counterfactual
-        memory = {name: weight for name, weight in named if f"layers.{layer}." in name and "depth_route" in name}
+        memory = {name: weight for name, weight in layers[layer].named_parameters() if "depth_route" in name}
         parts = {
-            "embedding": [weight for name, weight in named if "embed_tokens" in name],
-            "first layer": [weight for name, weight in named if "layers.0." in name],
+            "embedding": [model.get_input_embeddings().weight],
+            "first layer": list(layers[0].parameters()),
             "projections": [weight for name, weight in memory.items() if not name.endswith(".table")],
             "table": [weight for name, weight in memory.items() if name.endswith(".table")],
         }

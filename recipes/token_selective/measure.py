@@ -210,21 +210,20 @@ def main() -> None:
             print(name, flush=True)
             path.write_text(json.dumps(make(), indent=1) + "\n")
 
+    def measured(name: str) -> dict[str, Any]:
+        run = runs[name]
+        task = load_task(run["task"], args.text, run["length"])
+        judge = next(
+            other
+            for other, dense in runs.items()
+            if dense["method"] == "dense" and (dense["task"], dense["seed"]) == (run["task"], run["seed"])
+        )
+        return measure(load(args.out, name, runs, task), run, task, load(args.out, judge, runs, task))
+
     def measure_runs(names: Iterable[str]) -> bool:
         trained = [name for name in names if (args.out / f"{name}.json").exists()]
         for name in trained:
-            run = runs[name]
-            task = load_task(run["task"], args.text, run["length"])
-
-            def figures(name: str = name, run: dict[str, Any] = run, task: Task = task) -> dict[str, Any]:
-                judge = next(
-                    other
-                    for other, dense in runs.items()
-                    if dense["method"] == "dense" and (dense["task"], dense["seed"]) == (run["task"], run["seed"])
-                )
-                return measure(load(args.out, name, runs, task), run, task, load(args.out, judge, runs, task))
-
-            keep(name, figures)
+            keep(name, lambda name=name: measured(name))
         return trained == list(names)
 
     if measure_runs(["dense", "exit", "tsa"]):

@@ -12,6 +12,7 @@ import torch
 
 SYMBOLS, SOURCE = 32, 10  # of copy and sort: distinct symbols, and symbols to copy or sort
 BOS, SEP, EOS = SYMBOLS, SYMBOLS + 1, SYMBOLS + 2
+KINDS = ("inside a word", "first letter of a word", "space", "new line", "punctuation")  # of characters
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,6 @@ def shakespeare(path: Path, length: int) -> Task:
     train, validation = ids[: len(ids) * 8 // 10], ids[len(ids) * 8 // 10 : len(ids) * 9 // 10]
     blocks = validation[: len(validation) // (length + 1) * (length + 1)].view(-1, length + 1)
     return Task(train, blocks, len(characters), characters="".join(characters))
-
-
-KINDS = ("inside a word", "first letter of a word", "space", "new line", "punctuation")
 
 
 def kinds(ids: torch.Tensor, characters: str) -> torch.Tensor:
