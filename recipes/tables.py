@@ -22,6 +22,7 @@ from aux_losses.paper.claims import judge
 from aux_losses.paper.values import fixed, spread, values
 from demo import report as demo_report
 from engram import report as engram_report
+from fit_router import branch_report
 from fit_router import report as fit_report
 from lora import report as lora_report
 from peers import report as peers_report
@@ -660,6 +661,7 @@ def fitted() -> Study:
     if trained:
         section += ["", fit_report.TRAINED, "", *fit_report.table(results, trained=True)]
     section += ["", fit_report.TUNED, "", *fit_report.tuning_table(results)]
+    section += ["", *branch_report.section(results, read("fit_router/branch_time.json"))]
     phases = read("fit_router/phases.json")
     behind = (
         f"Loss of the 64 tokens behind a prompt of {phases['prompt']}, {fit_report.TITLES[phases['base']]}, without "

@@ -88,6 +88,26 @@ def test_equal_the_general_pass_whatever_the_adapter_holds(fields: dict[str, Any
     torch.testing.assert_close(decoded(model, batch), general, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("target", "batch"), [("ffn", 1), ("ffn", 3), ("attention", 1), ("block", 1)])
+@pytest.mark.parametrize("gate", ["mlp", "none"])
+def test_skipped_tokens_look_their_n_grams_up(
+    monkeypatch: pytest.MonkeyPatch, target: str, gate: str, batch: int
+) -> None:
+    memory = {"branch": "memory", "memory_slots": 8192, "memory_width": 4}
+    model = build_routed("llama", "mlp" if target == "ffn" else target, gate=gate, **memory)
+    if gate == "none" and target != "ffn":  # one step for all targets without attention, which knows no tokens
+        with counted_steps(monkeypatch) as taken:
+            decoded(model, batch)
+        assert not taken
+        return
+    assert_steps_equal_the_general_pass(monkeypatch, model, batch)
+    before = decoded(model, batch)
+    for holder in routings(model):
+        with torch.no_grad():
+            holder.depth_route_memory["default"].table.zero_()
+    assert not torch.equal(decoded(model, batch), before)
+
+
 def test_take_the_stream_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "joint_maps", lambda *parts: None)
     model = routed(build_base("llama", dtype=torch.bfloat16), "mlp")

@@ -25,10 +25,12 @@ from ..routing.plan import RoutePlan
 from .attention import write_keys_values
 from .call import Site
 from .gathered import gathered_update
+from .memory import continued_ngrams
 from .sites import SITES, AttentionSite, BlockSite, FFNSite
 
-# From a layer, its input `[B, 1, d]` and its keyword arguments to its output; None where the general pass has to run.
-Step = Callable[[nn.Module, Tensor, dict[str, Any]], Tensor | None]
+# From a layer, its input `[B, 1, d]`, its keyword arguments and, for a memory, the new tokens' n-grams to its output;
+# None where the general pass has to run.
+Step = Callable[[nn.Module, Tensor, dict[str, Any], Tensor | None], Tensor | None]
 
 DECODE_ROWS = 64  # more sequences than this are no longer bound by overhead
 
@@ -52,14 +54,16 @@ class DecodeStep:
         self.names = family.attention_norm, family.attention, family.ffn_norm, family.ffn
         self.reads_stream = plan.config.gate_input == "residual"
         gate, branch = holder.depth_route_gate[plan.adapter], holder.depth_route_branch._modules.get(plan.adapter)
-        parts = [gate, branch]
+        self.layer_index = holder.layer_index
+        self.memory: Any = holder.depth_route_memory._modules.get(plan.adapter)
+        parts = [gate, branch, self.memory]
         self.threshold = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
         if plan.rule == "predictor":  # it stands in for the gate
             gate, self.threshold = holder.depth_route_predictor[plan.adapter], 0.0
             parts.append(gate)
         self._parts: tuple[Any, Any] = gate, branch
         modules = [module for part in parts if part is not None for module in part.modules()]
-        self._joins = not self.reads_stream and plan.rule != "static"
+        self._joins = not self.reads_stream and plan.rule != "static" and self.memory is None
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
         self._plain = all(type(w) is nn.Parameter and w.device.type == "cpu" for w in self._weights)
@@ -73,26 +77,42 @@ class DecodeStep:
         """Whether the weights are plain, still those of the start, and nobody watches the adapter's modules."""
         return self._plain and not any(self._hooks) and self._stamp is not None and self._stamp == stamp(*self._weights)
 
-    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    def __call__(
+        self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None
+    ) -> Tensor | None:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
+        ngrams = self._continued(ngrams, kwargs)
         folds = _folds(modules[ffn_norm]) if self._joins else None
         if h.dtype is not self._dtype or folds != self._folded:
             self._freeze(h.dtype, modules[ffn_norm], folds)
         a = h + modules[attention](modules[attention_norm](h), **kwargs)[0]
         if self.plan.rule == "static":
-            return a if self.branch is None else a.add_(self.branch(a))
+            return self._cheap(a, ngrams)
         if self._joint is not None:
             return self._joint.run(a, self.threshold, lambda rows: modules[ffn](modules[ffn_norm](rows)))[0]
         normed = None if self.reads_stream else modules[ffn_norm](a)
         scores_B = self.score(a if normed is None else normed)
         one = len(scores_B) == 1
         if one and not scores_B.item() >= self.threshold:
-            return a if self.branch is None else a.add_(self.branch(a))
+            return self._cheap(a, ngrams)
         normed = modules[ffn_norm](a) if normed is None else normed
         if one:
             return a + modules[ffn](normed)
-        return gathered_update(a, normed, (scores_B >= self.threshold)[:, None], modules[ffn], self.branch)
+        full_B = scores_B >= self.threshold
+        out = gathered_update(a, normed, full_B[:, None], modules[ffn], self.branch)
+        if ngrams is None or full_B.all():
+            return out
+        return out.index_add_(0, (~full_B).nonzero().squeeze(-1), self.recall(ngrams[~full_B]))
+
+    def _continued(self, ngrams: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
+        """The new tokens' n-grams, `[B, 1, N]`; the KV cache learns of every token, also of those that run in full."""
+        return None if self.memory is None else continued_ngrams(self.layer_index, ngrams, kwargs)
+
+    def _cheap(self, a: Tensor, ngrams: Tensor | None) -> Tensor:
+        """The stream `[B, 1, d]` behind the cheap path; `a` is overwritten."""
+        a = a if self.branch is None else a.add_(self.branch(a))
+        return a if ngrams is None else a.add_(self.recall(ngrams))
 
     def _freeze(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> None:
         gate, branch = self._parts
@@ -104,6 +124,8 @@ class DecodeStep:
             frozen = hasattr(gate, "frozen")
             self.score: TensorMap = gate.frozen(dtype) if frozen else lambda x: gate(x)["scores"].view(-1)
             self.branch: TensorMap | None = None if branch is None else branch.frozen(dtype)
+        if self.memory is not None:
+            self.recall: TensorMap = self.memory.frozen(dtype)
 
 
 class AttentionStep(DecodeStep):
@@ -116,9 +138,10 @@ class AttentionStep(DecodeStep):
         super().__init__(holder, plan)
         self.style = holder.family.queries
 
-    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None) -> Tensor:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
+        ngrams = self._continued(ngrams, kwargs)
         folds = _folds(modules[attention_norm]) if self._joins else None
         if h.dtype is not self._dtype or folds != self._folded:
             self._freeze(h.dtype, modules[attention_norm], folds)
@@ -135,9 +158,9 @@ class AttentionStep(DecodeStep):
             a = h.clone()  # the layer's input is not the step's to change
             if maps is not None and self._joint is not None:
                 update = self._joint.cheap(maps)
+                a = a if update is None else a.add_(update)
             else:
-                update = None if self.branch is None else self.branch(h)
-            a = a if update is None else a.add_(update)
+                a = self._cheap(a, ngrams)
             if self.plan.target.skips_ffn:
                 return a
         return a + modules[ffn](modules[ffn_norm](a))
@@ -153,9 +176,10 @@ class SequenceStep(DecodeStep):
     def __init__(self, holder: Routing, plan: RoutePlan) -> None:
         super().__init__(holder, plan)
         self._parts, self._joins = (None, self._parts[1]), False  # nothing is scored
-        self.layer_index = holder.layer_index
 
-    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    def __call__(
+        self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None
+    ) -> Tensor | None:
         cache = cache_of(kwargs)
         keep = remembered(cache, self.layer_index)
         if keep is None:  # these tokens are the prompt
@@ -215,17 +239,16 @@ def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Ste
 def _step_of(holder: Routing, batch: int) -> Step | None:
     """None where the general forward pass has to run."""
     plan = holder.plan(False, (batch, 1))
-    if plan is not None and plan.adapter in holder.depth_route_memory:  # the KV cache has to learn of the token
-        return None
+    remembers = plan is not None and plan.adapter in holder.depth_route_memory
     if plan is None or (plan.rule == "full" and not plan.recorders):
-        return _run_base
+        return None if remembers else _run_base  # the KV cache has to learn of the token
     kind = STEPS.get(type(SITES[plan.config.target]))
     if kind is None or not supports_decode(plan, holder.family):
         return None
     # A static layer without attention writes no keys and values, as a sequence without.
     if plan.config.granularity == "sequence" or (kind is AttentionStep and plan.rule == "static"):
         kind = SequenceStep
-    if kind is AttentionStep and batch > 1:
+    if (kind is AttentionStep and batch > 1) or (kind is SequenceStep and remembers):
         return None
     step: DecodeStep | None = holder.derived.get("step")
     if step is None or step.plan is not plan or not step.usable():
@@ -233,7 +256,7 @@ def _step_of(holder: Routing, batch: int) -> Step | None:
     return step if step.usable() else None
 
 
-def _run_base(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def _run_base(layer: Any, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None) -> Tensor:
     """A layer that is not routed, or whose every token runs full."""
     return cast(Tensor, layer._base_forward(h, **kwargs))
 
@@ -247,10 +270,7 @@ def decodes(decoder: nn.Module, inputs: Tensor) -> bool:
 
 def supports_decode(plan: RoutePlan, family: Family) -> bool:
     """Whether the step of its target computes what `plan` says, in a layer of `family`."""
-    config = plan.config
     if not family.plain:
-        return False
-    if config.branch == "memory":  # it reads the tokens before this one
         return False
     if plan.gate.exits or plan.recorders or plan.replayed is not None:
         return False

@@ -50,8 +50,7 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     last_tokens: Tensor | None = kwargs.pop(LAST_TOKENS, None)
     if steps is not None and layer in steps:
         kwargs.pop(TOKEN_MASK, None)  # every token is real
-        kwargs.pop(NGRAMS, None)
-        stepped = steps[layer](layer, hidden_states, kwargs)
+        stepped = steps[layer](layer, hidden_states, kwargs, kwargs.pop(NGRAMS, None))
         if stepped is not None:
             return stepped
     if holder is not None and holder.family.returns_weights and kwargs.get("output_attentions"):
@@ -86,7 +85,7 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, **kwargs: An
     holder: Routing = layer._modules[HOLDER]
     if plan.rule == "full":  # the base's layer; what is recorded has no scores
         if ngrams is not None and plan.adapter in holder.depth_route_memory:
-            continued_ngrams(holder, ngrams, kwargs)  # later calls may look them up
+            continued_ngrams(holder.layer_index, ngrams, kwargs)  # later calls may look them up
         out = hidden_of(layer._base_forward(hidden_states, **kwargs))
         if not plan.recorders:
             return (out,)
@@ -125,7 +124,7 @@ def routed_call(
     """
     holder: Routing = layer._modules[HOLDER]
     if plan.adapter in holder.depth_route_memory:
-        ngrams = continued_ngrams(holder, ngrams, kwargs)
+        ngrams = continued_ngrams(holder.layer_index, ngrams, kwargs)
     site = SITES[plan.config.target].of_call(holder, plan, hidden_states, ngrams, kwargs)
     stream = site.enter(layer, holder.family, hidden_states, kwargs)
     call = call_on_stream(layer, plan, site, stream, token_mask, kwargs, decides)

@@ -19,20 +19,20 @@ from ..routing.plan import RoutePlan
 from .call import Decision, Kwargs, RoutedCall, Site
 
 
-def continued_ngrams(holder: Routing, ngrams: Tensor | None, kwargs: Kwargs) -> Tensor:
-    """The n-grams of a call, int64 `[B, T, N]`, with the earlier tokens of its KV cache, which then holds these too.
+def continued_ngrams(layer_index: int, ngrams: Tensor | None, kwargs: Kwargs) -> Tensor:
+    """A layer's n-grams of a call, int64 `[B, T, N]`, with the earlier tokens of its KV cache, which then holds these.
 
     Raises:
         ValueError: There are none, or the cache was filled without the memory.
     """
     if ngrams is None:
-        raise ValueError(f"layer {holder.layer_index}: its memory needs the token ids; call the whole model")
+        raise ValueError(f"layer {layer_index}: its memory needs the token ids; call the whole model")
     cache = cache_of(kwargs)
     if cache is None:
         return ngrams
-    before = last_tokens(cache, holder.layer_index)
+    before = last_tokens(cache, layer_index)
     ngrams = ngrams if before is None else continued(ngrams, before.to(ngrams.device))
-    remember_tokens(cache, holder.layer_index, ngrams[..., :-1])
+    remember_tokens(cache, layer_index, ngrams[..., :-1])
     return ngrams
 
 

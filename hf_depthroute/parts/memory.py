@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .branches import MixedLinear, RMSNorm, TransientCache, reset_linear
+from .branches import MixedLinear, RMSNorm, TensorMap, TransientCache, reset_linear
 
 MISSING = -1  # in place of a token: there is none in this document
 EARLIER = -2  # in place of a token: it belongs to an earlier call, if there was one
@@ -87,6 +87,8 @@ def suffixes(
 
 def continued(ngrams_BTN: torch.Tensor, before_BM: torch.Tensor) -> torch.Tensor:
     """`suffixes` of a call that goes on where another ended, whose last `M = N - 1` tokens are given, newest first."""
+    if ngrams_BTN.shape[1] == 1:  # a decoding step, in fewer operators
+        return torch.where(ngrams_BTN == EARLIER, F.pad(before_BM, (1, 0))[:, None], ngrams_BTN)
     filled = ngrams_BTN.clone()
     for t in range(min(filled.shape[1], before_BM.shape[1])):
         open_ = filled[:, t, t + 1 :]
@@ -144,6 +146,11 @@ class NgramMemory(nn.Module):
     def forward(self, ngrams: torch.Tensor) -> torch.Tensor:
         """`e`, `[..., N] -> [..., E]`."""
         return F.embedding(self.slots(ngrams.to(self.table.device)), self.table).flatten(-2)
+
+    def frozen(self, dtype: torch.dtype) -> TensorMap:
+        """`update` with `W_V` as it is now, for decoding."""
+        weight, _ = self.value.cast(dtype)
+        return lambda ngrams: F.linear(self(ngrams).to(dtype), weight)
 
     def update(self, ngrams: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`v` in the stream's dtype, `[..., N] -> [..., d]`."""

@@ -86,6 +86,12 @@ def rival(kind: str) -> str:
     return static if static in KINDS and kind.startswith("mlp_") else "static"
 
 
+def comparable(points: Iterable[tuple[str, int]], kind: str, count: int) -> bool:
+    """Whether a kind has a rival, measured on both sides of its share."""
+    there = {skipped for other, skipped in points if other == rival(kind)} | {0}
+    return kind != rival(kind) and {count - 1, count} <= there
+
+
 def spared(points: dict[tuple[str, int], dict[str, float]], point: dict[str, float], static: str = "static") -> float:
     """The part that `point` spares of what leaving layers out loses at the same share."""
     rows = (row for (kind, _), row in points.items() if kind == static)
@@ -101,7 +107,7 @@ def by_chance(found: dict[str, Any], trained: bool = False) -> dict[tuple[str, i
     for (kind, count), seeds in runs.items():
         static = [others for (other, _), others in runs.items() if other == rival(kind)]
         both = set(seeds).intersection(*static)
-        if kind != rival(kind) and static and len(both) > 2:
+        if comparable(runs, kind, count) and len(both) > 2:
             differences = [
                 seeds[seed]["more"] - left_out_at(seeds[seed]["share"], (of[seed] for of in static)) for seed in both
             ]
@@ -116,7 +122,7 @@ def table(results: dict[str, Any], trained: bool = False) -> list[str]:
         points, chances = summary(found, trained), by_chance(found, trained)
         for kind, count in sorted(points, key=lambda key: (key[1], list(KINDS).index(key[0]))):
             point = points[kind, count]
-            less = "" if kind == rival(kind) else f"{spared(points, point, rival(kind)):.0%}"
+            less = f"{spared(points, point, rival(kind)):.0%}" if comparable(points, kind, count) else ""
             p = chances.get((kind, count))
             chance = "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
             steps = [f"{point['steps']:,.0f}"] if trained else []

@@ -21,6 +21,7 @@ was trained at another rate or for other steps.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -411,6 +412,9 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     every = [*KINDS, *OTHER_BRANCHES, *LEARNED, RELEARNED]
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=every)
+    parser.add_argument(
+        "--counts", nargs="+", type=int, help="layers' worth of calls to skip; default: those of a base"
+    )
     parser.add_argument("--steps", type=int, default=0, help="of training, from the fit and from the layers left out")
     parser.add_argument("--rate", type=float, default=1e-3, help="the first that --tune tries")
     parser.add_argument("--tune", action="store_true", help="try learning rates instead, with the first seed")
@@ -433,7 +437,9 @@ def main() -> None:
         if args.tune:
             tune(name, makers[name](), args.seeds[0], args.kinds, args.steps, args.rate, results)
         else:
-            study(name, makers[name](), args.seeds, args.kinds, args.steps, results)
+            base = makers[name]()
+            counts = args.counts or base.dropped
+            study(name, dataclasses.replace(base, dropped=tuple(counts)), args.seeds, args.kinds, args.steps, results)
 
 
 if __name__ == "__main__":
