@@ -650,6 +650,7 @@ def fitted() -> Study:
         ]
         after += f"; a table of n-grams spares the layers left out {' / '.join(tables)}" if tables else ""
         said.append(f"{fit_report.TITLES[base]} {less(found, False)} less at {' / '.join(skipped)} skipped{after}")
+    said.append(branch_report.in_brief(results))
     intro = (
         "`fit_router` beside the best of all subsets of FFNs to leave out, with the same branches fitted on the same "
         "16,384 tokens. Loss over the dense base in nats, on text that neither side saw: mean ± standard error over "

@@ -120,6 +120,25 @@ def test_fitted_routers_lose_less_than_the_best_layers_left_out():
                 assert report.spared(points, points[kind, count]) > (0.25 if half else 0.2)
 
 
+def test_n_grams_are_compared_with_as_many_weights_and_steps():
+    folder = RECIPES / "fit_router"
+    report = load_script(folder / "branch_report.py")
+    assert report.page() == (folder / "branches.md").read_text()
+    for row in json.loads((folder / "branch_time.json").read_text())["bases"].values():
+        assert row["weights"]["static_memory"] == row["weights"]["static_rank"] > row["weights"]["static"]
+    found = {
+        "mlp_memory 2 0": {"more": 0.5, "share": 0.6, "trained": {"steps": 200, "more": 0.3}},
+        "mlp_memory 2 1": {"more": 0.5, "share": 0.6, "trained": {"steps": 200, "more": 0.3}},
+        "mlp_rank 2 0": {"more": 0.7, "share": 0.6, "trained": {"steps": 1500, "more": 0.1}},
+        "static_memory 2 0": {"more": 0.9, "share": 0.6},
+    }
+    pairs = report.branch_pairs(found)
+    assert {key: len(rows) for key, rows in pairs.items()} == {(0, "mlp", 2): 1}
+    found["mlp_rank 2 0"]["trained"]["steps"] = 200
+    (memory, rank), *rest = report.branch_pairs(found)[200, "mlp", 2]
+    assert (memory["more"], rank["more"], rest) == (0.3, 0.1, [])
+
+
 @pytest.mark.parametrize(("name", "configs"), [("main", 7), ("results", 30)])
 def test_auxiliary_loss_report_is_made_from_its_results(name, configs):
     folder = RECIPES / "aux_losses" / name

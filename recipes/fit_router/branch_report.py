@@ -57,6 +57,17 @@ def branch_table(results: dict[str, Any]) -> list[str]:
     return markdown_table(heads, lines)
 
 
+def in_brief(results: dict[str, Any]) -> str:
+    """What n-grams change with trained routers, two layers' worth of calls skipped, of both bases."""
+    said = []
+    for base, title in BASES.items():
+        pairs = branch_pairs(results[base])
+        rows = pairs[max(steps for steps, side, count in pairs if (side, count) == ("mlp", 2)), "mlp", 2]
+        difference = tell_mean([memory["more"] - rank["more"] for memory, rank in rows], sign="+")
+        said.append(f"{difference} nats on {title}")
+    return f"routers that look n-grams up in place of as many low-rank weights, both trained: {', '.join(said)}"
+
+
 def branch_times(found: dict[str, Any]) -> list[str]:
     """The time of a prompt and of decoding with each branch, over that of the default rank."""
     lines = []
