@@ -62,10 +62,11 @@ def in_brief(results: dict[str, Any]) -> str:
     said = []
     for base, title in BASES.items():
         pairs = branch_pairs(results[base])
-        rows = pairs[max(steps for steps, side, count in pairs if (side, count) == ("mlp", 2)), "mlp", 2]
+        steps = max(steps for steps, side, count in pairs if (side, count) == ("mlp", 2))
+        rows = pairs[steps, "mlp", 2]
         difference = tell_mean([memory["more"] - rank["more"] for memory, rank in rows], sign="+")
-        said.append(f"{difference} nats on {title}")
-    return f"routers that look n-grams up in place of as many low-rank weights, both trained: {', '.join(said)}"
+        said.append(f"{difference} nats on {title} ({steps} steps, {len(rows)} seeds)")
+    return f"routers that look n-grams up in place of as many low-rank weights: {', '.join(said)}"
 
 
 def branch_times(found: dict[str, Any]) -> list[str]:
