@@ -88,7 +88,8 @@ def suffixes(
 def continued(ngrams_BTN: torch.Tensor, before_BM: torch.Tensor) -> torch.Tensor:
     """`suffixes` of a call that goes on where another ended, whose last `M = N - 1` tokens are given, newest first."""
     if ngrams_BTN.shape[1] == 1:  # a decoding step, in fewer operators
-        return torch.where(ngrams_BTN == EARLIER, F.pad(before_BM, (1, 0))[:, None], ngrams_BTN)
+        before_B1N = F.pad(before_BM[:, : ngrams_BTN.shape[2] - 1], (1, 0))[:, None]
+        return torch.where(ngrams_BTN == EARLIER, before_B1N, ngrams_BTN)
     filled = ngrams_BTN.clone()
     for t in range(min(filled.shape[1], before_BM.shape[1])):
         open_ = filled[:, t, t + 1 :]
