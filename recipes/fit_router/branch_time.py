@@ -58,7 +58,7 @@ def decode(model: Any, ids: torch.Tensor) -> None:
 
 
 def ratios(models: dict[str, Any], work: Callable[[Any], None], rounds: int) -> dict[str, dict[str, float | None]]:
-    """Of each kind, to the first of `KINDS`."""
+    """Milliseconds, and the ratio to the first of `KINDS` with its standard error, for each kind."""
     order, found = random.Random(0), {}
     seconds: dict[str, list[float]] = {kind: [] for kind in models}
     for _ in range(rounds):
