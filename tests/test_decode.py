@@ -88,24 +88,35 @@ def test_equal_the_general_pass_whatever_the_adapter_holds(fields: dict[str, Any
     torch.testing.assert_close(decoded(model, batch), general, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("target", "batch"), [("ffn", 1), ("ffn", 3), ("attention", 1), ("block", 1)])
-@pytest.mark.parametrize("gate", ["mlp", "none"])
+MEMORY: dict[str, Any] = {"branch": "memory", "memory_slots": 8192, "memory_width": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "gate", "batch"),
+    [("mlp", "mlp", 1), ("mlp", "mlp", 3), ("mlp", "none", 1), ("mlp", "none", 3), ("attention", "mlp", 1),
+     ("block", "mlp", 1)],
+)  # fmt: skip
 def test_skipped_tokens_look_their_n_grams_up(
-    monkeypatch: pytest.MonkeyPatch, target: str, gate: str, batch: int
+    monkeypatch: pytest.MonkeyPatch, kind: str, gate: str, batch: int
 ) -> None:
-    memory = {"branch": "memory", "memory_slots": 8192, "memory_width": 4}
-    model = build_routed("llama", "mlp" if target == "ffn" else target, gate=gate, **memory)
-    if gate == "none" and target != "ffn":  # one step for all targets without attention, which knows no tokens
-        with counted_steps(monkeypatch) as taken:
-            decoded(model, batch)
-        assert not taken
-        return
+    model = build_routed("llama", kind, gate=gate, **MEMORY)
     assert_steps_equal_the_general_pass(monkeypatch, model, batch)
     before = decoded(model, batch)
     for holder in routings(model):
         with torch.no_grad():
             holder.depth_route_memory["default"].table.zero_()
     assert not torch.equal(decoded(model, batch), before)
+
+
+@pytest.mark.parametrize(("gate", "batch"), [("none", 1), ("mlp", 3)])
+@pytest.mark.parametrize("kind", ["attention", "block"])
+def test_where_no_step_knows_tokens_the_general_pass_runs(
+    monkeypatch: pytest.MonkeyPatch, kind: str, gate: str, batch: int
+) -> None:
+    model = build_routed("llama", kind, gate=gate, **MEMORY)
+    with counted_steps(monkeypatch) as taken:
+        decoded(model, batch)
+    assert not taken
 
 
 def test_take_the_stream_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
