@@ -27,6 +27,7 @@ KINDS = {
     "none": "no memory", "memory": "memory", "cgs": "memory, CGS", "equal": "memory, as much compute",
     "weak": "memory, CGS with lambda 0.005",
     "smooth": "memory, CGS with means of 9 labels", "curriculum": "memory, CGS in the second half",
+    "curriculum_slow": "the same at the memory's rate",
 }  # fmt: skip
 Runs = dict[str, dict[int, dict[str, Any]]]
 Measure = Callable[[dict[str, Any]], float]
@@ -96,6 +97,8 @@ CLAIMS: list[tuple[str, str, str, str, Measure, str, float]] = [
     ("means of labels raise the AUC", "", "smooth", "cgs", area, "higher", 0.0),
     ("a curriculum lowers the loss", "", "curriculum", "cgs", loss, "lower", 0.0),
     ("a curriculum raises the AUC", "", "curriculum", "cgs", area, "higher", 0.0),
+    ("a curriculum at the memory's rate lowers its loss", "", "curriculum_slow", "memory", loss, "lower", 0.0),
+    ("a curriculum at the memory's rate raises its AUC", "", "curriculum_slow", "memory", area, "higher", 0.0),
 ]
 
 

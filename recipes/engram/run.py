@@ -8,12 +8,13 @@
 A Llama of 6 layers and width 128 trains from random weights on Python sources, with a memory in front of layers 1, 2
 and 3 that trains with it. `memory` has the language-model loss alone; `cgs` also supervises the gates by what the
 memory is worth, `weak` with a hundredth of the weight, `smooth` by the mean of that worth over 9 tokens, and
-`curriculum` from the middle of the training on; `equal` is `memory` for as many more steps as `cgs` takes longer, and
-`none` has no memory. The optimizer is that of the published study, its warm-up scaled with `--steps`; the learning
-rates of `none`, `memory` and `cgs` are those with the lowest loss on text of its own (`--tune`), after fewer steps
-with another seed, and `equal` and `weak` have that of `memory`, the rest that of `cgs`. What `results.json` holds is
-not measured again. `--gradients` measures how large the gradients of both losses are. `--size paper` is the published
-study, from the Hub, for a GPU, where it has not been run: 332.9 M parameters (`--count`), rates that are published.
+`curriculum` and `curriculum_slow` from the middle of the training on; `equal` is `memory` for as many more steps as
+`cgs` takes longer, and `none` has no memory. The optimizer is that of the published study, its warm-up scaled with
+`--steps`; the learning rates of `none`, `memory` and `cgs` are those with the lowest loss on text of its own
+(`--tune`), after fewer steps with another seed, and `equal`, `weak` and `curriculum_slow` have that of `memory`, the
+rest that of `cgs`. What `results.json` holds is not measured again. `--gradients` measures how large the gradients of
+both losses are. `--size paper` is the published study, from the Hub, for a GPU, where it has not been run: 332.9 M
+parameters (`--count`), rates that are published.
 """
 
 from __future__ import annotations
@@ -51,8 +52,11 @@ from hf_depthroute.training.oracle import utility_labels
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "embedded_base" / "model"
-KINDS = ("none", "memory", "cgs", "equal", "weak", "smooth", "curriculum")
-SUPERVISED = {"cgs": 0.5, "weak": 0.005, "smooth": 0.5, "curriculum": 0.5}  # lambda
+KINDS = ("none", "memory", "cgs", "equal", "weak", "smooth", "curriculum", "curriculum_slow")
+SUPERVISED = {"cgs": 0.5, "weak": 0.005, "smooth": 0.5, "curriculum": 0.5, "curriculum_slow": 0.5}  # lambda
+RATE_OF = {  # whose learning rate a kind has that has no search of its own
+    "equal": "memory", "weak": "memory", "curriculum_slow": "memory", "smooth": "cgs", "curriculum": "cgs",
+}  # fmt: skip
 BATCH = 16
 POINTS = 10  # of the curves
 SMOOTHED = 9  # tokens
@@ -298,7 +302,7 @@ def trainer_of(kind: str, model: Any, rows: torch.Tensor, seed: int, steps: int,
     supervised = {
         "cgs_weight": SUPERVISED.get(kind, 0.0),
         "cgs_interval": 4,
-        "cgs_warmup": steps // (2 if kind == "curriculum" else 10),
+        "cgs_warmup": steps // (2 if kind.startswith("curriculum") else 10),
     }
     arguments = DepthRouteTrainingArguments(**common, **(supervised if kind in SUPERVISED else {}))
     return DepthRouteTrainer(model=model, args=arguments, train_dataset=dataset)
@@ -346,7 +350,7 @@ class Results:
 
     def rate(self, kind: str, size: Size) -> float:
         """The learning rate of a kind, by the longest search for it or for the kind that it varies."""
-        tuned = {"equal": "memory", "weak": "memory", "smooth": "cgs", "curriculum": "cgs"}.get(kind, kind)
+        tuned = RATE_OF.get(kind, kind)
         rows = [row for key, row in self.found.items() if key.startswith(f"tuning {tuned} ")]
         if not rows:
             return size.rate
