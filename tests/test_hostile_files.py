@@ -114,10 +114,10 @@ def test_any_record_of_training_makes_a_card(model: PeftModel, record: dict[str,
 @example(content=b"<!-- hf_depthroute: generated, a -->\n" * 20_000)
 @example(content=b"---\na: 1\n" + b"# \n" * 30_000 + b"\n---\nwords")
 def test_any_readme_lets_a_save_happen(model: PeftModel, content: bytes) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     said = saved_beside(model, "README.md", content)
     assert len(said) <= 1 and all("README.md" in line for line in said)
-    assert time.monotonic() - began < 5.0
+    assert time.process_time() - began < 5.0
 
 
 DAMAGED = [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a": ' * 50_000, b"null", b"3", b'"x"', b"[1]", b"\x00" * 99]
@@ -287,11 +287,11 @@ def test_a_config_out_of_bounds_reaches_no_parser(adapter: Path, name: str, monk
     path.write_text(LARGE[name](json.loads(path.read_text())))
     parsed: list[int] = []
     monkeypatch.setattr(json.JSONDecoder, "raw_decode", lambda self, text, *a, **k: parsed.append(len(text)))
-    began = time.monotonic()
+    began = time.process_time()
     for read in (PeftConfig.from_pretrained, PeftConfig._get_peft_type):
         with pytest.raises(AdapterMismatchError, match=r"larger than 1,048,576 bytes|nested more than 8 deep"):
             read(str(adapter))
-    assert parsed == [] and time.monotonic() - began < 2.0
+    assert parsed == [] and time.process_time() - began < 2.0
 
 
 def test_large_configs_of_other_methods_are_pefts(tmp_path: Path) -> None:
@@ -315,9 +315,9 @@ def test_nesting_is_counted_as_a_parser_would(value: Any) -> None:
 
 @pytest.mark.parametrize("text", ['"' + '\\"' * 300_000, '"' * 300_001, "\\" * 300_000, '"' + "a\\" * 300_000])
 def test_nesting_is_counted_in_linear_time(text: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     assert not nests_deeper(text, 8)
-    assert time.monotonic() - began < 2.0
+    assert time.process_time() - began < 2.0
 
 
 YAML = {
