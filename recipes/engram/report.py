@@ -27,7 +27,7 @@ KINDS = {
     "none": "no memory", "memory": "memory", "cgs": "memory, CGS", "equal": "memory, as much compute",
     "weak": "memory, CGS with lambda 0.005",
     "smooth": "memory, CGS with means of 9 labels", "curriculum": "memory, CGS in the second half",
-    "curriculum_slow": "the same at the memory's rate",
+    "curriculum_slow": "memory, CGS in the second half, at the memory's rate",
 }  # fmt: skip
 Runs = dict[str, dict[int, dict[str, Any]]]
 Measure = Callable[[dict[str, Any]], float]
