@@ -137,7 +137,7 @@ def gradient_table(found: dict[str, Any]) -> list[str]:
 
 def draw(runs: Runs, path: Path) -> None:
     """Over the training: loss, loss of hot tokens over that of cold ones, and the mean `alpha` of both."""
-    figure, panels = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     for number, (kind, seeds) in enumerate(runs.items()):
         curves = [run["curve"] for run in seeds.values()]
         steps = [point["step"] for point in curves[0]]
@@ -153,7 +153,7 @@ def draw(runs: Runs, path: Path) -> None:
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("steps")
         panel.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9)
     panels[1].axhline(0, color="black", linewidth=0.8)
     write_bytes(path, png_of(figure, dpi=130))
     plt.close(figure)
