@@ -741,13 +741,24 @@ def engram() -> Study:
     """Counterfactual gate supervision on a memory that is trained from scratch."""
     results = read("engram/results.json")
     runs = engram_report.runs_of(results)
-    losses = ", ".join(
-        f"{engram_report.KINDS[kind]} {engram_report.said([engram_report.loss(run) for run in seeds.values()])}"
-        for kind, seeds in runs.items()
+    memory = runs["memory"]
+    steps, seeds = next(iter(memory.values()))["steps"], sorted(memory)
+
+    def over(kind: str, measure: engram_report.Measure) -> str:
+        return tell_mean([measure(runs[kind][seed]) - measure(memory[seed]) for seed in seeds], sign="+")
+
+    kinds = [kind for kind in runs if kind != "memory" and set(seeds) <= set(runs[kind])]
+    found = "; ".join(
+        f"{engram_report.KINDS[kind].removeprefix('memory, ')} {over(kind, engram_report.loss)} (AUC "
+        f"{over(kind, engram_report.area)})"
+        for kind in kinds
     )
-    steps = next(iter(runs["memory"].values()))["steps"]
-    brief = f"a Llama of width 128 and its memory from scratch, {steps:,} steps, loss (seeds): {losses}"
-    command = f"python recipes/engram/run.py --steps {steps} --kinds {' '.join(runs)}"
+    brief = (
+        f"a Llama of width 128 and its memory from scratch, {steps:,} steps, {len(seeds)} seeds; loss, and how well "
+        f"the gate tells where the memory helps (AUC), over the memory alone: {found}"
+    )
+    command = f"python recipes/engram/run.py --seeds {' '.join(map(str, seeds))} --steps {steps} --kinds "
+    command += " ".join(("memory", *kinds))
     section = [
         '"Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" '
         f"again, at the width of 128, with {steps:,} steps of 16 x 256 tokens of Python. Mean ± standard error "
