@@ -94,13 +94,15 @@ def token_selective() -> list[str]:
 
 def router_tuning() -> list[str]:
     results, lora = read("router_tuning/results.json"), read("lora/results.json")
+    experts = read("moe/results.json")
     seeds = len(tuning_report.cell(results, "attention", "sequence"))
     return [
         '## "Router-Tuning: A Simple and Effective Approach for Enabling Dynamic-Depth in Transformers" '
         "(arXiv:2410.13184)",
         "",
         *sizes(
-            ["5.2 M, 3 of 6 layers; experts: see below",
+            ["5.2 M, 3 of 6 layers; experts: 3.7 M, all 4 layers, base of "
+             f"{experts['setting']['routing']['base']['steps']:,} steps",
              f"{tuning_report.SAMPLES:,} sequences of 128 tokens, routers only; with LoRA 1,024",
              f"{seeds}; with LoRA and of experts {len(lora['seeds'])}"],
             ["Llama-3-8B, 16 of 32 layers", "5,000 sequences and more, routers only", "1"],
@@ -113,7 +115,7 @@ def router_tuning() -> list[str]:
         "",
         *lora_report.claims_table(lora),
         "",
-        *moe_verdicts.tuning_table(read("moe/results.json")),
+        *moe_verdicts.tuning_table(experts),
     ]  # fmt: skip
 
 
@@ -139,8 +141,7 @@ def balancing() -> list[str]:
         "## Auxiliary losses for balancing experts",
         "",
         *sizes(
-            ["3.7 M, 8 experts, 2 of a token", f"{setting['steps']:,} steps of {setting['batch']} x 128",
-             str(len(result["pretraining"]["none"]))],
+            ["3.7 M, 8 experts, 2 of a token", f"steps of {setting['batch']} x 128: see below", "see below"],
             ["a survey; Switch, GShard, DeepSeek-V3", "", ""],
         ),
         *moe_verdicts.balance_claims(result),

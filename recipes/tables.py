@@ -455,30 +455,37 @@ def moe() -> Study:
          f"{mean(method, lambda run: run['equal_layers']['loss']):.3f}", f"{ratio[f'{method}-b50-s0']:.2f}"]
         for method, title in (("per_expert", "a router per expert"), ("per_layer", "a router per layer"))
     ]  # fmt: skip
-    ablated, weighted = (
+    ablated, weighted, static = (
         next(run for run in result["runs"] if (run["method"], run.get("dropped")) == case)
-        for case in (("ablation", 16), ("static", 4))
+        for case in (("ablation", 16), ("weight", 16), ("static", 4))
     )
     random_loss, random_share = (mean("random", lambda run, key=key: run[key]) for key in ("loss", "share"))
     rows += [
         ["16 of all 32 experts dropped, those that cost least alone", f"{ablated['share']:.2f}",
          f"{ablated['loss']:.3f}", "", ""],
+        ["16 of all 32 experts dropped, by routing weight", f"{weighted['share']:.2f}",
+         f"{weighted['loss']:.3f}", "", ""],
         ["random routing", f"{random_share:.2f}", "", f"{random_loss:.3f}", f"{ratio['random-b50-s0']:.2f}"],
-        ["4 of 8 experts of each layer dropped, by routing weight", f"{weighted['share']:.2f}", "",
-         f"{weighted['loss']:.3f}", f"{ratio['static-drop4-s0']:.2f}"],
+        ["4 of 8 experts of each layer dropped, by routing weight", f"{static['share']:.2f}", "",
+         f"{static['loss']:.3f}", f"{ratio['static-drop4-s0']:.2f}"],
     ]  # fmt: skip
-    gain = static_at_share("router per expert, 0.5") - mean("per_expert", lambda run: run["loss"])
+    behind = {
+        method: f"{mean(method, lambda run: run['loss']) - static_at_share(f'router per {kind}, 0.5'):+.3f}"
+        for method, kind in (("per_expert", "expert"), ("per_layer", "layer"))
+    }
+    steps = result["setting"]["routing"]["base"]["steps"]
     brief = (
-        f"half of the pairs: a router per expert ends {gain:.3f} below static dropping at the same share, a router per "
-        f"layer ties with it; prefill takes {rows[0][4]} and {rows[1][4]} of the dense time"
+        f"half of the pairs of a base of {steps:,} steps, loss over the best static dropping at the same share: a "
+        f"router per expert {behind['per_expert']}, a router per layer {behind['per_layer']}; prefill takes "
+        f"{rows[0][4]} and {rows[1][4]} of the dense time"
     )
     section = [
-        "A tiny mixture of experts that the recipe pretrains for "
-        f"{result['setting']['pretraining']['steps']} steps (dense loss {result['timing']['dense_loss']:.3f}: it has "
-        "learned little, so much can be left out), no cheap branches, budget 0.5. Which experts go matters most: "
-        "static dropping that may take them from any layer ties with a router per layer, and a router per expert is "
-        f"{gain:.3f} better than it at the same share of pairs. Random routing and dropping by weight leave out half "
-        "in every layer; beside them stands what the routers lose with the budget held in every layer.",
+        f"A tiny mixture of experts that the recipe pretrains for {steps:,} steps (dense loss "
+        f"{result['timing']['dense_loss']:.3f}), no cheap branches, budget 0.5. Over the best static dropping at the "
+        "same share of pairs, which may take experts from any layer, a router per expert ends "
+        f"{behind['per_expert']} nats, and a router per layer {behind['per_layer']}. Random routing and dropping of "
+        "each layer leave out half in every layer; beside them stands what the routers lose with the budget held in "
+        "every layer.",
         "",
         *markdown_table(["", "share of pairs run", "loss", "loss, half of every layer", "prefill time / dense"], rows),
     ]

@@ -1,11 +1,12 @@
 """Pretrain a tiny OLMoE with five ways of balancing its experts.
 
-    python recipes/moe/pretrain.py --work DIR [--variants none switch ...] [--seeds 0 1 2]
+    python recipes/moe/pretrain.py --work DIR [--steps 300] [--variants none switch ...] [--seeds 0 1 2]
 
-One folder per variant and seed under `DIR/bases`: the model, its bias if it has one, and `result.json`. One that has a
-`result.json` is left as it is. The text is the Python standard library's sources, the tokenizer that of the embedded
-base. Beside loss and load, `result.json` has the loss where every expert takes `capacity_factor * T K / E` pairs of a
-batch and the rest is dropped, and the cosine between the gradients of the task and of the balance loss in the routers.
+One folder per variant, seed and number of steps under `DIR/bases`: the model, its bias if it has one, and
+`result.json`. One that has a `result.json` is left as it is. The text is the Python standard library's sources, the
+tokenizer that of the embedded base. Beside loss and load, `result.json` has the loss where every expert takes
+`capacity_factor * T K / E` pairs of a batch and the rest is dropped, and the cosine between the gradients of the task
+and of the balance loss in the routers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from hf_depthroute.training.base_routers import (
 
 EMBEDDED = Path(__file__).parents[1] / "embedded_base" / "model"
 DATA = {"length": 128, "validation_blocks": 128}
-STEPS, BATCH, LEARNING_RATE = 300, 16, 2e-3
+BATCH, LEARNING_RATE = 16, 2e-3
 VARIANTS: dict[str, dict[str, float]] = {
     "none": {},
     "switch": {"balance": 0.01},
@@ -111,7 +112,7 @@ def conflict(model: OlmoeForCausalLM, batch: dict[str, torch.Tensor]) -> dict[st
     return {"cosine": cosine, "task_norm": float(grads[0].norm()), "balance_norm": float(grads[1].norm())}
 
 
-def pretrain(variant: str, seed: int, data: Blocks, folder: Path) -> None:
+def pretrain(variant: str, seed: int, steps: int, data: Blocks, folder: Path) -> None:
     """Train one variant and write its folder."""
     given = VARIANTS[variant]
     model = build(seed).train()
@@ -119,14 +120,14 @@ def pretrain(variant: str, seed: int, data: Blocks, folder: Path) -> None:
     before = loads(model, validation)
     bias = BalanceBias(model, step=given["bias_step"]) if "bias_step" in given else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=20, num_training_steps=STEPS)
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=20, num_training_steps=steps)
     curve: list[dict[str, float]] = []
     conflicts: list[dict[str, float]] = []
     start = time.process_time()
     with ExitStack() as stack:
         if bias is not None:
             stack.enter_context(bias.applied())
-        for step, order in enumerate(draw_order(len(data.train), STEPS * BATCH, seed=seed).split(BATCH), 1):
+        for step, order in enumerate(draw_order(len(data.train), steps * BATCH, seed=seed).split(BATCH), 1):
             ids = data.train[order].long()
             with observe_routers(model) as trace:
                 lm = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -138,16 +139,16 @@ def pretrain(variant: str, seed: int, data: Blocks, folder: Path) -> None:
             optimizer.zero_grad()
             if bias is not None:
                 bias.update()
-            if step % 10 == 0:
+            if step % (steps // 30) == 0:
                 curve.append({"step": step, "lm": lm.item(), "balance": balance.item(), "router_z": z.item()})
-            if step % (STEPS // 3) == 0:
+            if step % (steps // 3) == 0:
                 model.eval()
                 conflicts.append({"step": step, **conflict(model, validation[0])})
                 model.train()
                 print(f"{variant}, seed {seed}: step {step}, loss {lm.item():.3f}", flush=True)
         seconds = time.process_time() - start
         result: dict[str, Any] = {
-            "variant": variant, **given, "seed": seed, "steps": STEPS, "tokens": STEPS * BATCH * DATA["length"],
+            "variant": variant, **given, "seed": seed, "steps": steps, "tokens": steps * BATCH * DATA["length"],
             "seconds": round(seconds), "validation_loss": mean_loss(model, validation), "load_before": before,
             "load_after": loads(model, validation), "capacity": capacity(model, validation), "conflict": conflicts,
             "curve": curve,
@@ -164,13 +165,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=3000, help="a multiple of 30")
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = blocks()
     for seed, variant in itertools.product(args.seeds, args.variants):
-        folder = args.work / "bases" / f"{variant}-s{seed}"
+        folder = args.work / "bases" / f"{variant}-s{seed}-{args.steps}"
         if not (folder / "result.json").exists():
-            pretrain(variant, seed, data, folder)
+            pretrain(variant, seed, args.steps, data, folder)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ import argparse
 import itertools
 import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 from plots import plot_expert_load
-from pretrain import BATCH, DATA, LEARNING_RATE, STEPS
+from pretrain import BATCH, DATA, LEARNING_RATE
 from route import BASE, BUDGETS, DROPPED, SEEDS, name_of, specs
 from route import CAPACITY_WEIGHT as ROUTER_CAPACITY_WEIGHT
 from route import LEARNING_RATE as ROUTER_LEARNING_RATE
@@ -27,7 +28,11 @@ from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.report.intervals import tell_mean
 
 TITLES = {"per_expert": "router per expert", "per_layer": "router per layer", "random": "random routing"}
-STATIC = {"static": "experts of each layer dropped, by weight", "ablation": "of 32 experts dropped, by ablation"}
+STATIC = {
+    "static": "experts of each layer dropped, by weight",
+    "weight": "of 32 experts dropped, by weight",
+    "ablation": "of 32 experts dropped, by ablation",
+}
 HERE = Path(__file__).parent
 BASES = {
     "none": "no balancing",
@@ -40,16 +45,19 @@ BASES = {
 
 def collect(work: Path, known: dict[str, Any]) -> dict[str, Any]:
     """`known`, with the runs of a work folder in their places."""
-    for path in sorted(work.glob("bases/*-s*/result.json")):
+    bases = {(base["steps"], base["variant"], base["seed"]): base for base in known["bases"]}
+    for path in work.glob("bases/*/result.json"):
         base = json.loads(path.read_text())
-        known["pretraining"].setdefault(base["variant"], {})[str(base["seed"])] = base
-    known["setting"]["pretraining"] = {"steps": STEPS, "batch": BATCH, **DATA, "learning_rate": LEARNING_RATE}
+        bases[base["steps"], base["variant"], base["seed"]] = base
+    known["bases"] = [bases[key] for key in sorted(bases)]
+    known["setting"]["pretraining"] = {"batch": BATCH, **DATA, "learning_rate": LEARNING_RATE}
     if (work / "timing.json").exists():
         known["runs"] = [json.loads((work / "runs" / name_of(spec) / "result.json").read_text()) for spec in specs()]
         known["timing"] = json.loads((work / "timing.json").read_text())
+        base = json.loads((work / "bases" / BASE / "result.json").read_text())
         known["setting"]["routing"] = {
-            "base": BASE, "steps": ROUTER_STEPS, "batch": BATCH, "learning_rate": ROUTER_LEARNING_RATE,
-            "capacity_weight": ROUTER_CAPACITY_WEIGHT, "seeds": len(SEEDS),
+            "base": {key: base[key] for key in ("variant", "seed", "steps")}, "steps": ROUTER_STEPS, "batch": BATCH,
+            "learning_rate": ROUTER_LEARNING_RATE, "capacity_weight": ROUTER_CAPACITY_WEIGHT, "seeds": len(SEEDS),
         }  # fmt: skip
     return known
 
@@ -63,20 +71,27 @@ def runs_of(result: dict[str, Any], method: str, budget: float | None = None) ->
     return [run for run in result["runs"] if run["method"] == method and run.get("budget") == budget]
 
 
+def alike(result: dict[str, Any]) -> Iterator[tuple[int, str, list[dict[str, Any]]]]:
+    """Bases that differ only in their seed, with their number of steps and their title."""
+    for steps in sorted({base["steps"] for base in result["bases"]}):
+        for name, title in BASES.items():
+            bases = [base for base in result["bases"] if (base["steps"], base["variant"]) == (steps, name)]
+            if bases:
+                yield steps, title, bases
+
+
 def balance_table(result: dict[str, Any]) -> list[str]:
     rows = []
-    for name, title in BASES.items():
-        bases = list(result["pretraining"].get(name, {}).values())
-        if not bases:
-            continue
+    for steps, title, bases in alike(result):
         last = [base["curve"][-1] for base in bases]
         rows.append([
-            title, str(len(bases)), tell_mean([base["validation_loss"] for base in bases]),
+            title, f"{steps:,}", str(len(bases)), tell_mean([base["validation_loss"] for base in bases]),
             *(tell_mean([imbalance(base[when]) for base in bases], 2) for when in ("load_before", "load_after")),
             tell_mean([one["balance"] for one in last]), tell_mean([one["router_z"] for one in last], 2),
         ])  # fmt: skip
     head = [
         "variant",
+        "steps",
         "seeds",
         "validation loss",
         "imbalance, untrained",
@@ -88,12 +103,9 @@ def balance_table(result: dict[str, Any]) -> list[str]:
 
 
 def capacity_table(result: dict[str, Any]) -> list[str]:
-    """What a limited capacity drops and costs, and how far the two gradients agree; of the bases that were measured."""
+    """What a limited capacity drops and costs, and how far the two gradients agree."""
     rows = []
-    for name, title in BASES.items():
-        bases = [base for base in result["pretraining"].get(name, {}).values() if "capacity" in base]
-        if not bases:
-            continue
+    for steps, title, bases in alike(result):
         cells = []
         for factor in ("1", "1.25"):
             found = [base["capacity"][factor] for base in bases]
@@ -101,9 +113,9 @@ def capacity_table(result: dict[str, Any]) -> list[str]:
             cells.append(tell_mean([one["loss"] - base["validation_loss"] for one, base in zip(found, bases)]))
         last = [base["conflict"][-1] for base in bases]
         cosines, norms = [one["cosine"] for one in last], [one["balance_norm"] / one["task_norm"] for one in last]
-        rows.append([title, str(len(bases)), *cells, tell_mean(cosines, 2), tell_mean(norms, 1)])
+        rows.append([title, f"{steps:,}", str(len(bases)), *cells, tell_mean(cosines, 2), tell_mean(norms, 1)])
     limits = ["dropped, capacity 1", "loss", "dropped, capacity 1.25", "loss"]
-    return markdown_table(["variant", "seeds", *limits, "cosine of gradients", "balance over task"], rows)
+    return markdown_table(["variant", "steps", "seeds", *limits, "cosine of gradients", "balance over task"], rows)
 
 
 def routing_table(result: dict[str, Any]) -> list[str]:
@@ -135,7 +147,7 @@ def trained_table(result: dict[str, Any]) -> list[str]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    timing = result["timing"]
+    timing, routed = result["timing"], result["setting"]["routing"]["base"]
     lines = [
         "# Results",
         "",
@@ -155,7 +167,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         *balance_claims(result),
         "",
-        f"## Routing the experts of the base with {BASES[BASE]}",
+        f"## Routing the experts of the base with {BASES[routed['variant']]}, {routed['steps']:,} steps",
         "",
         f"Dense loss {timing['dense_loss']:.3f}. Mean ± standard error over seeds. Time: prefill of "
         f"{timing['batch']} x {timing['length']} tokens over dense ({timing['dense_ms']:.0f} ms), seed 0.",
@@ -173,10 +185,13 @@ def markdown(result: dict[str, Any]) -> str:
 
 def plot_routing(path: Path, result: dict[str, Any]) -> None:
     """Loss against the share of pairs, and against measured time."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4.4), sharey=True, layout="constrained")
     timing = result["timing"]
-    titles = {"static": "dropped experts, by weight", "ablation": "dropped experts, by ablation", **TITLES}
-    for (method, title), marker in zip(titles.items(), "sDox^"):
+    dropped = {
+        "static": "dropped of each layer, by weight", "weight": "dropped of all, by weight",
+        "ablation": "dropped of all, by ablation",
+    }  # fmt: skip
+    for (method, title), marker in zip((dropped | TITLES).items(), "sPDox^"):
         runs, style = [run for run in result["runs"] if run["method"] == method], "-" if method in DROPPED else ""
         axes[0].plot([run["share"] for run in runs], [run["loss"] for run in runs], marker + style, label=title)
         timed = [run for run in runs if name_of(run) in timing["ratio"]]
@@ -186,7 +201,7 @@ def plot_routing(path: Path, result: dict[str, Any]) -> None:
         panel.axhline(timing["dense_loss"], color="black", linestyle="--", linewidth=0.8)
         panel.set(xlabel=label)
     axes[0].set_ylabel("validation loss (nats)")
-    axes[0].legend()
+    figure.legend(loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -200,8 +215,9 @@ def main() -> None:
         result = collect(args.work, result)
         (HERE / "results.json").write_text(json.dumps(result, indent=1) + "\n")
     (HERE / "results.md").write_text(markdown(result))
-    bases = {name: min(found.items())[1] for name, found in result["pretraining"].items()}  # of the first seed
-    loads = {"untrained": bases["none"]["load_before"], **{BASES[name]: bases[name]["load_after"] for name in bases}}
+    shortest = {title: bases[0] for _, title, bases in reversed(list(alike(result)))}  # of the first seed
+    loads = {"untrained": shortest[BASES["none"]]["load_before"]}
+    loads |= {title: base["load_after"] for title, base in reversed(shortest.items())}
     plot_expert_load(
         HERE / "balance.png", {name: {int(i): load for i, load in one.items()} for name, one in loads.items()}
     )

@@ -2,7 +2,7 @@
 
     python recipes/moe/route.py --work DIR
 
-`DIR/bases/BASE-s0` comes from `pretrain.py`. Every run writes one JSON and its adapter under `DIR/runs`; a run that has
+`DIR/bases/BASE` comes from `pretrain.py`. Every run writes one JSON and its adapter under `DIR/runs`; a run that has
 a JSON is left as it is. Then all adapters are loaded into one model and timed, dense and routed runs in turn.
 """
 
@@ -37,11 +37,15 @@ from hf_depthroute.inference.importance import expert_importance, least_importan
 from hf_depthroute.routing.trace import count_routes
 from hf_depthroute.training.base_routers import expert_load
 
-BASE = "switch_z"
+BASE = "switch_z-s0-3000"
 BUDGETS = (0.75, 0.5)
 SEEDS = (0, 1, 2)
 STEPS, LEARNING_RATE, CAPACITY_WEIGHT = 40, 3e-3, 1.0
-DROPPED = {"static": (1, 2, 3, 4, 5), "ablation": (4, 8, 12, 16, 20)}  # experts of each layer; of all layers
+DROPPED = {  # experts: of each layer; of all layers
+    "static": (1, 2, 3, 4, 5),
+    "weight": (8, 12, 16, 20, 24, 28),
+    "ablation": (4, 8, 12, 16, 20),
+}
 ROUNDS, PREFILL = 15, (8, 256)
 CPU = torch.device("cpu")
 
@@ -63,13 +67,16 @@ def name_of(spec: dict[str, Any]) -> str:
     return f"{spec['method']}-{size}-s{spec['seed']}"
 
 
-def by_weight(model: OlmoeForCausalLM, batches: list[dict[str, torch.Tensor]], count: int) -> list[list[int]]:
-    """The `count` experts of each layer with the least summed routing weight."""
-    dropped = []
-    for importance in expert_importance(model, batches).values():
-        ranked = {expert: float(value) for expert, value in enumerate(importance)}
-        dropped.append(least_important(ranked, count))
-    return dropped
+def by_weight(
+    model: OlmoeForCausalLM, batches: list[dict[str, torch.Tensor]], count: int, in_all: bool
+) -> list[list[int]]:
+    """The `count` experts with the least summed routing weight, of each layer or in all."""
+    weights = torch.stack(list(expert_importance(model, batches).values()))
+    experts = weights.shape[1]
+    if in_all:
+        least = least_important(dict(enumerate(weights.flatten().tolist())), count)
+        return [[place % experts for place in least if place // experts == layer] for layer in range(len(weights))]
+    return [least_important(dict(enumerate(row)), count) for row in weights.tolist()]
 
 
 def by_ablation(
@@ -99,8 +106,9 @@ def configure(
 ) -> DepthRouteConfig:
     """Pairs that are dropped add nothing: there is no branch."""
     shared: dict[str, Any] = {"layers": "all", "target": "experts", "branch": "none", "seed": spec["seed"]}
-    if spec["method"] == "static":
-        return DepthRouteConfig(**shared, gate="none", dropped_experts=by_weight(model, batches, spec["dropped"]))
+    if spec["method"] in ("static", "weight"):
+        dropped = by_weight(model, batches, spec["dropped"], in_all=spec["method"] == "weight")
+        return DepthRouteConfig(**shared, gate="none", dropped_experts=dropped)
     if spec["method"] == "ablation":
         dropped = by_ablation(model, batches, spec["dropped"], ranking)
         return DepthRouteConfig(**shared, gate="none", dropped_experts=dropped)
@@ -176,9 +184,9 @@ def run(spec: dict[str, Any], base: Path, data: Blocks, folder: Path) -> None:
 def bench(base: Path, runs: Path, data: Blocks) -> dict[str, Any]:
     """Prefill time of seed 0's adapters over dense time: medians over rounds of each round's own ratio.
 
-    Ablation differs from `static` only in which experts it drops, and is not timed.
+    What is dropped of all layers differs from `static` only in which experts those are, and is not timed.
     """
-    names = [name_of(spec) for spec in specs() if spec["seed"] == 0 and spec["method"] != "ablation"]
+    names = [name_of(spec) for spec in specs() if spec["seed"] == 0 and spec["method"] not in ("weight", "ablation")]
     untouched = OlmoeForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     variants: dict[str, Any] = {"dense": untouched}
     for name in names:
@@ -220,7 +228,7 @@ def main() -> None:
     parser.add_argument("--bench-only", action="store_true", help="time the adapters again")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    data, base, runs = blocks(), args.work / "bases" / f"{BASE}-s0", args.work / "runs"
+    data, base, runs = blocks(), args.work / "bases" / BASE, args.work / "runs"
     for spec in [] if args.bench_only else specs():
         folder = runs / name_of(spec)
         if not (folder / "result.json").exists():

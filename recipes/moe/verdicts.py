@@ -20,7 +20,11 @@ def dropped_at(result: dict[str, Any], method: str, share: float) -> float:
 
 def tuning_table(result: dict[str, Any]) -> list[str]:
     """Router-Tuning's claim about experts: a router per expert loses less than experts left out at the same share."""
-    orders = {"static": "those of each layer with the least routing weight", "ablation": "those that cost least alone"}
+    orders = {
+        "static": "those of each layer with the least routing weight",
+        "weight": "those of all layers with the least routing weight",
+        "ablation": "those of all layers that cost least alone",
+    }
     budgets = sorted({run["budget"] for run in result["runs"] if run["method"] == "per_expert"}, reverse=True)
     rows = []
     for budget, (order, title) in itertools.product(budgets, orders.items()):
@@ -39,12 +43,15 @@ def imbalance(loads: dict[str, list[float]]) -> float:
 
 
 def balance_claims(result: dict[str, Any]) -> list[str]:
-    """What balancing does in pretraining, against no balancing with the same seed."""
-    bases = result["pretraining"]
+    """What balancing does in pretraining, against no balancing with the same seed; the longest with several seeds."""
 
-    def compared(one: str, other: str, measure: Callable[[dict[str, Any]], float]) -> list[float]:
-        seeds = bases.get(one, {}).keys() & bases.get(other, {}).keys()
-        return [measure(bases[one][seed]) - measure(bases[other][seed]) for seed in sorted(seeds)]
+    def pairs(one: str, other: str) -> tuple[int, list[tuple[dict[str, Any], dict[str, Any]]]]:
+        found: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        bases = {(base["variant"], base["steps"], base["seed"]): base for base in result["bases"]}
+        for (variant, steps, seed), base in sorted(bases.items()):
+            if variant == one and (other, steps, seed) in bases:
+                found.setdefault(steps, []).append((base, bases[other, steps, seed]))
+        return max((steps, rows) for steps, rows in found.items() if len(rows) > 1)
 
     def even(base: dict[str, Any]) -> float:
         return imbalance(base["load_after"])
@@ -61,7 +68,7 @@ def balance_claims(result: dict[str, Any]) -> list[str]:
     ]
     rows = []
     for claim, one, other, measure, expected in claims:
-        found = interval(compared(one, other, measure), len(claims))
-        if found.seeds:
-            rows.append([claim, found.tell("{:+.3f}".format), answer(found, expected)])
-    return markdown_table(["claim", "here, difference (95 % of all)", "verdict"], rows)
+        steps, compared = pairs(one, other)
+        found = interval([measure(base) - measure(rival) for base, rival in compared], len(claims))
+        rows.append([claim, f"{steps:,}", found.tell("{:+.3f}".format), answer(found, expected)])
+    return markdown_table(["claim", "steps", "here, difference (95 % of all)", "verdict"], rows)
