@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from aux_losses.paper.claims import CLAIMS, Verdict, judge
+from aux_losses.paper.claims import CLAIMS, QUESTIONS, Claim, Verdict, judge
 from engram import report as engram_report
 from lora import report as lora_report
 from moe import verdicts as moe_verdicts
@@ -18,7 +18,7 @@ from router_tuning import report as tuning_report
 from token_selective import report as selective_report
 
 from hf_depthroute.files.markdown import markdown_table, markdown_text
-from hf_depthroute.report.study_results import StudyRuns, read_results
+from hf_depthroute.report.study_results import read_results
 
 RECIPES = Path(__file__).parent
 PAGE = RECIPES.parent / "docs" / "claims.md"
@@ -45,32 +45,40 @@ def sizes(here: Sequence[str], paper: Sequence[str]) -> list[str]:
 
 def depth_routing() -> list[str]:
     """arXiv:2604.17228, and CGS on depth gates."""
-    studies = {name: read_results(RECIPES / "aux_losses" / name) for name in ("main", "results")}
-    main = studies["main"].info
+    names = {"main": "", "budget_25": "25 %", "variants": "variants", "results": "pilot"}
+    studies = {name: read_results(RECIPES / "aux_losses" / name) for name in names}
+    main, _, variants, pilot = (study.info for study in studies.values())
+    found: dict[str, tuple[Verdict, str]] = {}
+    for study, size in zip(studies.values(), names.values()):
+        for verdict in judge(study):
+            found.setdefault(verdict.key, (verdict, size))
 
-    def said(study: StudyRuns) -> dict[str, Verdict]:
-        return {verdict.key: verdict for verdict in judge(study)}
+    def table(head: str, claims: Sequence[Claim]) -> list[str]:
+        rows = []
+        for claim in claims:
+            verdict, size = found[claim.key]
+            numbers = verdict.sentence.removesuffix(f" Paper: {claim.paper}.")
+            rows.append([markdown_text(text) for text in (claim.statement, claim.paper, numbers, verdict.word, size)])
+        return markdown_table([head, "paper", "here", "verdict", ""], rows)
 
-    found, pilots = said(studies["main"]), said(studies["results"])
-    rows = []
-    for claim in CLAIMS:
-        verdict, size = (found[claim.key], "") if claim.key in found else (pilots[claim.key], "pilot")
-        numbers = verdict.sentence.removesuffix(f" Paper: {claim.paper}.")
-        rows.append([markdown_text(text) for text in (claim.statement, claim.paper, numbers, verdict.word, size)])
-    pilot = studies["results"].info
     return [
         '## "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228)',
         "",
         *sizes(
             [f"{main['base']['parameters'] / 1e6:.1f} M, last 3 of 6 layers routed",
-             f"{main['steps']:,} steps of {main['batch_size']} x {main['length']} "
-             f"(pilots: {pilot['steps']} steps)", f"{len(main['seeds'])} (pilots: {len(pilot['seeds'])})"],
+             f"{main['steps']:,} steps of {main['batch_size']} x {main['length']} (pilots: {pilot['steps']} steps)",
+             f"{len(main['seeds'])} (variants: {len(variants['seeds'])}, pilots: {len(pilot['seeds'])})"],
             ["157 M, last 4 of 12", "20,000 steps of 16 x 256", "3"],
         ),
         "The claims about CGS are those of the paper below, here on depth gates instead of its memory. "
-        "[Main study](studies/aux_losses/main/report.md), [pilots](studies/aux_losses/results/report.md).",
+        "[Main study](studies/aux_losses/main/report.md), [budget of 25 %](studies/aux_losses/budget_25/report.md), "
+        "[variants](studies/aux_losses/variants/report.md), [pilots](studies/aux_losses/results/report.md).",
         "",
-        *markdown_table(["claim", "paper", "here", "verdict", ""], rows),
+        *table("claim", CLAIMS),
+        "",
+        "What the paper leaves open, and what it does not ask:",
+        "",
+        *table("question", QUESTIONS),
     ]  # fmt: skip
 
 

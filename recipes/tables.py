@@ -373,40 +373,52 @@ def demo() -> Study:
 
 
 def aux_losses() -> Study:
-    """The auxiliary-loss study: the main configs, the pilots, and what a training step costs."""
-    study, pilots = (read_results(RECIPES / "aux_losses" / name) for name in ("main", "results"))
+    """The auxiliary-loss studies, and what a training step costs."""
+    names = ("main", "budget_25", "variants", "results")
+    study, quarter, variants, pilots = (read_results(RECIPES / "aux_losses" / name) for name in names)
     steps = read("aux_losses/step_cost.json")
-    rows = []
-    for name in study.names:
+    rows, first = [], {}
+    for one in (study, quarter, variants):
+        first |= {name: one for name in one.names if name not in first}
+    for name, one in first.items():
         cells = [
-            list(values(study, name, metric).values()) for metric in ("avg_first_half", "endpoint", "layers/gate_prob")
+            list(values(one, name, metric).values()) for metric in ("avg_first_half", "endpoint", "layers/gate_prob")
         ]
-        config = study.config(name)
+        config, seeds = one.config(name), str(len(one.seeds))
         rows.append(
-            [str(config["label"]), str(config["about"]), *(spread(c, fixed(n)) for c, n in zip(cells, (4, 4, 3)))]
+            [str(config["label"]), str(config["about"]), seeds]
+            + [spread(cell, fixed(places)) for cell, places in zip(cells, (4, 4, 3))]
         )
-    counted, guessed = (
-        ", ".join(f"{count} {word}" for word, count in Counter(verdict.word for verdict in judge(one)).most_common())
-        for one in (study, pilots)
-    )
+
+    def counted(one: StudyRuns) -> str:
+        words = Counter(verdict.word for verdict in judge(one)).most_common()
+        return ", ".join(f"{count} {word}" for word, count in words)
+
+    def sized(one: StudyRuns) -> str:
+        return f"{len(one.names)} configs x {len(one.seeds)} seeds"
+
     small, paper = (steps[key] for key in ("study base, last 3 of 6 layers", "paper shape, last 4 of 12 layers"))
     oracle, gate = (
         [f"{case['ratios'][key]['median']:.2f}" for case in (small, paper)] for key in ("G3 all_full / G3", "G3 / G1")
     )
-    info = study.info
-    size = f"{len(study.names)} configs x {len(study.seeds)} seeds"
-    pilot_size = f"{len(pilots.names)} configs x {len(pilots.seeds)} seeds of {pilots.info['steps']} steps"
-    brief = f"{size}: of the papers' claims and open questions {counted}; pilots of {pilot_size}: {guessed}"
+    info, pilot_size = study.info, f"{sized(pilots)} of {pilots.info['steps']} steps"
+    brief = (
+        f"{sized(study)}: of the papers' claims and open questions {counted(study)}; at a budget of 25 %, "
+        f"{sized(quarter)}: {counted(quarter)}; variants, {sized(variants)}: {counted(variants)}; pilots of "
+        f"{pilot_size}: {counted(pilots)}"
+    )
     section = [
-        f"{size} on the embedded base, last 3 of 6 FFNs routed at budget 0.5, {info['steps']} steps; dense loss "
-        f"{info['base']['dense_loss']:.3f}. Of the papers' claims (arXiv:2604.17228 and CGS) and open questions: "
-        f"{counted}; each with its interval in [the report](studies/aux_losses/main/report.md) and on "
-        f"[the page of claims](claims.md). [Pilots](studies/aux_losses/results/report.md) of {pilot_size}: {guessed}. "
+        f"{sized(study)} on the embedded base, last 3 of 6 FFNs routed at budget 0.5, {info['steps']} steps; dense "
+        f"loss {info['base']['dense_loss']:.3f}. Of the papers' claims (arXiv:2604.17228 and CGS) and open questions: "
+        f"{counted(study)}; each with its interval in [the report](studies/aux_losses/main/report.md) and on "
+        f"[the page of claims](claims.md). [At a budget of 25 %](studies/aux_losses/budget_25/report.md), "
+        f"{sized(quarter)}: {counted(quarter)}. [Variants](studies/aux_losses/variants/report.md), {sized(variants)}: "
+        f"{counted(variants)}. [Pilots](studies/aux_losses/results/report.md) of {pilot_size}: {counted(pilots)}. "
         "Top-k loss in nats, mean ± standard deviation over seeds. A training step with the oracle takes "
         f"{oracle[0]} of the time without it, and one with the JEPA gate {gate[0]} of one with the MLP gate "
         f"({oracle[1]} and {gate[1]} at that paper's shape).",
         "",
-        *markdown_table(["config", "what", "loss, first half", "loss at the end", "gate probability"], rows),
+        *markdown_table(["config", "what", "seeds", "loss, first half", "loss at the end", "gate probability"], rows),
     ]
     command = "hf-depthroute study recipes/aux_losses/main.yaml --out OUT --jobs 2"
     return Study("Auxiliary losses", "aux_losses", command, brief, section)
@@ -595,9 +607,10 @@ def duels() -> list[Duel]:
     pairs = [("aux_losses, pilots, oracle's labels", *case) for case in configs]
     pairs.append(("aux_losses, pilots, no labels", 0.5, "a3_{}"))
     found += [gates_of(study, *pair) for pair in pairs]
-    main = read_results(RECIPES / "aux_losses/main")
-    found.append(gates_of(main, "aux_losses, rates tuned, oracle's labels", 0.5, "{}"))
-    found.append(gates_of(main, "aux_losses, rates tuned, no labels", 0.5, "a3_{}"))
+    for folder, budget, behind in (("main", 0.5, ""), ("budget_25", 0.25, "_b25")):
+        tuned = read_results(RECIPES / "aux_losses" / folder)
+        found.append(gates_of(tuned, "aux_losses, rates tuned, oracle's labels", budget, "{}" + behind))
+        found.append(gates_of(tuned, "aux_losses, rates tuned, no labels", budget, "a3_{}" + behind))
     return found
 
 

@@ -22,6 +22,7 @@ from hf_depthroute.training.oracle import UtilityLabels
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
+AUX = RECIPES / "aux_losses"
 BASE = RECIPES / "embedded_base" / "model"
 WIDE = RECIPES / "embedded_base" / "wide"
 SHARED = ROOT.parent / "shared" / "data"
@@ -139,15 +140,19 @@ def test_n_grams_are_compared_with_as_many_weights_and_steps():
     assert (memory["more"], rank["more"], rest) == (0.3, 0.1, [])
 
 
-@pytest.mark.parametrize(("name", "configs"), [("main", 7), ("results", 30)])
+@pytest.mark.parametrize(("name", "configs"), [("main", 7), ("variants", 8), ("budget_25", 4), ("results", 30)])
 def test_auxiliary_loss_report_is_made_from_its_results(name, configs):
-    folder = RECIPES / "aux_losses" / name
+    folder = AUX / name
     study, written = read_results(folder), (folder / "report.md").read_text()
     assert study.missing() == {} and len(study.names) == configs
-    verdicts = judge(study)
-    assert name == "main" or len(verdicts) == len(CLAIMS) + len(QUESTIONS)
-    for verdict in verdicts:
+    for verdict in judge(study):
         assert f"**{verdict.word}**: {verdict.statement} {verdict.sentence}" in written.replace("\\", "")
+
+
+def test_every_claim_and_question_of_the_auxiliary_losses_is_tested():
+    names = ("main", "variants", "budget_25", "results")
+    judged = {verdict.key for name in names for verdict in judge(read_results(AUX / name))}
+    assert judged == {claim.key for claim in (*CLAIMS, *QUESTIONS)}
 
 
 def test_claims_of_every_paper_are_made_from_the_committed_results():
@@ -191,8 +196,8 @@ def test_a_router_is_compared_with_as_much_dropped_and_in_the_right_direction():
 
 
 def test_runs_at_a_time_are_those_that_end_first(monkeypatch):
-    monkeypatch.syspath_prepend(str(RECIPES / "aux_losses"))
-    script = load_script(RECIPES / "aux_losses" / "gpu.py")
+    monkeypatch.syspath_prepend(str(AUX))
+    script = load_script(AUX / "gpu.py")
     throughput = {"1": 1.0, "2": 1.8, "3": 2.2, "4": 2.5}
     assert script.time_of_all(throughput, 1, 10) == 10
     assert script.time_of_all(throughput, 4, 10) == pytest.approx(4 / 2.5 * 2 + 2 / 1.8)

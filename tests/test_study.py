@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,11 +241,14 @@ def test_configs_are_merged_over_the_study_key_by_key(folder):
         study.specs(None, [8])
 
 
-def test_the_committed_study_is_valid():
-    study = read_study(PACKAGE.parent / "recipes" / "aux_losses" / "study.yaml")
-    assert len(study.specs()) == 3 * len(study.configs) == 90
-    folder = PACKAGE.parent / "recipes" / "aux_losses" / "configs"
-    assert {config.name for config in study.configs} == {path.stem for path in folder.iterdir()}
+def test_the_committed_studies_are_valid():
+    folder = PACKAGE.parent / "recipes" / "aux_losses"
+    pilots, *tuned = (read_study(folder / f"{name}.yaml") for name in ("study", "main", "variants", "budget_25"))
+    assert len(pilots.specs()) == 3 * len(pilots.configs) == 90
+    names = {config.name for study in (pilots, *tuned) for config in study.configs}
+    assert names == {path.stem for path in (folder / "configs").iterdir()}
+    for study in tuned:
+        assert replace(study, name="", seeds=[], configs=[]) == replace(tuned[0], name="", seeds=[], configs=[])
 
 
 # Runs

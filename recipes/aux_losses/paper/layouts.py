@@ -34,6 +34,7 @@ class Layout:
 
 
 LOSSES = ("best", "avg first half", "avg whole", "endpoint")
+RANK_SWEEP = ("util_only", "g3", "rank_100")
 UTIL_SWEEP = ("rank_only", "util_010", "util_025", "util_050", "g3")
 BUDGETS = ("b10", "b25", "b75")
 
@@ -107,11 +108,36 @@ LAYOUTS = (
     Layout(
         "on-policy",
         "Oracle off-policy (all later layers full) and on-policy (later layers follow the gate)",
-        ("a3_g1", "g1", "on_policy_g1", "a3_g3", "g3", "on_policy_g3"),
+        ("a3_g1", "g1", "on_policy_g1", "a3_g3", "g3", "on_policy_g3", "on_policy_a1"),
         (*LOSSES, "difference", "grad norm", "oracle AUC", "oracle AUC, all-full", "wall (s)", "CPU (s)"),
         needs=("on_policy_g1", "on_policy_g3"),
         note="A3 has no oracle.",
-        baseline={"a3_g1": "g1", "on_policy_g1": "g1", "a3_g3": "g3", "on_policy_g3": "g3"},
+        baseline={"a3_g1": "g1", "on_policy_g1": "g1", "a3_g3": "g3", "on_policy_g3": "g3", "on_policy_a1": "g3"},
+    ),
+    Layout(
+        "rank-sweep",
+        "Weight of the rank loss",
+        RANK_SWEEP,
+        ("rank weight", *LOSSES, "difference", "grad norm", "oracle AUC"),
+        needs=("rank_100",),
+        note="The util weight stays at its default. Weight 0 is util-only.",
+        baseline=dict.fromkeys(RANK_SWEEP, "util_only"),
+    ),
+    Layout(
+        "a4-a3",
+        "A4 without util and rank",
+        ("a3_a4_025", "a3_g3", "a3_a4_200"),
+        ("JEPA weight", *LOSSES, "difference", "q distance"),
+        needs=("a3_a4_025", "a3_a4_200"),
+        baseline=dict.fromkeys(("a3_a4_025", "a3_a4_200"), "a3_g3"),
+    ),
+    Layout(
+        "a3-b25",
+        "A3 at a budget of 25 %",
+        ("g1_b25", "a3_g1_b25", "g3_b25", "a3_g3_b25"),
+        (*LOSSES, "difference", "hits", "grad norm", "gate prob"),
+        needs=("a3_g1_b25", "a3_g3_b25"),
+        baseline={"a3_g1_b25": "g1_b25", "a3_g3_b25": "g3_b25"},
     ),
     Layout(
         "a5-a6",

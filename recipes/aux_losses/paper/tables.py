@@ -74,6 +74,7 @@ COLUMNS: dict[str, Cell] = {
     "mean, exact": metric("layers/fork_bias/mean_exact", significant),
     "JEPA weight": lambda study, name: setting(study, name, "training", "jepa_weight", 1.0),
     "util weight": lambda study, name: setting(study, name, "training", "util_weight", 1.0),
+    "rank weight": lambda study, name: setting(study, name, "training", "rank_weight", 0.2),
     "budget": lambda study, name: setting(study, name, "adapter", "budget", 0.5),
     "seeds": lambda study, name: str(len(study.runs.get(name, {}))),
     "name": lambda study, name: name,
