@@ -26,11 +26,11 @@ HEAD = """# The papers' claims
 
 Every claim that a study of this repository tests: what the paper reports, what came out here, and how large the
 experiment was. A difference is a mean over seeds with an interval; those of a table hold with 95 % for all of its
-statements together. *Holds*, *reproduced*: the whole interval is on the claimed side. *Opposite*, *reversed*: it is on
-the other. *Not comparable*: it is on the other side, and skipping is not nearly free here as it is in the paper.
-*Open*, *not detectable here*: neither. *So here*, *not so here*: whether the numbers of one seed are as stated; they
-have no interval. *In part*: the effect is there, but smaller. All of it is small: no verdict says how a claim fares at
-its paper's size."""
+statements together. *Holds*, *reproduced*, *supported*: the whole interval is on the claimed side. *Opposite*,
+*reversed*, *contradicted*: it is on the other. *Not comparable*: it is on the other side, and skipping is not nearly
+free here as it is in the paper. *Open*, *not detectable here*: neither. *So here*, *not so here*: whether the numbers
+of one seed are as stated; they have no interval. *In part*: the effect is there, but smaller. All of it is small: no
+verdict says how a claim fares at its paper's size."""
 
 
 def read(name: str) -> Any:
@@ -72,7 +72,8 @@ def depth_routing() -> list[str]:
         ),
         "The claims about CGS are those of the paper below, here on depth gates instead of its memory. "
         "[Main study](studies/aux_losses/main/report.md), [budget of 25 %](studies/aux_losses/budget_25/report.md), "
-        "[variants](studies/aux_losses/variants/report.md), [pilots](studies/aux_losses/results/report.md).",
+        "[variants](studies/aux_losses/variants/report.md), [pilots](studies/aux_losses/results/report.md): the last "
+        "column says where a verdict is not the main study's. Intervals hold for all statements of one study together.",
         "",
         *table("claim", CLAIMS),
         "",
