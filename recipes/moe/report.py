@@ -217,7 +217,7 @@ def main() -> None:
     (HERE / "results.md").write_text(markdown(result))
     shortest = {title: bases[0] for _, title, bases in reversed(list(alike(result)))}  # of the first seed
     loads = {"untrained": shortest[BASES["none"]]["load_before"]}
-    loads |= {title: base["load_after"] for title, base in reversed(shortest.items())}
+    loads |= {title: shortest[title]["load_after"] for title in BASES.values()}
     plot_expert_load(
         HERE / "balance.png", {name: {int(i): load for i, load in one.items()} for name, one in loads.items()}
     )
