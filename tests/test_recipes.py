@@ -274,6 +274,16 @@ def test_moe_report_is_made_from_its_results(monkeypatch):
     assert load_script(folder / "report.py").markdown(result) == (folder / "results.md").read_text()
 
 
+def test_experts_are_dropped_by_their_weight_in_each_layer_or_in_all(monkeypatch):
+    monkeypatch.syspath_prepend(str(RECIPES / "moe"))
+    monkeypatch.delitem(sys.modules, "pretrain", raising=False)
+    script = load_script(RECIPES / "moe" / "route.py")
+    weights = {0: torch.tensor([0.1, 0.2, 0.3, 0.4]), 1: torch.tensor([0.7, 0.6, 0.15, 0.5])}
+    monkeypatch.setattr(script, "expert_importance", lambda model, batches: weights)
+    assert script.by_weight(None, [], 2, in_all=False) == [[0, 1], [2, 3]]
+    assert script.by_weight(None, [], 4, in_all=True) == [[0, 1, 2], [2]]
+
+
 def test_pairs_beyond_the_capacity_of_an_expert_are_dropped():
     script = load_script(RECIPES / "moe" / "pretrain.py")
     model = script.build(0).eval()
