@@ -469,11 +469,11 @@ def moe() -> Study:
     ]  # fmt: skip
     ablated, weighted, static = (
         next(run for run in result["runs"] if (run["method"], run.get("dropped")) == case)
-        for case in (("ablation", 16), ("weight", 16), ("static", 4))
+        for case in (("greedy", 16), ("weight", 16), ("static", 4))
     )
     random_loss, random_share = (mean("random", lambda run, key=key: run[key]) for key in ("loss", "share"))
     rows += [
-        ["16 of all 32 experts dropped, those that cost least alone", f"{ablated['share']:.2f}",
+        ["16 of all 32 experts dropped, those that cost least behind those before", f"{ablated['share']:.2f}",
          f"{ablated['loss']:.3f}", "", ""],
         ["16 of all 32 experts dropped, by routing weight", f"{weighted['share']:.2f}",
          f"{weighted['loss']:.3f}", "", ""],

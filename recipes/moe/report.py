@@ -32,6 +32,7 @@ STATIC = {
     "static": "experts of each layer dropped, by weight",
     "weight": "of 32 experts dropped, by weight",
     "ablation": "of 32 experts dropped, by ablation",
+    "greedy": "of 32 experts dropped, by ablation one after another",
 }
 HERE = Path(__file__).parent
 BASES = {
@@ -189,9 +190,9 @@ def plot_routing(path: Path, result: dict[str, Any]) -> None:
     timing = result["timing"]
     dropped = {
         "static": "dropped of each layer, by weight", "weight": "dropped of all, by weight",
-        "ablation": "dropped of all, by ablation",
+        "ablation": "dropped of all, by ablation", "greedy": "dropped of all, one after another",
     }  # fmt: skip
-    for (method, title), marker in zip((dropped | TITLES).items(), "sPDox^"):
+    for (method, title), marker in zip((dropped | TITLES).items(), "sPDvox^"):
         runs, style = [run for run in result["runs"] if run["method"] == method], "-" if method in DROPPED else ""
         axes[0].plot([run["share"] for run in runs], [run["loss"] for run in runs], marker + style, label=title)
         timed = [run for run in runs if name_of(run) in timing["ratio"]]

@@ -45,6 +45,7 @@ DROPPED = {  # experts: of each layer; of all layers
     "static": (1, 2, 3, 4, 5),
     "weight": (8, 12, 16, 20, 24, 28),
     "ablation": (4, 8, 12, 16, 20),
+    "greedy": (4, 8, 12, 16, 20),
 }
 ROUNDS, PREFILL = 15, (8, 256)
 CPU = torch.device("cpu")
@@ -80,37 +81,49 @@ def by_weight(
 
 
 def by_ablation(
-    model: OlmoeForCausalLM, batches: list[dict[str, torch.Tensor]], count: int, ranking: Path
+    model: OlmoeForCausalLM, batches: list[dict[str, torch.Tensor]], count: int, ranking: Path, greedy: bool
 ) -> list[list[int]]:
-    """The `count` experts of all layers whose loss on `batches` rises least when each is dropped alone.
+    """The `count` experts of all layers whose loss on two batches rises least, each dropped alone or behind the others.
 
-    The ranking, `[layer, expert]` from the least important on, is kept in the file `ranking`.
+    The ranking, `[layer, expert]` from the least important on, is kept in the file `ranking`. A greedy one drops one
+    expert after another and measures the rest anew each time.
     """
     layers, experts = range(model.config.num_hidden_layers), range(model.config.num_experts)
+
+    def dropped(pairs: list[Any]) -> list[list[int]]:
+        return [sorted(expert for index, expert in pairs if index == layer) for layer in layers]
+
     if not ranking.exists():
         config = DepthRouteConfig(
             layers="all", target="experts", branch="none", gate="none", dropped_experts=[[] for _ in layers]
         )
-        routed, losses = get_depth_routed_model(model, config), {}
-        for layer, expert in itertools.product(layers, experts):
-            routed.peft_config["default"].dropped_experts = [[expert] if index == layer else [] for index in layers]
-            losses[layer, expert] = mean_loss(routed, batches[:2])
+        routed = get_depth_routed_model(model, config)
+        left, order = list(itertools.product(layers, experts)), []
+        while left and len(order) < max(DROPPED["greedy"]):
+            losses = {}
+            for pair in left:
+                routed.peft_config["default"].dropped_experts = dropped([*order, pair])
+                losses[pair] = mean_loss(routed, batches[:2])
+            ranked = sorted(left, key=lambda pair: losses[pair])
+            order += ranked[:1] if greedy else ranked
+            left = [pair for pair in left if pair not in order]
         routed.unload()
-        ranking.write_text(json.dumps(sorted(losses, key=lambda pair: losses[pair])))
-    least = json.loads(ranking.read_text())[:count]
-    return [sorted(expert for index, expert in least if index == layer) for layer in layers]
+        ranking.write_text(json.dumps(order))
+    return dropped(json.loads(ranking.read_text())[:count])
 
 
 def configure(
-    spec: dict[str, Any], model: OlmoeForCausalLM, batches: list[dict[str, torch.Tensor]], ranking: Path
+    spec: dict[str, Any], model: OlmoeForCausalLM, batches: list[dict[str, torch.Tensor]], base: Path
 ) -> DepthRouteConfig:
     """Pairs that are dropped add nothing: there is no branch."""
     shared: dict[str, Any] = {"layers": "all", "target": "experts", "branch": "none", "seed": spec["seed"]}
     if spec["method"] in ("static", "weight"):
         dropped = by_weight(model, batches, spec["dropped"], in_all=spec["method"] == "weight")
         return DepthRouteConfig(**shared, gate="none", dropped_experts=dropped)
-    if spec["method"] == "ablation":
-        dropped = by_ablation(model, batches, spec["dropped"], ranking)
+    if spec["method"] in ("ablation", "greedy"):
+        greedy = spec["method"] == "greedy"
+        ranking = base / ("greedy.json" if greedy else "ranking.json")
+        dropped = by_ablation(model, batches, spec["dropped"], ranking, greedy)
         return DepthRouteConfig(**shared, gate="none", dropped_experts=dropped)
     if spec["method"] == "random":
         return DepthRouteConfig(**shared, gate="random", expert_gates="per_expert", budget=spec["budget"])
@@ -155,7 +168,7 @@ def run(spec: dict[str, Any], base: Path, data: Blocks, folder: Path) -> None:
     base_model = OlmoeForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     validation = to_batches(data.validation, BATCH, CPU)
     calibration = to_batches(data.train[-128:], BATCH, CPU)
-    model = get_depth_routed_model(base_model, configure(spec, base_model, calibration, base / "ranking.json"))
+    model = get_depth_routed_model(base_model, configure(spec, base_model, calibration, base))
     result: dict[str, Any] = dict(spec)
     if spec["method"] in ("per_expert", "per_layer"):
         train(model, spec, data, folder)
@@ -186,7 +199,11 @@ def bench(base: Path, runs: Path, data: Blocks) -> dict[str, Any]:
 
     What is dropped of all layers differs from `static` only in which experts those are, and is not timed.
     """
-    names = [name_of(spec) for spec in specs() if spec["seed"] == 0 and spec["method"] not in ("weight", "ablation")]
+    names = [
+        name_of(spec)
+        for spec in specs()
+        if spec["seed"] == 0 and spec["method"] not in ("weight", "ablation", "greedy")
+    ]
     untouched = OlmoeForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     variants: dict[str, Any] = {"dense": untouched}
     for name in names:

@@ -24,6 +24,7 @@ def tuning_table(result: dict[str, Any]) -> list[str]:
         "static": "those of each layer with the least routing weight",
         "weight": "those of all layers with the least routing weight",
         "ablation": "those of all layers that cost least alone",
+        "greedy": "those of all layers that cost least behind those before",
     }
     budgets = sorted({run["budget"] for run in result["runs"] if run["method"] == "per_expert"}, reverse=True)
     rows = []
