@@ -20,13 +20,19 @@ else
 install = $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 endif
 
-.PHONY: demo test vllm coverage floor fuzz lint lock resolve docs notebook clean
+.PHONY: demo test gpu vllm coverage floor fuzz lint lock resolve docs notebook clean
 
 demo: $(DEMO)
 	$(BIN)/python recipes/demo/demo.py --out demo_output
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests
+
+# On a GPU: its kernels, and the invariants with models and tensors there.
+gpu: $(INSTALLED)
+	TEST_DEVICE=cuda $(BIN)/python -m pytest -n 8 \
+	    $(patsubst %,tests/test_%.py,kernels compile fused_loss invariants_causal invariants_execution invariants_state \
+	    sequences memory)
 
 # What is served by vLLM, in an environment of its own (`VLLM_VENV`); skipped where vLLM does not install.
 vllm:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ if not torch.cuda.is_available():  # read when Triton is imported, which other p
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+from models import DEVICE
 from peft import PeftModel
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 # Tracing makes Python half as slow again. What these files run, other tests run too, or it runs in processes that are
 # not traced; of another long table, every fourth case counts.
@@ -52,10 +56,32 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def fixed_global_state() -> None:
+def fixed_global_state() -> Iterator[None]:
     """One thread and a fixed global seed: results do not depend on the order of the tests."""
     torch.set_num_threads(1)
     torch.manual_seed(1234)
+    if DEVICE == "cpu":
+        yield
+        return
+    with TensorsOfTests():
+        yield
+
+
+class TensorsOfTests(TorchFunctionMode):
+    """What a test makes without naming a device is made on `DEVICE`; the package and its libraries are not helped."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _device_constructors() or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        frame = sys._getframe(1)
+        while "/torch/" in frame.f_code.co_filename and frame.f_back is not None:
+            frame = frame.f_back
+        if Path(frame.f_code.co_filename).parent != Path(__file__).parent:
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:  # one of the CPU
+            return func(*args, **kwargs).to(DEVICE)
+        return func(*args, **kwargs, device=DEVICE)
 
 
 @pytest.fixture

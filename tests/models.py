@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from hf_depthroute.routing.holder import Routing
 from hf_depthroute.routing.thresholds import quantile_table
 from hf_depthroute.routing.trace import record_routes, routings
 
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # where models and tokens are; `make gpu` sets it
 VOCABULARY = 64
 WIDTH = 32
 DEPTH = 4
@@ -213,7 +215,7 @@ def randomised(model: Any, attention: str, dtype: torch.dtype, seed: int) -> Any
             else:
                 parameter.copy_(noise * 0.1)
     model.set_attn_implementation(attention)
-    return model.to(dtype).eval()
+    return model.to(DEVICE, dtype).eval()
 
 
 def routed(
@@ -281,7 +283,7 @@ def build_routed(family: str, kind: str = "mlp", attention: str = "sdpa", **fiel
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     """Random token ids `[batch, length]`, none of them a special token."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+    return torch.randint(3, VOCABULARY, (batch, length), generator=generator).to(DEVICE)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILY_NAMES, build_base, build_routed, decoder_layers, routed, tokens
+from models import DEVICE, FAMILY_NAMES, build_base, build_routed, decoder_layers, routed, tokens
 from peft import PeftModel
 from transformers import DynamicCache, StaticCache
 
@@ -20,6 +20,8 @@ from hf_depthroute.parts.branches import rms_of
 from hf_depthroute.parts.gates import MLPGate
 from hf_depthroute.parts.joint import joint_maps
 from hf_depthroute.routing.trace import overridden, routings
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="decoding steps are taken on CPUs")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import FAMILY_NAMES, build_base, build_routed, tokens
+from models import DEVICE, FAMILY_NAMES, build_base, build_routed, tokens
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from training import adapter_state, assert_same_tensors, gradients, make_trainer, rows, stacked, step_logs
@@ -85,7 +85,7 @@ def test_loss_and_gradients_are_those_of_the_logits(bias: bool, head: bool) -> N
 def test_bfloat16_has_the_float32_softmax_and_errors_of_the_size_of_the_naive_ones(autocast: bool) -> None:
     dtype = torch.float32 if autocast else torch.bfloat16
     one, two, exact = operands(dtype), operands(dtype), operands(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         total, _ = fused_cross_entropy(one["hidden"], one["targets"], one["weight"])
         expected = naive(**two)
     total.backward()
@@ -239,7 +239,7 @@ class LowRankHead(nn.Linear):
 
 
 def _other_head(base: Any) -> None:
-    base.lm_head = LowRankHead(32, 64, bias=False)
+    base.lm_head = LowRankHead(32, 64, bias=False, device=DEVICE)
 
 
 def _own_loss(base: Any) -> None:
@@ -446,7 +446,8 @@ def test_the_kernel_library_is_asked_for_the_sum(kernel_library: list[dict[str, 
 
 
 def test_without_the_kernel_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)  # its import fails
+    for name in {"liger_kernel", *(name for name in sys.modules if name.startswith("liger_kernel."))}:
+        monkeypatch.setitem(sys.modules, name, None)  # its import fails
     module._liger_sum.cache_clear()
     assert module._liger_sum() is None
     module._liger_sum.cache_clear()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import COVERING, GATES, MODELS, WIDTH, build_base, build_routed, decoder_layers, routed, tokens
+from models import COVERING, DEVICE, GATES, MODELS, WIDTH, build_base, build_routed, decoder_layers, routed, tokens
 from peft import PeftModel
 from protocol import gap
 from torch import nn
@@ -210,7 +210,8 @@ def test_gathered_update_equals_masked_update(
 ) -> None:
     torch.manual_seed(seed)
     mask = torch.tensor(rows)
-    full, cheap = nn.Linear(8, 8), nn.Linear(8, 8) if with_branch else None
+    full, cheap = (nn.Linear(8, 8, device=DEVICE) if there else None for there in (True, with_branch))
+    assert full is not None
     a = torch.randn(*mask.shape, 8, requires_grad=True)
     weight = torch.rand(mask.shape) if weighted else None
     inputs = [a, *full.parameters(), *(cheap.parameters() if cheap else ())]
@@ -242,6 +243,29 @@ def test_low_precision_is_finite_with_float32_scores(family: str, kind: str, dty
             assert record.scores.dtype == record.probs.dtype == torch.float32
             assert bool(record.scores.isfinite().all())
             assert 0 < int(record.mask.sum()) < record.mask.numel()
+
+
+@pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_norms_get_what_gpus_have_one_kernel_for(
+    family: str, adapter_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Input and weights of one dtype: CUDA has no layer norm of two, and several kernels for an RMS norm of two."""
+    model, seen = routed(build_base(family, dtype=torch.bfloat16)), []
+    for holder in routings(model):
+        holder.depth_route_branch.to(adapter_dtype)
+    for name in ("layer_norm", "rms_norm"):
+        plain = getattr(nn.functional, name)
+
+        def spied(x: torch.Tensor, shape: Any, weight: Any = None, *rest: Any, plain: Any = plain) -> torch.Tensor:
+            seen.append((x.dtype, weight.dtype))
+            return plain(x, shape, weight, *rest)
+
+        monkeypatch.setattr(nn.functional, name, spied)
+    with torch.no_grad():
+        model(tokens(3, 12))
+    assert len(seen) >= 3
+    assert all(one == other for one, other in seen)
 
 
 @some_models

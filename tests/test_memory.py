@@ -15,7 +15,18 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from models import FAMILY_NAMES, KINDS, WIDTH, build_base, build_routed, decoder_layers, logits, routed, tokens
+from models import (
+    DEVICE,
+    FAMILY_NAMES,
+    KINDS,
+    WIDTH,
+    build_base,
+    build_routed,
+    decoder_layers,
+    logits,
+    routed,
+    tokens,
+)
 from peft import PeftModel
 from protocol import gap
 from safetensors.torch import load_file, save_file
@@ -469,7 +480,7 @@ def test_a_base_trains_with_its_memory_from_scratch() -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 32, "bos_token_id": None}
     base = GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=None, tie_word_embeddings=False))
-    model = get_depth_routed_model(base, config(layers=[1, 2])).train()
+    model = get_depth_routed_model(base.to(DEVICE), config(layers=[1, 2])).train()
     unfreeze(model)
     assert all(parameter.requires_grad for parameter in model.parameters())
     optimizer, batch, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), stacked(rows(4)), []

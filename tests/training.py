@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import tokens
+from models import DEVICE, tokens
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
@@ -59,7 +59,7 @@ def training_arguments(folder: Path, **fields: Any) -> DepthRouteTrainingArgumen
     """Sequential order, two rows a batch, every step logged, no clipping, nothing written."""
     defaults: dict[str, Any] = {
         "output_dir": str(folder),
-        "use_cpu": True,
+        "use_cpu": DEVICE == "cpu",
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,

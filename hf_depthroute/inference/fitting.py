@@ -165,7 +165,7 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
         assert plan is not None
         call = routed_call(layer, plan, h, None, kwargs, decides=False, ngrams=ngrams)
         grams = call.stream[..., :0] if call.ngrams is None else call.ngrams.to(call.stream.device)
-        seen[:] = branch.norm(call.stream).float(), (call.full() - call.stream).float(), grams
+        seen[:] = branch.normed(call.stream).float(), (call.full() - call.stream).float(), grams
 
     rows = []
     with find_layers(model)[holder.layer_index].register_forward_pre_hook(look, with_kwargs=True):

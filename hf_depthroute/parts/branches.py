@@ -108,12 +108,17 @@ class LowRankBranch(nn.Module):
             nn.init.zeros_(self.down.bias)
 
     def forward(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
-        return self.down(F.silu(self.up(self.norm(a).to(a.dtype))))
+        return self.down(F.silu(self.up(self.normed(a).to(a.dtype))))
+
+    def normed(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d], not narrower than the norm's weights
+        """`LN_cheap(a)`; CUDA has no layer norm of 16 bits with weights of 32."""
+        weight = getattr(self.norm, "weight", None)
+        return self.norm(a if weight is None else a.to(torch.promote_types(a.dtype, weight.dtype)))
 
     def frozen(self, dtype: torch.dtype) -> TensorMap:
         """The branch with its weights as they are now, for decoding: `[B, 1, d] -> [B, 1, d]`, in few operators."""
         (up, up_bias), (down, down_bias) = self.up.cast(dtype), self.down.cast(dtype)
-        norm: Any = self.norm.frozen() if isinstance(self.norm, RMSNorm) else self.norm
+        norm = self.norm.frozen() if isinstance(self.norm, RMSNorm) else self.normed
         return lambda a: F.linear(F.silu(F.linear(norm(a).to(dtype), up, up_bias)), down, down_bias)
 
 
@@ -126,11 +131,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d], float32
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+        # The weight too: CUDA has one kernel where both are alike, and several otherwise.
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
 
     def frozen(self) -> TensorMap:
         """The norm with its weight as it is now, `[..., d] -> [..., d]` in float32."""
-        weight, shape, eps = self.weight.detach(), self.weight.shape, self.eps
+        weight, shape, eps = self.weight.detach().float(), self.weight.shape, self.eps
         return lambda x: F.rms_norm(x.float(), shape, weight, eps)
 
 

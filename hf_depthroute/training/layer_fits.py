@@ -180,7 +180,7 @@ class _Rows:
         streams = self._of([call.stream for call in calls])
         self.update = self._of(self.fulls) - streams
         self.gate = streams if residual else self._of([call.norm() for call in calls])
-        self.normed: torch.Tensor = branch.norm(streams).float()
+        self.normed: torch.Tensor = branch.normed(streams).float()
         ngrams = [c.ngrams.to(mask.device)[mask] for c, mask in zip(calls, self.real) if c.ngrams is not None]
         self.ngrams = torch.cat(ngrams) if ngrams else torch.empty(0)  # of a branch with a memory
 
