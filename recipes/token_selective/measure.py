@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python recipes/token_selective/measure.py recipes/token_selective/small.yaml --out OUT
 
-Needs the runs `dense`, `exit` and `tsa` for the comparison; every other run is measured if it is there. Each writes
-`OUT/NAME.measured.json`, the comparison `OUT/exit_sweep.measured.json` and `OUT/time.measured.json`.
+Every run that is there is measured, into `OUT/NAME.measured.json`; `dense`, `exit` and `tsa` of a seed are compared and
+timed, into `OUT/exit_sweep.measured.json` and `OUT/time.measured.json` (of the second seed `exit_sweep_1`, and so on).
 
 "Soft" is how the model trains: both updates of a routed block scaled by `p`. "Hard" is inference: a token with
 `p < 0.5` skips the block's feed-forward network for real, and its attention update is left out.
@@ -13,23 +13,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from run import TEXT, build_model, read_runs, soft_loss, task_loss
+from run import DEVICE, TEXT, build_model, read_runs, soft_loss, task_loss
 from safetensors.torch import load_model
 from tasks import KINDS, Task, kinds, load_task
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes
+from hf_depthroute.bench.timing import interleave, seconds_of
 from hf_depthroute.inference.calibration import use_selection
 from hf_depthroute.routing.trace import count_routes
 
+SEEDS = ("", "_1", "_2")  # ends of the names of the runs of one kind
 CONFIDENCES = (0.6, 0.8, 0.95)
 THRESHOLDS = (0.0, -1.0, 1.0)  # of the halting router: p = 0.5, 0.27, 0.73
 
@@ -105,7 +105,7 @@ def where_depth_goes(model: Any, task: Task, batch: int, judge: Any) -> dict[str
         found["alpha_by_kind"] = {name: probs[:, kind == i].mean(1).tolist() for i, name in enumerate(KINDS)}
         found["share_of_kind"] = {name: float((kind == i).float().mean()) for i, name in enumerate(KINDS)}
         entropy = torch.cat(entropy_NT)
-        quarter = torch.bucketize(entropy, entropy.quantile(torch.tensor([0.25, 0.5, 0.75])))
+        quarter = torch.bucketize(entropy, entropy.quantile(entropy.new_tensor([0.25, 0.5, 0.75])))
         found["alpha_by_difficulty"] = [probs[:, quarter == i].mean(1).tolist() for i in range(4)]
     return found
 
@@ -155,19 +155,12 @@ def compare(dense: Any, exits: Any, tsa: Any, task: Task, batch: int, shares: li
 
 
 @torch.no_grad()
-def times(variants: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
-    """Median over interleaved rounds of each variant's processor time over that of `dense` in the same round."""
-    ratios: dict[str, list[float]] = {name: [] for name in variants}
-    order = random.Random(0)
-    for _ in range(rounds + 1):
-        spent = {}
-        for name in order.sample(list(variants), len(variants)):
-            start = time.process_time()
-            variants[name]()
-            spent[name] = time.process_time() - start
-        for name, seconds in spent.items():
-            ratios[name].append(seconds / spent["dense"])
-    return {name: statistics.median(values[1:]) for name, values in ratios.items()}
+def times(variants: dict[str, Callable[[], Any]], rounds: int = 15) -> dict[str, float]:
+    """Median over interleaved rounds of each variant's time over that of `dense` in the same round."""
+    for run in variants.values():
+        run()
+    samples = interleave({name: lambda run=run: seconds_of(run, DEVICE) for name, run in variants.items()}, rounds)
+    return {name: samples.ratio(name, "dense").rounded()[0] for name in variants}
 
 
 def time_over_dense(dense: Any, tsa: Any, task: Task, points: list[dict[str, float]]) -> dict[str, Any]:
@@ -202,6 +195,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=TEXT)
     args = parser.parse_args()
     torch.set_flush_denormal(True)
+    if DEVICE.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32, as in training
     runs = read_runs(args.study)
 
     def keep(name: str, make: Callable[[], dict[str, Any]]) -> None:
@@ -212,7 +207,7 @@ def main() -> None:
 
     def measured(name: str) -> dict[str, Any]:
         run = runs[name]
-        task = load_task(run["task"], args.text, run["length"])
+        task = load_task(run["task"], args.text, run["length"], DEVICE)
         judge = next(
             other
             for other, dense in runs.items()
@@ -220,23 +215,23 @@ def main() -> None:
         )
         return measure(load(args.out, name, runs, task), run, task, load(args.out, judge, runs, task))
 
-    def measure_runs(names: Iterable[str]) -> bool:
-        trained = [name for name in names if (args.out / f"{name}.json").exists()]
-        for name in trained:
-            keep(name, lambda name=name: measured(name))
-        return trained == list(names)
-
-    if measure_runs(["dense", "exit", "tsa"]):
-        task = load_task("shakespeare", args.text, runs["tsa"]["length"])
-        dense, tsa = (load(args.out, name, runs, task) for name in ("dense", "tsa"))
-        figures = json.loads((args.out / "tsa.measured.json").read_text())
+    def compare_seed(seed: str) -> None:
+        task = load_task("shakespeare", args.text, runs["tsa"]["length"], DEVICE)
+        dense, tsa = (load(args.out, name + seed, runs, task) for name in ("dense", "tsa"))
+        figures = json.loads((args.out / f"tsa{seed}.measured.json").read_text())
         config = DepthRouteConfig(gate="exit", target="block", branch="none", layers=[*range(1, runs["tsa"]["layers"])])
-        exits = get_depth_routed_model(load(args.out, "exit", runs, task), config).eval()
+        exits = get_depth_routed_model(load(args.out, f"exit{seed}", runs, task), config).eval()
         shares = [figures["alpha"], figures["hard_share"]]
-        keep("exit_sweep", lambda: compare(dense, exits, tsa, task, runs["tsa"]["batch"], shares))
-        sweep = json.loads((args.out / "exit_sweep.measured.json").read_text())
-        keep("time", lambda: time_over_dense(dense, tsa, task, sweep["tsa_by_threshold"]))
-    measure_runs(runs)
+        keep(f"exit_sweep{seed}", lambda: compare(dense, exits, tsa, task, runs["tsa"]["batch"], shares))
+        sweep = json.loads((args.out / f"exit_sweep{seed}.measured.json").read_text())
+        keep(f"time{seed}", lambda: time_over_dense(dense, tsa, task, sweep["tsa_by_threshold"]))
+
+    trained = [name for name in runs if (args.out / f"{name}.json").exists()]
+    for name in trained:
+        keep(name, lambda name=name: measured(name))
+    for seed in SEEDS:
+        if {f"dense{seed}", f"exit{seed}", f"tsa{seed}"} <= set(trained):
+            compare_seed(seed)
 
 
 if __name__ == "__main__":

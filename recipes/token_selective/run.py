@@ -25,12 +25,14 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes
+from hf_depthroute.bench import describe_machine
 from hf_depthroute.files.strict_yaml import read_mapping
 from hf_depthroute.inference.calibration import active_routings, use_selection
 from hf_depthroute.study.run import unfreeze
 from hf_depthroute.training.losses import routing_losses
 
 HERE = Path(__file__).parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEXT = HERE.parents[1].parent / "shared" / "data" / "tinyshakespeare.txt"
 
 
@@ -50,6 +52,7 @@ def build_model(run: dict[str, Any], task: Task) -> Any:
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, use_cache=False,
         )
     )  # fmt: skip
+    base.to(DEVICE)
     if run["method"] != "tsa":
         return base
     config = DepthRouteConfig(gate="halting", target="block", branch="none", gate_temperature=1.0, seed=run["seed"])
@@ -110,31 +113,28 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def train(run: dict[str, Any], task: Task) -> tuple[Any, dict[str, Any]]:
-    """A model trained from scratch, and its record: curves and seconds per step."""
+    """A model trained from scratch, and its record."""
     model = build_model(run, task)
     optimizer = torch.optim.AdamW(decay_groups(model, run["weight_decay"]), lr=run["lr"], betas=(0.9, 0.95), fused=True)
     schedule = get_cosine_schedule_with_warmup(optimizer, run["warmup"], run["steps"])
-    generator = torch.Generator().manual_seed(run["seed"])
-    curve, seconds = [], 0.0
+    generator, started = torch.Generator().manual_seed(run["seed"]), time.perf_counter()
+    curve = []
     for step in range(run["steps"] + 1):
         if step % run["eval_every"] == 0 or step == run["steps"]:
             model.eval()
             loss, alpha = soft_loss(model, task, run["batch"], run["eval_blocks"])
             curve.append({"step": step, "loss": round(loss, 5), "alpha": alpha if alpha is None else round(alpha, 5)})
-            print(curve[-1], f"{seconds / max(step, 1):.3f} s/step", flush=True)
+            print(curve[-1], f"{time.perf_counter() - started:.0f} s", flush=True)
             model.train()
         if step == run["steps"]:
             break
-        before = time.process_time()
         training_loss(model, run, task.draw(run["batch"], generator), task.first).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        seconds += time.process_time() - before
     parameters = sum(p.numel() for p in model.parameters())
-    record = {"settings": run, "parameters": parameters, "seconds_per_step": round(seconds / run["steps"], 4)}
-    return model.eval(), {**record, "curve": curve}
+    return model.eval(), {"settings": run, "parameters": parameters, "device": describe_machine(DEVICE), "curve": curve}
 
 
 def main() -> None:
@@ -147,6 +147,8 @@ def main() -> None:
     if not args.text.is_file():
         sys.exit(f"{args.text} does not exist; give Tiny-Shakespeare with --text")
     torch.set_flush_denormal(True)
+    if DEVICE.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
     args.out.mkdir(parents=True, exist_ok=True)
     runs = read_runs(args.study)
     for name in args.only or runs:
@@ -154,7 +156,7 @@ def main() -> None:
             continue
         print(name, flush=True)
         run = runs[name]
-        model, record = train(run, load_task(run["task"], args.text, run["length"]))
+        model, record = train(run, load_task(run["task"], args.text, run["length"], DEVICE))
         save_model(model, str(args.out / f"{name}.safetensors"))
         (args.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 

@@ -5,7 +5,7 @@ Shapes: N sequences, T positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,10 +36,10 @@ class Task:
     def draw(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         """A random training batch `[batch, T + 1]`; the same from the same generator."""
         if self.train.ndim == 2:
-            return self.train[torch.randint(len(self.train), (batch,), generator=generator)]
+            return self.train[torch.randint(len(self.train), (batch,), generator=generator).to(self.train.device)]
         length = self.validation.shape[1]
         starts = torch.randint(len(self.train) - length + 1, (batch, 1), generator=generator)
-        return self.train[starts + torch.arange(length)]
+        return self.train[(starts + torch.arange(length)).to(self.train.device)]
 
 
 def shakespeare(path: Path, length: int) -> Task:
@@ -59,9 +59,9 @@ def kinds(ids: torch.Tensor, characters: str) -> torch.Tensor:
     An apostrophe behind a letter is inside the word.
     """
     place = [0 if one.isalnum() else 2 if one == " " else 3 if one == "\n" else 4 for one in characters]
-    found = torch.tensor(place)[ids]
+    found = torch.tensor(place, device=ids.device)[ids]
     before = torch.nn.functional.pad(found[:, :-1], (1, 0), value=2)
-    apostrophe = torch.tensor([one == "'" for one in characters])[ids]
+    apostrophe = torch.tensor([one == "'" for one in characters], device=ids.device)[ids]
     found = torch.where(apostrophe & (before == 0), 0, found)
     before = torch.nn.functional.pad(found[:, :-1], (1, 0), value=2)
     return torch.where((found == 0) & (before != 0), 1, found)
@@ -76,5 +76,6 @@ def symbols(name: str, seed: int = 0) -> Task:
     return Task(rows[:10_000], rows[10_000:], SYMBOLS + 3, first=SOURCE + 2)
 
 
-def load_task(name: str, text: Path, length: int) -> Task:
-    return shakespeare(text, length) if name == "shakespeare" else symbols(name)
+def load_task(name: str, text: Path, length: int, device: torch.device) -> Task:
+    task = shakespeare(text, length) if name == "shakespeare" else symbols(name)
+    return replace(task, train=task.train.to(device), validation=task.validation.to(device))
