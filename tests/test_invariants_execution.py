@@ -257,9 +257,9 @@ def test_norms_get_what_gpus_have_one_kernel_for(
     for name in ("layer_norm", "rms_norm"):
         plain = getattr(nn.functional, name)
 
-        def spied(x: torch.Tensor, shape: Any, weight: Any = None, *rest: Any, plain: Any = plain) -> torch.Tensor:
+        def spied(x: Any, shape: Any, weight: Any = None, *rest: Any, plain: Any = plain, **named: Any) -> torch.Tensor:
             seen.append((x.dtype, weight.dtype))
-            return plain(x, shape, weight, *rest)
+            return plain(x, shape, weight, *rest, **named)
 
         monkeypatch.setattr(nn.functional, name, spied)
     with torch.no_grad():
