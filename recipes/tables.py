@@ -405,19 +405,19 @@ def demo() -> Study:
 
 def aux_losses() -> Study:
     """The auxiliary-loss studies, and what a training step costs."""
-    names = ("main", "budget_25", "variants", "results")
-    study, quarter, variants, pilots = (read_results(RECIPES / "aux_losses" / name) for name in names)
+    names = ("main", "long", "budget_25", "variants", "results")
+    study, long, quarter, variants, pilots = (read_results(RECIPES / "aux_losses" / name) for name in names)
     steps = read("aux_losses/step_cost.json")
     rows, first = [], {}
     for one in (study, quarter, variants):
         first |= {name: one for name in one.names if name not in first}
-    for name, one in first.items():
+    for name, one in (*first.items(), *((name, long) for name in long.names)):
         cells = [
             list(values(one, name, metric).values()) for metric in ("avg_first_half", "endpoint", "layers/gate_prob")
         ]
         config, seeds = one.config(name), str(len(one.seeds))
         rows.append(
-            [str(config["label"]), str(config["about"]), seeds]
+            [str(config["label"]), str(config["about"]), f"{one.info['steps']:,}", seeds]
             + [spread(cell, fixed(places)) for cell, places in zip(cells, (4, 4, 3))]
         )
 
@@ -434,7 +434,8 @@ def aux_losses() -> Study:
     )
     info, pilot_size = study.info, f"{sized(pilots)} of {pilots.info['steps']} steps"
     brief = (
-        f"{sized(study)}: of the papers' claims and open questions {counted(study)}; at a budget of 25 %, "
+        f"{sized(study)}: of the papers' claims and open questions {counted(study)}; of five times the steps, "
+        f"{sized(long)}: {counted(long)}; at a budget of 25 %, "
         f"{sized(quarter)}: {counted(quarter)}; variants, {sized(variants)}: {counted(variants)}; pilots of "
         f"{pilot_size}: {counted(pilots)}"
     )
@@ -442,14 +443,17 @@ def aux_losses() -> Study:
         f"{sized(study)} on the embedded base, last 3 of 6 FFNs routed at budget 0.5, {info['steps']} steps; dense "
         f"loss {info['base']['dense_loss']:.3f}. Of the papers' claims (arXiv:2604.17228 and CGS) and open questions: "
         f"{counted(study)}; each with its interval in [the report](studies/aux_losses/main/report.md) and on "
-        f"[the page of claims](claims.md). [At a budget of 25 %](studies/aux_losses/budget_25/report.md), "
+        f"[the page of claims](claims.md). [Of {long.info['steps']:,} steps](studies/aux_losses/long/report.md), "
+        f"{sized(long)}: {counted(long)}. [At a budget of 25 %](studies/aux_losses/budget_25/report.md), "
         f"{sized(quarter)}: {counted(quarter)}. [Variants](studies/aux_losses/variants/report.md), {sized(variants)}: "
         f"{counted(variants)}. [Pilots](studies/aux_losses/results/report.md) of {pilot_size}: {counted(pilots)}. "
         "Top-k loss in nats, mean ± standard deviation over seeds. A training step with the oracle takes "
         f"{oracle[0]} of the time without it, and one with the JEPA gate {gate[0]} of one with the MLP gate "
         f"({oracle[1]} and {gate[1]} at that paper's shape).",
         "",
-        *markdown_table(["config", "what", "seeds", "loss, first half", "loss at the end", "gate probability"], rows),
+        *markdown_table(
+            ["config", "what", "steps", "seeds", "loss, first half", "loss at the end", "gate probability"], rows
+        ),
     ]
     command = "hf-depthroute study recipes/aux_losses/main.yaml --out OUT --jobs 2"
     return Study("Auxiliary losses", "aux_losses", command, brief, section)

@@ -140,7 +140,9 @@ def test_n_grams_are_compared_with_as_many_weights_and_steps():
     assert (memory["more"], rank["more"], rest) == (0.3, 0.1, [])
 
 
-@pytest.mark.parametrize(("name", "configs"), [("main", 7), ("variants", 8), ("budget_25", 4), ("results", 30)])
+@pytest.mark.parametrize(
+    ("name", "configs"), [("main", 7), ("long", 2), ("variants", 8), ("budget_25", 4), ("results", 30)]
+)
 def test_auxiliary_loss_report_is_made_from_its_results(name, configs):
     folder = AUX / name
     study, written = read_results(folder), (folder / "report.md").read_text()
@@ -150,7 +152,7 @@ def test_auxiliary_loss_report_is_made_from_its_results(name, configs):
 
 
 def test_every_claim_and_question_of_the_auxiliary_losses_is_tested():
-    names = ("main", "variants", "budget_25", "results")
+    names = ("main", "long", "variants", "budget_25", "results")
     judged = {verdict.key for name in names for verdict in judge(read_results(AUX / name))}
     assert judged == {claim.key for claim in (*CLAIMS, *QUESTIONS)}
 

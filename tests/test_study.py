@@ -243,8 +243,9 @@ def test_configs_are_merged_over_the_study_key_by_key(folder):
 
 def test_the_committed_studies_are_valid():
     folder = PACKAGE.parent / "recipes" / "aux_losses"
-    pilots, *tuned = (read_study(folder / f"{name}.yaml") for name in ("study", "main", "variants", "budget_25"))
-    assert len(pilots.specs()) == 3 * len(pilots.configs) == 90
+    files = ("study", "long", "main", "variants", "budget_25")
+    pilots, long, *tuned = (read_study(folder / f"{name}.yaml") for name in files)
+    assert len(pilots.specs()) == 3 * len(pilots.configs) == 90 and len(long.specs()) == 10
     names = {config.name for study in (pilots, *tuned) for config in study.configs}
     assert names == {path.stem for path in (folder / "configs").iterdir()}
     for study in tuned:
