@@ -75,7 +75,8 @@ def depth_routing() -> list[str]:
         "[Main study](studies/aux_losses/main/report.md), [4,000 steps](studies/aux_losses/long/report.md), "
         "[budget of 25 %](studies/aux_losses/budget_25/report.md), "
         "[variants](studies/aux_losses/variants/report.md), [pilots](studies/aux_losses/results/report.md): the last "
-        "column says where a verdict is not the main study's. Intervals hold for all statements of one study together.",
+        "column says where a verdict is not the main study's; what the 4,000 steps answer is theirs. Intervals hold "
+        "for all statements of one study together.",
         "",
         *table("claim", CLAIMS),
         "",

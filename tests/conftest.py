@@ -79,9 +79,10 @@ class TensorsOfTests(TorchFunctionMode):
             frame = frame.f_back
         if Path(frame.f_code.co_filename).parent != Path(__file__).parent:
             return func(*args, **kwargs)
-        if kwargs.get("generator") is not None:  # one of the CPU
-            return func(*args, **kwargs).to(DEVICE)
-        return func(*args, **kwargs, device=DEVICE)
+        if kwargs.get("generator") is None:
+            return func(*args, **{**kwargs, "device": DEVICE})
+        wanted = kwargs.pop("requires_grad", False)
+        return func(*args, **kwargs).to(DEVICE).requires_grad_(wanted)  # the generator is one of the CPU
 
 
 @pytest.fixture

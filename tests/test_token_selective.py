@@ -52,7 +52,7 @@ def test_every_method_trains(load_script, method):
         "length": 22, "batch": 8, "steps": 4, "lr": 1e-2, "warmup": 0, "weight_decay": 0.1, "seed": 0, "eval_every": 2,
         "eval_blocks": 8,
     }  # fmt: skip
-    _, record = script.train(run, script.load_task("copy", Path(), 22, torch.device("cpu")))
+    _, record = script.train(run, script.load_task("copy", Path(), 22, script.DEVICE))
     first, _, last = record["curve"]
     assert last["step"] == 4 and last["loss"] < first["loss"]
     assert (last["alpha"] is None) == (method != "tsa")
@@ -62,7 +62,7 @@ def test_depth_is_told_by_kind_of_character(load_script, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Ab c,\nde " * 60)
     script = load_script("measure")
-    task = script.load_task("shakespeare", text, 8, torch.device("cpu"))
+    task = script.load_task("shakespeare", text, 8, script.DEVICE)
     names = [script.KINDS[i] for i in script.kinds(task.train[None, :9], task.characters)[0]]
     first, inside = "first letter of a word", "inside a word"
     assert names == [first, inside, "space", first, "punctuation", "new line", first, inside, "space"]

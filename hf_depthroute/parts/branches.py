@@ -110,10 +110,10 @@ class LowRankBranch(nn.Module):
     def forward(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
         return self.down(F.silu(self.up(self.normed(a).to(a.dtype))))
 
-    def normed(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d], not narrower than the norm's weights
-        """`LN_cheap(a)`; CUDA has no layer norm of 16 bits with weights of 32."""
+    def normed(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d], in the dtype of the norm's weights
+        """`LN_cheap(a)`; CUDA has no layer norm of one dtype with weights of another."""
         weight = getattr(self.norm, "weight", None)
-        return self.norm(a if weight is None else a.to(torch.promote_types(a.dtype, weight.dtype)))
+        return self.norm(a if weight is None or isinstance(self.norm, RMSNorm) else a.to(weight.dtype))
 
     def frozen(self, dtype: torch.dtype) -> TensorMap:
         """The branch with its weights as they are now, for decoding: `[B, 1, d] -> [B, 1, d]`, in few operators."""

@@ -157,8 +157,6 @@ def compare(dense: Any, exits: Any, tsa: Any, task: Task, batch: int, shares: li
 @torch.no_grad()
 def times(variants: dict[str, Callable[[], Any]], rounds: int = 15) -> dict[str, float]:
     """Median over interleaved rounds of each variant's time over that of `dense` in the same round."""
-    for run in variants.values():
-        run()
     samples = interleave({name: lambda run=run: seconds_of(run, DEVICE) for name, run in variants.items()}, rounds)
     return {name: samples.ratio(name, "dense").rounded()[0] for name in variants}
 
