@@ -29,8 +29,9 @@ experiment was. A difference is a mean over seeds with an interval; those of a t
 statements together. *Holds*, *reproduced*, *supported*: the whole interval is on the claimed side. *Opposite*,
 *reversed*, *contradicted*: it is on the other. *Not comparable*: it is on the other side, and skipping is not nearly
 free here as it is in the paper. *Open*, *not detectable here*: neither. *So here*, *not so here*: whether the numbers
-of one seed are as stated; they have no interval. *In part*: the effect is there, but smaller. All of it is small: no
-verdict says how a claim fares at its paper's size."""
+of one seed, or times, are as stated; they have no interval. *In part*: the effect is there, but smaller. The routing of
+tokens has its paper's model and number of steps; all else is far smaller, and no verdict on it says how a claim fares
+at its paper's size."""
 
 
 def read(name: str) -> Any:

@@ -270,6 +270,15 @@ def layer_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SITES, "layer", LayerSite())
 
 
+def test_target_without_its_full_path_is_refused_where_it_is_made() -> None:
+    class HalfSite(Site):
+        def norm(self, layer: Any, family: Family, stream: torch.Tensor) -> torch.Tensor:
+            return stream
+
+    with pytest.raises(TypeError, match="full"):
+        HalfSite()  # type: ignore[abstract]
+
+
 @pytest.mark.usefixtures("layer_target")
 def test_target_of_another_package_trains_is_counted_saved_and_described(tmp_path: Path) -> None:
     def made(target: str) -> PeftModel:

@@ -8,6 +8,7 @@ Shapes: B batch, T positions, d model width, E experts, K experts per token.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -183,7 +184,7 @@ class Executor(Protocol):
         ...
 
 
-class Site:
+class Site(ABC):
     """One target: what of a decoder layer is routed. One object serves all layers, unless `of_call` makes others.
 
     It splits the layer's forward pass into what comes in front of the routed part, the part itself, and the rest:
@@ -215,13 +216,13 @@ class Site:
         """The stream in front of the routed part, from the layer's input, each `[B, T, d]`."""
         return h
 
+    @abstractmethod
     def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
         """What the full path reads, `[B, T, d]`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def full(self, call: RoutedCall) -> Tensor:
         """The stream after the full path, `[B, T, d]`."""
-        raise NotImplementedError
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
         """The layer's output, from the stream after the routed part, each `[B, T, d]`."""
@@ -258,8 +259,12 @@ class Site:
         return False
 
     def by_rows(self, call: RoutedCall) -> Tensor:
-        """As `gathered`, in row ops whose shapes do not depend on the mask; the cheap path runs for every token."""
-        raise NotImplementedError
+        """As `gathered`, in row ops whose shapes do not depend on the mask; the cheap path runs for every token.
+
+        Raises:
+            TypeError: The site has no row ops, as `supports_rows` says.
+        """
+        raise TypeError(f"{type(self).__name__} has no row ops")
 
 
 def _outcomes(call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> dict[str, Tensor]:
