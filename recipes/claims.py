@@ -67,8 +67,8 @@ def depth_routing() -> list[str]:
         "",
         *sizes(
             [f"{main['base']['parameters'] / 1e6:.1f} M, last 3 of 6 layers routed",
-             f"{main['steps']:,} steps of {main['batch_size']} x {main['length']} (of two configs {long['steps']:,}; "
-             f"pilots: {pilot['steps']})",
+             f"{main['steps']:,} steps of {main['batch_size']} x {main['length']} (of {len(long['configs'])} configs "
+             f"{long['steps']:,}; pilots: {pilot['steps']})",
              f"{len(main['seeds'])} (variants: {len(variants['seeds'])}, pilots: {len(pilot['seeds'])})"],
             ["157 M, last 4 of 12", "20,000 steps of 16 x 256", "3"],
         ),

@@ -245,9 +245,9 @@ def test_the_committed_studies_are_valid():
     folder = PACKAGE.parent / "recipes" / "aux_losses"
     files = ("study", "long", "main", "variants", "budget_25")
     pilots, long, *tuned = (read_study(folder / f"{name}.yaml") for name in files)
-    assert len(pilots.specs()) == 3 * len(pilots.configs) == 90 and len(long.specs()) == 10
-    names = {config.name for study in (pilots, *tuned) for config in study.configs}
-    assert names == {path.stem for path in (folder / "configs").iterdir()}
+    assert len(pilots.specs()) == 3 * len(pilots.configs) == 90 and len(long.specs()) == 20
+    names = {config.name for study in (pilots, long, *tuned) for config in study.configs}
+    assert names == {path.stem for path in (folder / "configs").rglob("*.yaml")}
     for study in tuned:
         assert replace(study, name="", seeds=[], configs=[]) == replace(tuned[0], name="", seeds=[], configs=[])
 

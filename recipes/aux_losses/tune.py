@@ -5,7 +5,8 @@
 The runs are those of `main.yaml`, shorter, on nine tenths of its training text; losses are of the last tenth. With all
 losses, each gate gets the learning rate with the lowest loss at the end, of rates that double until it rises. At these
 rates, without util and rank, the budget loss gets the lowest weight that holds the mean gate probability of either gate
-within 0.05 of the budget, or the highest weight that is tried. Started again, it does what is missing.
+within 0.05 of the budget, or the highest weight that is tried. With this weight the same search follows for what the
+studies run at the gates' rates: neither util nor rank, and counterfactual supervision. What OUT holds is not run again.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ from hf_depthroute.report.study_results import StudyRuns, read_results
 HERE = Path(__file__).resolve().parent
 GATES = ("mlp", "jepa")
 RATES = (5e-4, 1e-3, 2e-3)  # and on from there
+OTHERS: dict[str, tuple[str, dict[str, float]]] = {  # gate, weights of losses
+    "a3_g1": ("mlp", {}), "a3_g3": ("jepa", {}), "cgs": ("mlp", {"cgs_weight": 0.5}),
+}  # fmt: skip
 WEIGHTS = (1.0, 4.0, 16.0, 64.0)
 SEED, STEPS = 1, 400
+
+Tried = dict[str, dict[str, float]]  # outcome by name of the config
 
 
 def study_of(work: Path, configs: dict[str, Any]) -> Path:
@@ -45,15 +51,18 @@ def study_of(work: Path, configs: dict[str, Any]) -> Path:
     return path
 
 
-def tried(work: Path, configs: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The outcome of each config, which is run where it was not yet."""
+def run(work: Path, configs: dict[str, Any], known: Tried) -> None:
+    """Add to `known` the outcome of each config that it lacks."""
+    missing = {name: config for name, config in configs.items() if name not in known}
+    if not missing:
+        return
     try:
-        command_line(["study", str(study_of(work, configs)), "--out", str(work / "runs"), "--only", ",".join(configs)])
+        command_line(["study", str(study_of(work, missing)), "--out", str(work / "runs"), "--only", ",".join(missing)])
     except SystemExit as ended:
         if ended.code:
             sys.exit(ended.code)
     study = read_results(work / "runs")
-    return {name: outcome(study, name) for name in configs}
+    known |= {name: outcome(study, name) for name in missing}
 
 
 def outcome(study: StudyRuns, name: str) -> dict[str, float]:
@@ -63,26 +72,26 @@ def outcome(study: StudyRuns, name: str) -> dict[str, float]:
     return {"loss": round(summary["endpoint"], 5), "gate_prob": round(sum(layers) / len(layers), 4)}
 
 
-def rate_of(gate: str, work: Path) -> float:
-    """The learning rate of a gate."""
+def best_rate(name: str, config: dict[str, Any], work: Path, known: Tried) -> float:
+    """The learning rate of a config."""
     ladder = list(RATES)
     while True:
-        named = {rate: f"{gate}_{rate:g}" for rate in ladder}
-        found = tried(
+        named = {rate: f"{name}_{rate:g}" for rate in ladder}
+        training = config.get("training", {})
+        run(
             work,
-            {name: {"adapter": {"gate": gate}, "training": {"learning_rate": rate}} for rate, name in named.items()},
+            {key: config | {"training": training | {"learning_rate": rate}} for rate, key in named.items()},
+            known,
         )
-        best = min(ladder, key=lambda rate: found[named[rate]]["loss"])
+        best = min(ladder, key=lambda rate: known[named[rate]]["loss"])
         if best < ladder[-1]:
             return best
         ladder.append(2 * ladder[-1])
 
 
-def budgeted(gate: str, rate: float, weight: float) -> dict[str, Any]:
+def without_labels(gate: str, weight: float, **training: float) -> dict[str, Any]:
     """A config without util and rank."""
-    return {
-        "adapter": {"gate": gate}, "training": {"learning_rate": rate, "oracle": "none", "budget_weight": weight}
-    }  # fmt: skip
+    return {"adapter": {"gate": gate}, "training": {"oracle": "none", "budget_weight": weight, **training}}
 
 
 def main() -> None:
@@ -92,15 +101,23 @@ def main() -> None:
     args = parser.parse_args()
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
+    known: Tried = json.loads(args.out.read_text())["tried"] if args.out.exists() else {}
 
-    rates = {gate: rate_of(gate, work) for gate in GATES}
+    rates = {gate: best_rate(gate, {"adapter": {"gate": gate}}, work, known) for gate in GATES}
     for weight in WEIGHTS:
-        found = tried(work, {f"{gate}_budget_{weight:g}": budgeted(gate, rates[gate], weight) for gate in GATES})
-        if all(abs(row["gate_prob"] - 0.5) <= 0.05 for row in found.values()):
+        named = {gate: f"{gate}_budget_{weight:g}" for gate in GATES}
+        configs = {named[gate]: without_labels(gate, weight, learning_rate=rates[gate]) for gate in GATES}
+        run(work, configs, known)
+        if all(abs(known[name]["gate_prob"] - 0.5) <= 0.05 for name in named.values()):
             break
-    study = read_results(work / "runs")
-    found = {name: outcome(study, name) for name in study.names}
-    result = {"seed": SEED, "steps": STEPS, "learning_rate": rates, "budget_weight": weight, "tried": found}
+    others = {
+        name: best_rate(name, without_labels(gate, weight, **losses), work, known)
+        for name, (gate, losses) in OTHERS.items()
+    }
+    result = {
+        "seed": SEED, "steps": STEPS, "learning_rate": rates | others, "budget_weight": weight,
+        "tried": dict(sorted(known.items())),
+    }  # fmt: skip
     write_text(args.out, json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

@@ -242,6 +242,10 @@ QUESTIONS = (
           "not run", ("joint_g3", "joint_a3_g3"), _lower("joint_a3_g3", "joint_g3", WHOLE)),
     Claim("iso-g3", OPEN_QUESTIONS, "Given the training time of G3, A3-G3 ends at a lower loss than G3.",
           "not in the paper", ("iso_g3", "g3"), _lower("iso_g3", "g3", ENDPOINT)),
+    Claim("higher-rate", OPEN_QUESTIONS, "At four times the learning rate, too, G1 ends higher without util and rank.",
+          "not in the paper", ("g1_8e3", "a3_g1_8e3"), _higher("a3_g1_8e3", "g1_8e3", ENDPOINT)),
+    Claim("rate", OPEN_QUESTIONS, "G1 has a lower average loss at the rate that is searched without util and rank.",
+          "not in the paper", ("g1", "g1_8e3"), _lower("g1", "g1_8e3", WHOLE)),
     Claim("distill", OPEN_QUESTIONS, "Distillation from the dense model lowers the endpoint loss of A3-G1.",
           "not in the paper", ("distill", "a3_g1"), _lower("distill", "a3_g1", ENDPOINT)),
 )  # fmt: skip
