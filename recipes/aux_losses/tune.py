@@ -6,7 +6,8 @@ The runs are those of `main.yaml`, shorter, on nine tenths of its training text;
 losses, each gate gets the learning rate with the lowest loss at the end, of rates that double until it rises. At these
 rates, without util and rank, the budget loss gets the lowest weight that holds the mean gate probability of either gate
 within 0.05 of the budget, or the highest weight that is tried. With this weight the same search follows for what the
-studies run at the gates' rates: neither util nor rank, and counterfactual supervision. What OUT holds is not run again.
+studies run at the gates' rates: neither util nor rank, and counterfactual supervision. What OUT holds is not run again;
+after a change of `main.yaml` name another OUT and another WORK.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def outcome(study: StudyRuns, name: str) -> dict[str, float]:
 
 
 def best_rate(name: str, config: dict[str, Any], work: Path, known: Tried) -> float:
-    """The learning rate of a config."""
+    """The learning rate with which a config ends lowest, of `RATES` and on by doubling while the highest is best."""
     ladder = list(RATES)
     while True:
         named = {rate: f"{name}_{rate:g}" for rate in ladder}
