@@ -409,13 +409,13 @@ def demo() -> Study:
 
 def aux_losses() -> Study:
     """The auxiliary-loss studies, and what a training step costs."""
-    names = ("main", "long", "budget_25", "variants", "results")
-    study, long, quarter, variants, pilots = (read_results(RECIPES / "aux_losses" / name) for name in names)
+    names = ("long", "main", "budget_25", "variants", "results")
+    study, short, quarter, variants, pilots = (read_results(RECIPES / "aux_losses" / name) for name in names)
     steps = read("aux_losses/step_cost.json")
     rows, first = [], {}
-    for one in (study, quarter, variants):
+    for one in (short, quarter, variants):
         first |= {name: one for name in one.names if name not in first}
-    for name, one in (*first.items(), *((name, long) for name in long.names)):
+    for name, one in (*((name, study) for name in study.names), *first.items()):
         cells = [
             list(values(one, name, metric).values()) for metric in ("avg_first_half", "endpoint", "layers/gate_prob")
         ]
@@ -436,21 +436,21 @@ def aux_losses() -> Study:
     oracle, gate = (
         [f"{case['ratios'][key]['median']:.2f}" for case in (small, paper)] for key in ("G3 all_full / G3", "G3 / G1")
     )
-    info, pilot_size = study.info, f"{sized(pilots)} of {pilots.info['steps']} steps"
+    info = study.info
+    fewer, pilot_size = (f"{sized(one)} of {one.info['steps']} steps" for one in (short, pilots))
     brief = (
-        f"{sized(study)}: of the papers' claims and open questions {counted(study)}; of five times the steps, "
-        f"{sized(long)}: {counted(long)}; at a budget of 25 %, "
-        f"{sized(quarter)}: {counted(quarter)}; variants, {sized(variants)}: {counted(variants)}; pilots of "
-        f"{pilot_size}: {counted(pilots)}"
+        f"{sized(study)} of {info['steps']:,} steps: of the papers' claims and open questions {counted(study)}; "
+        f"{fewer}: {counted(short)}; at a budget of 25 %, {sized(quarter)}: {counted(quarter)}; variants, "
+        f"{sized(variants)}: {counted(variants)}; pilots, {pilot_size}: {counted(pilots)}"
     )
     section = [
-        f"{sized(study)} on the embedded base, last 3 of 6 FFNs routed at budget 0.5, {info['steps']} steps; dense "
+        f"{sized(study)} on the embedded base, last 3 of 6 FFNs routed at budget 0.5, {info['steps']:,} steps; dense "
         f"loss {info['base']['dense_loss']:.3f}. Of the papers' claims (arXiv:2604.17228 and CGS) and open questions: "
-        f"{counted(study)}; each with its interval in [the report](studies/aux_losses/main/report.md) and on "
-        f"[the page of claims](claims.md). [Of {long.info['steps']:,} steps](studies/aux_losses/long/report.md), "
-        f"{sized(long)}: {counted(long)}. [At a budget of 25 %](studies/aux_losses/budget_25/report.md), "
-        f"{sized(quarter)}: {counted(quarter)}. [Variants](studies/aux_losses/variants/report.md), {sized(variants)}: "
-        f"{counted(variants)}. [Pilots](studies/aux_losses/results/report.md) of {pilot_size}: {counted(pilots)}. "
+        f"{counted(study)}; each with its interval in [the report](studies/aux_losses/long/report.md) and on "
+        f"[the page of claims](claims.md). [Fewer steps](studies/aux_losses/main/report.md), {fewer}: "
+        f"{counted(short)}. [At a budget of 25 %](studies/aux_losses/budget_25/report.md), {sized(quarter)}: "
+        f"{counted(quarter)}. [Variants](studies/aux_losses/variants/report.md), {sized(variants)}: "
+        f"{counted(variants)}. [Pilots](studies/aux_losses/results/report.md), {pilot_size}: {counted(pilots)}. "
         "Top-k loss in nats, mean ± standard deviation over seeds. A training step with the oracle takes "
         f"{oracle[0]} of the time without it, and one with the JEPA gate {gate[0]} of one with the MLP gate "
         f"({oracle[1]} and {gate[1]} at that paper's shape).",
@@ -459,7 +459,7 @@ def aux_losses() -> Study:
             ["config", "what", "steps", "seeds", "loss, first half", "loss at the end", "gate probability"], rows
         ),
     ]
-    command = "hf-depthroute study recipes/aux_losses/main.yaml --out OUT --jobs 2"
+    command = "hf-depthroute study recipes/aux_losses/long.yaml --out OUT --jobs 2"
     return Study("Auxiliary losses", "aux_losses", command, brief, section)
 
 
@@ -647,10 +647,17 @@ def duels() -> list[Duel]:
     pairs = [("aux_losses, pilots, oracle's labels", *case) for case in configs]
     pairs.append(("aux_losses, pilots, no labels", 0.5, "a3_{}"))
     found += [gates_of(study, *pair) for pair in pairs]
-    for folder, budget, behind in (("main", 0.5, ""), ("budget_25", 0.25, "_b25")):
+    tuned_pairs = (
+        ("main", 0.5, "rate 8e-3", ""),
+        ("budget_25", 0.25, "rate 8e-3", "_b25"),
+        ("long", 0.5, "rate 2e-3", ""),
+        ("long", 0.5, "rate 8e-3", "_8e3"),
+    )
+    for folder, budget, rate, behind in tuned_pairs:
         tuned = read_results(RECIPES / "aux_losses" / folder)
-        found.append(gates_of(tuned, "aux_losses, rates tuned, oracle's labels", budget, "{}" + behind))
-        found.append(gates_of(tuned, "aux_losses, rates tuned, no labels", budget, "a3_{}" + behind))
+        title = f"aux_losses, {rate}, {tuned.info['steps']:,} steps, "
+        found.append(gates_of(tuned, title + "oracle's labels", budget, "{}" + behind))
+        found.append(gates_of(tuned, title + "no labels", budget, "a3_{}" + behind))
     return found
 
 

@@ -66,7 +66,7 @@ LAYOUTS = (
     Layout(
         "table-4",
         "Table 4 of the paper: A3, neither util nor rank",
-        ("g1", "g3", "a3_g3", "a3_g1", "g1_8e3", "a3_g1_8e3"),
+        ("g1", "g3", "a3_g3", "a3_g1", "g1_8e3", "g3_8e3", "a3_g3_8e3", "a3_g1_8e3"),
         (*LOSSES, "hits", "grad norm", "gate prob", "train cost (paper)", "wall (s)", "CPU (s)"),
         needs=("a3_g1", "a3_g3"),
         note="Paper: best 5.0636 (G1), 5.0614 (G3), 5.0597 (A3-G3), 5.0589 (A3-G1); cost 1.513, 1.527, 1.068, 1.054; "
