@@ -141,7 +141,7 @@ def test_n_grams_are_compared_with_as_many_weights_and_steps():
 
 
 @pytest.mark.parametrize(
-    ("name", "configs"), [("main", 7), ("long", 10), ("variants", 8), ("budget_25", 4), ("results", 30)]
+    ("name", "configs"), [("main", 7), ("long", 12), ("variants", 8), ("budget_25", 4), ("results", 30)]
 )
 def test_auxiliary_loss_report_is_made_from_its_results(name, configs):
     folder = AUX / name

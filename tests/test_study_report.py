@@ -61,8 +61,11 @@ def test_results_json_gives_the_same_report_as_the_folder(tmp_path):
     plan = {"g1": {"endpoint": [1 / 3, 2 / 3, 1.0]}, "g3": {"layers/q_distance": 0.85}}
     folder = write_study(tmp_path / "in", plan, missing=[("g3", 7)])
     write_report(folder, tmp_path / "first")
+    assert not (tmp_path / "first/step_ratios.json").exists()
+    (folder / "step_ratios.json").write_text('{"cgs / a3_g1": {"ratio": 1.16}}')
+    write_report(folder, tmp_path / "first")
     write_report(tmp_path / "first", tmp_path / "again")
-    for name in ("results.json", "report.md", "report.html"):
+    for name in ("results.json", "report.md", "report.html", "step_ratios.json"):
         assert (tmp_path / "again" / name).read_text() == (tmp_path / "first" / name).read_text()
 
 

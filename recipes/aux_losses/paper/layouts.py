@@ -50,7 +50,7 @@ LAYOUTS = (
     Layout(
         "table-2",
         "Table 2 of the paper: A1, no JEPA loss",
-        ("g3", "a1"),
+        ("g3", "a1", "g3_8e3", "a1_8e3"),
         (*LOSSES, "hits", "grad norm", "q distance", "q cosine", "score variance"),
         needs=("a1",),
         note="Paper: best 5.0614 (G3), 5.0735 (A1); A1 has distance 0.005 and a score variance of the order 0.00001.",

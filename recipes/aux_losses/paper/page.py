@@ -1,4 +1,4 @@
-"""`report.html` (one self-contained file), `report.md`, the figures and `results.json` of a study.
+"""`report.html` (one self-contained file), `report.md`, the figures, `results.json` and the step ratios of a study.
 
 "The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
 """
@@ -63,6 +63,8 @@ def write_report(source: Path, folder: Path) -> tuple[StudyRuns, list[Verdict]]:
     files["results.json"] = dump_results(study).encode()
     files["report.md"] = render_markdown(study, verdicts, tables, plots).encode()
     files["report.html"] = render_html(study, verdicts, tables, plots).encode()
+    if (ratios := source / "step_ratios.json").is_file():  # what the steps of an `iso_compute` config come from
+        files[ratios.name] = ratios.read_bytes()
     write_files({folder / name: content for name, content in files.items()})
     return study, verdicts
 
