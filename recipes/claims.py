@@ -133,17 +133,17 @@ def router_tuning() -> list[str]:
 
 
 def gate_supervision() -> list[str]:
-    runs = engram_report.runs_of(read("engram/results.json"))
-    memory = runs["memory"]
-    steps = next(iter(memory.values()))["steps"]
+    lengths = engram_report.by_steps(read("engram/results.json"))
+    steps = " / ".join(f"{steps:,}" for steps in lengths)
+    seeds = " / ".join(str(len(runs["memory"])) for runs in lengths.values())
     return [
         '## "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory"',
         "",
         *sizes(
-            ["2 M and the table, 6 layers, width 128", f"{steps:,} steps of 16 x 256", str(len(memory))],
+            ["2 M and the table, 6 layers, width 128", f"{steps} steps of 16 x 256", seeds],
             ["333 M, 12 layers, width 768", "5,000 steps of 16, 95 M tokens", "3"],
         ),
-        *engram_report.claims_table(runs),
+        *engram_report.differences(lengths)[:-1],
     ]  # fmt: skip
 
 

@@ -806,37 +806,43 @@ def peers() -> Study:
 
 def engram() -> Study:
     """Counterfactual gate supervision on a memory that is trained from scratch."""
-    results = read("engram/results.json")
-    runs = engram_report.runs_of(results)
-    memory = runs["memory"]
-    steps, seeds = next(iter(memory.values()))["steps"], sorted(memory)
+    lengths = engram_report.by_steps(read("engram/results.json"))
 
-    def over(kind: str, measure: engram_report.Measure) -> str:
-        return tell_mean([measure(runs[kind][seed]) - measure(memory[seed]) for seed in seeds], sign="+")
+    def told(runs: engram_report.Runs) -> str:
+        memory = runs["memory"]
 
-    kinds = [kind for kind in runs if kind != "memory" and set(seeds) <= set(runs[kind])]
-    found = "; ".join(
-        f"{engram_report.KINDS[kind].removeprefix('memory, ')} {over(kind, engram_report.loss)} (AUC "
-        f"{over(kind, engram_report.area)})"
-        for kind in kinds
-    )
+        def over(kind: str, measure: engram_report.Measure) -> str:
+            return tell_mean([measure(runs[kind][seed]) - measure(memory[seed]) for seed in memory], sign="+")
+
+        return "; ".join(
+            f"{engram_report.KINDS[kind].removeprefix('memory, ')} {over(kind, engram_report.loss)} (AUC "
+            f"{over(kind, engram_report.area)})"
+            for kind in runs
+            if kind != "memory"
+        )
+
+    def size(steps: int, runs: engram_report.Runs) -> str:
+        return f"{steps:,} steps, {len(runs['memory'])} seeds"
+
+    found = [f"{size(*length)}: {told(length[1])}" for length in list(lengths.items())[:2]]
     brief = (
-        f"a Llama of width 128 and its memory from scratch, {steps:,} steps, {len(seeds)} seeds; loss, and how well "
-        f"the gate tells where the memory helps (AUC), over the memory alone: {found}"
+        "a Llama of width 128 and its memory from scratch; loss, and how well the gate tells where the memory helps "
+        f"(AUC), over the memory alone: {'. '.join(found)}"
     )
-    command = f"python recipes/engram/run.py --seeds {' '.join(map(str, seeds))} --steps {steps} --kinds "
-    command += " ".join(("memory", *kinds))
+    steps, runs = next(iter(lengths.items()))
+    command = f"python recipes/engram/run.py --seeds {' '.join(map(str, runs['memory']))} --steps {steps} --kinds "
+    command += " ".join(runs)
     section = [
         '"Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" '
-        f"again, at the width of 128, with {steps:,} steps of 16 x 256 tokens of Python. Mean ± standard error "
-        "(seeds); AUC is how well `alpha` tells where the memory helps, by layer and their mean; hot tokens are the "
-        "half whose slots are looked up most often.",
+        "again, at the width of 128, in steps of 16 x 256 tokens of Python. Mean ± standard error (seeds); AUC is how "
+        "well `alpha` tells where the memory helps, by layer and their mean; hot tokens are the half whose slots are "
+        "looked up most often.",
         "",
-        *engram_report.table(runs),
+        *engram_report.table(lengths),
         "",
-        "Differences within each seed; the intervals hold with 95 % for all of them together:",
+        "Differences within each seed; the intervals of each table hold with 95 % for all of it together.",
         "",
-        *engram_report.claims_table(runs),
+        *engram_report.differences(lengths)[:-1],
     ]
     return Study("Counterfactual gate supervision", "engram", command, brief, section)
 

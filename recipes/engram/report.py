@@ -33,15 +33,15 @@ Runs = dict[str, dict[int, dict[str, Any]]]
 Measure = Callable[[dict[str, Any]], float]
 
 
-def runs_of(results: dict[str, Any]) -> Runs:
-    """`{kind: {seed: run}}` of the longest trainings."""
-    named = {tuple(key.split()): row for key, row in results.items() if key.split()[0] in KINDS}
-    longest = max((int(steps) for _, _, steps in named), default=0)
-    runs: Runs = {kind: {} for kind in KINDS}
-    for (kind, seed, steps), row in named.items():
-        if int(steps) == longest:
-            runs[kind][int(seed)] = row
-    return {kind: seeds for kind, seeds in runs.items() if seeds}
+def by_steps(results: dict[str, Any]) -> dict[int, Runs]:
+    """`{steps: {kind: {seed: run}}}`, the longest trainings first; steps are those of the memory alone."""
+    lengths: dict[int, Runs] = {}
+    for kind in KINDS:
+        for key, row in results.items():
+            if key.startswith(f"{kind} "):
+                _, seed, steps = key.split()
+                lengths.setdefault(int(steps), {}).setdefault(kind, {})[int(seed)] = row
+    return dict(sorted(lengths.items(), reverse=True))
 
 
 def loss(run: dict[str, Any]) -> float:
@@ -68,10 +68,10 @@ def said(values: list[float], sign: str = "") -> str:
     return f"{tell_mean(values, 4, sign)} ({len(values)})"
 
 
-def table(runs: Runs) -> list[str]:
-    """A line for each kind."""
+def table(lengths: dict[int, Runs]) -> list[str]:
+    """A line for each kind and length."""
     lines = []
-    for kind, seeds in runs.items():
+    for kind, seeds in (item for runs in lengths.values() for item in runs.items()):
         found = list(seeds.values())
         cells = [KINDS[kind], f"{found[0]['steps']:,}", said([loss(run) for run in found])]
         if kind != "none":
@@ -113,6 +113,14 @@ def claims_table(runs: Runs) -> list[str]:
     return markdown_table(["claim", "paper", "here (95 % of all)", "verdict"], lines)
 
 
+def differences(lengths: dict[int, Runs]) -> list[str]:
+    """Claims by length of the training; the intervals of each table hold together."""
+    lines = []
+    for steps, runs in lengths.items():
+        lines += [f"After {steps:,} steps:", "", *claims_table(runs), ""]
+    return lines
+
+
 def tuning_table(results: dict[str, Any]) -> list[str]:
     """The best of the learning rates that were tried."""
     tried: dict[tuple[int, str], list[dict[str, Any]]] = {}
@@ -135,34 +143,44 @@ def gradient_table(found: dict[str, Any]) -> list[str]:
     return markdown_table(["part", "language model", "CGS, lambda 1", "ratio"], lines)
 
 
-def draw(runs: Runs, path: Path) -> None:
-    """Over the training: loss, loss of hot tokens over that of cold ones, and the mean `alpha` of both."""
-    figure, panels = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
-    for number, (kind, seeds) in enumerate(runs.items()):
+def draw(lengths: dict[int, Runs], path: Path) -> None:
+    """By length, over the training: loss, that of hot tokens over that of cold ones, and the mean `alpha` of both."""
+    size = (13, 3.6 * len(lengths) + 0.6)
+    figure, rows = plt.subplots(len(lengths), 3, figsize=size, layout="constrained", squeeze=False)
+    for panels, runs in zip(rows, lengths.values()):
+        draw_length(runs, panels)
+    titles = ("loss", "loss of hot tokens - loss of cold ones", "mean alpha: hot tokens, and cold ones (dashed)")
+    for panel, title in zip(rows[0], titles):
+        panel.set_title(title, fontsize=10)
+    for panel in rows[-1]:
+        panel.set_xlabel("steps")
+    lines = {line.get_label(): line for panel in rows[:, 0] for line in panel.get_lines()}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, fontsize=9)
+    write_bytes(path, png_of(figure, dpi=110))
+    plt.close(figure)
+
+
+def draw_length(runs: Runs, panels: Any) -> None:
+    """A row of the picture."""
+    for kind, seeds in runs.items():
         curves = [run["curve"] for run in seeds.values()]
         steps = [point["step"] for point in curves[0]]
         mean = {name: np.mean([[np.mean(p[name]) for p in curve] for curve in curves], axis=0) for name in curves[0][0]}
-        drawn = {"color": f"C{number}", "marker": "o", "markersize": 3}
+        drawn = {"color": f"C{list(KINDS).index(kind)}", "marker": "o", "markersize": 3}
         panels[0].plot(steps, mean["loss"], label=KINDS[kind], **drawn)
         if kind != "none":
             panels[1].plot(steps, mean["hot"] - mean["cold"], **drawn)
             panels[2].plot(steps, mean["alpha_hot"], **drawn)
             panels[2].plot(steps, mean["alpha_cold"], linestyle="--", **drawn)
-    titles = ("loss", "loss of hot tokens - loss of cold ones", "mean alpha: hot tokens, and cold ones (dashed)")
-    for panel, title in zip(panels, titles):
-        panel.set_title(title, fontsize=10)
-        panel.set_xlabel("steps")
+    for panel in panels:
         panel.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=9)
     panels[1].axhline(0, color="black", linewidth=0.8)
-    write_bytes(path, png_of(figure, dpi=130))
-    plt.close(figure)
 
 
 def page(results: dict[str, Any]) -> str:
     """`results.md`."""
-    runs = runs_of(results)
-    parts = [*table(runs), "", "Differences within each seed:", "", *claims_table(runs), ""]
+    lengths = by_steps(results)
+    parts = [*table(lengths), "", "Differences within each seed.", "", *differences(lengths)]
     parts += ["Where learning rates were chosen, one seed, on the text to choose on:", "", *tuning_table(results), ""]
     if "gradients" in results:
         found = results["gradients"]
@@ -182,7 +200,7 @@ def main() -> None:
     path = parser.parse_args().results
     results = json.loads(path.read_text())
     write_text(path.with_suffix(".md"), page(results))
-    draw(runs_of(results), path.with_suffix(".png"))
+    draw(by_steps(results), path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
