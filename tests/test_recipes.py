@@ -229,7 +229,9 @@ def tiny_size(script):
     return script.Size(lambda: LlamaForCausalLM(config), 4096, [1, 2, 3], script.python_sources, 1e-2)
 
 
-@pytest.mark.parametrize("kind", ["none", "memory", "cgs", "weak", "smooth", "curriculum", "curriculum_slow"])
+@pytest.mark.parametrize(
+    "kind", ["none", "memory", "cgs", "cgs_slow", "weak", "smooth", "curriculum", "curriculum_slow"]
+)
 def test_a_memory_trains_from_scratch_as_the_study_does(kind, monkeypatch):
     script = load_script(RECIPES / "engram" / "run.py")
     monkeypatch.setattr(script, "POINTS", 2)

@@ -7,14 +7,14 @@
 
 A Llama of 6 layers and width 128 trains from random weights on Python sources, with a memory in front of layers 1, 2
 and 3 that trains with it. `memory` has the language-model loss alone; `cgs` also supervises the gates by what the
-memory is worth, `weak` with a hundredth of the weight, `smooth` by the mean of that worth over 9 tokens, and
-`curriculum` and `curriculum_slow` from the middle of the training on; `equal` is `memory` for as many more steps as
-`cgs` takes longer, and `none` has no memory. The optimizer is that of the published study, its warm-up scaled with
-`--steps`; the learning rates of `none`, `memory` and `cgs` are those with the lowest loss on text of its own
-(`--tune`), after fewer steps with another seed, and `equal`, `weak` and `curriculum_slow` have that of `memory`, the
-rest that of `cgs`. What `results.json` holds is not measured again. `--gradients` measures how large the gradients of
-both losses are. `--size paper` is the published study, from the Hub, for a GPU, where it has not been run: 332.9 M
-parameters (`--count`), rates that are published.
+memory is worth, `cgs_slow` at the memory's learning rate, `weak` with a hundredth of the weight, `smooth` by the mean
+of that worth over 9 tokens, and `curriculum` and `curriculum_slow` from the middle of the training on; `equal` is
+`memory` for as many more steps as `cgs` takes longer, and `none` has no memory. The optimizer is that of the published
+study, its warm-up scaled with `--steps`; the learning rates of `none`, `memory` and `cgs` are those with the lowest
+loss on text of its own (`--tune`), with another seed, of the search nearest in steps, and `equal`, `cgs_slow`, `weak`
+and `curriculum_slow` have that of `memory`, the rest that of `cgs`. What `results.json` holds is not measured again.
+`--gradients` measures how large the gradients of both losses are. `--size paper` is the published study, from the Hub,
+for a GPU, where it has not been run: 332.9 M parameters (`--count`), rates that are published.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -52,10 +53,13 @@ from hf_depthroute.training.oracle import utility_labels
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "embedded_base" / "model"
-KINDS = ("none", "memory", "cgs", "equal", "weak", "smooth", "curriculum", "curriculum_slow")
-SUPERVISED = {"cgs": 0.5, "weak": 0.005, "smooth": 0.5, "curriculum": 0.5, "curriculum_slow": 0.5}  # lambda
+KINDS = ("none", "memory", "cgs", "cgs_slow", "equal", "weak", "smooth", "curriculum", "curriculum_slow")
+SUPERVISED = {  # lambda
+    "cgs": 0.5, "cgs_slow": 0.5, "weak": 0.005, "smooth": 0.5, "curriculum": 0.5, "curriculum_slow": 0.5,
+}  # fmt: skip
 RATE_OF = {  # whose learning rate a kind has that has no search of its own
-    "equal": "memory", "weak": "memory", "curriculum_slow": "memory", "smooth": "cgs", "curriculum": "cgs",
+    "equal": "memory", "cgs_slow": "memory", "weak": "memory", "curriculum_slow": "memory", "smooth": "cgs",
+    "curriculum": "cgs",
 }  # fmt: skip
 BATCH = 16
 POINTS = 10  # of the curves
@@ -348,13 +352,14 @@ class Results:
         if self.path.exists():
             self.found = json.loads(self.path.read_text())
 
-    def rate(self, kind: str, size: Size) -> float:
-        """The learning rate of a kind, by the longest search for it or for the kind that it varies."""
+    def rate(self, kind: str, size: Size, steps: int) -> float:
+        """The learning rate of a kind: of the search for it, or for the kind it varies, that is nearest in steps."""
         tuned = RATE_OF.get(kind, kind)
         rows = [row for key, row in self.found.items() if key.startswith(f"tuning {tuned} ")]
         if not rows:
             return size.rate
-        return float(min(rows, key=lambda row: (-row["steps"], row["curve"][-1]["loss"]))["rate"])
+        best = min(rows, key=lambda row: (abs(math.log(row["steps"] / steps)), row["curve"][-1]["loss"]))
+        return float(best["rate"])
 
 
 def tune(text: Texts, seed: int, kinds: list[str], steps: int, rate: float, size: Size, results: Results) -> None:
@@ -402,14 +407,14 @@ def main() -> None:
         tune(text, args.seeds[0], tuned, args.steps, args.rate or size.rate, size, results)
         return
     if args.gradients:
-        rate = results.rate("cgs", size)
+        rate = results.rate("cgs", size, args.steps)
         results.once("gradients", lambda: gradients(text, args.seeds[0], args.steps, rate, size))
         return
     ratio = results.once("step", lambda: step_ratio(text, size))["ratio"]
     more = 1 + (ratio - 1) * 0.9  # supervised after the first tenth
     for seed, kind in itertools.product(args.seeds, args.kinds):
         steps = round(args.steps * more) if kind == "equal" else args.steps
-        rate = results.rate(kind, size)
+        rate = results.rate(kind, size, args.steps)
         results.once(
             f"{kind} {seed} {args.steps}",
             lambda k=kind, s=seed, n=steps, r=rate: train(k, text, "report", s, n, r, size),
