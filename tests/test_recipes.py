@@ -229,9 +229,7 @@ def tiny_size(script):
     return script.Size(lambda: LlamaForCausalLM(config), 4096, [1, 2, 3], script.python_sources, 1e-2)
 
 
-@pytest.mark.parametrize(
-    "kind", ["none", "memory", "cgs", "cgs_slow", "weak", "smooth", "curriculum", "curriculum_slow"]
-)
+@pytest.mark.parametrize("kind", ["none", "memory", "cgs", "weak", "smooth", "curriculum", "curriculum_slow"])
 def test_a_memory_trains_from_scratch_as_the_study_does(kind, monkeypatch):
     script = load_script(RECIPES / "engram" / "run.py")
     monkeypatch.setattr(script, "POINTS", 2)
@@ -255,6 +253,21 @@ def test_gradients_of_both_losses_are_measured_by_part():
     found = script.gradients({"train": rows}, seed=0, steps=20, rate=1e-2, size=tiny_size(script))["parts"]
     assert before == losses.LOSSES and list(found) == ["embedding", "first layer", "projections", "table"]
     assert all(min(norms.values()) > 0 for norms in found.values())
+
+
+def test_a_training_takes_the_rate_of_the_search_nearest_in_steps(tmp_path):
+    script = load_script(RECIPES / "engram" / "run.py")
+    losses_of = {("memory", 250, 0.002): 4.0, ("memory", 250, 0.004): 4.1, ("memory", 1000, 0.004): 3.0}
+    losses_of |= {("memory", 1000, 0.002): 3.1, ("cgs", 250, 0.008): 5.0}
+    rows = {
+        f"tuning {kind} {steps} {rate:g}": {"steps": steps, "rate": rate, "curve": [{"loss": loss}]}
+        for (kind, steps, rate), loss in losses_of.items()
+    }
+    (tmp_path / "results.json").write_text(json.dumps(rows))
+    results, size = script.Results(tmp_path / "results.json"), script.SIZES["small"]
+    assert [results.rate("equal", size, steps) for steps in (120, 450, 600, 2000)] == [0.002, 0.002, 0.004, 0.004]
+    assert results.rate("smooth", size, 2000) == 0.008
+    assert results.rate("none", size, 2000) == size.rate
 
 
 def test_labels_are_means_over_neighbours_that_have_one(monkeypatch):

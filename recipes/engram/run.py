@@ -1,20 +1,20 @@
 """Counterfactual gate supervision on the memory that it was made for, from scratch at a size of minutes.
 
-    python recipes/engram/run.py --tune --seeds 5 --steps 500
+    python recipes/engram/run.py --tune --seeds 5 --steps 1000 --rate 4e-3
     python recipes/engram/run.py --seeds 0 1 2
     python recipes/engram/run.py --gradients --steps 120
     python recipes/engram/report.py
 
 A Llama of 6 layers and width 128 trains from random weights on Python sources, with a memory in front of layers 1, 2
 and 3 that trains with it. `memory` has the language-model loss alone; `cgs` also supervises the gates by what the
-memory is worth, `cgs_slow` at the memory's learning rate, `weak` with a hundredth of the weight, `smooth` by the mean
-of that worth over 9 tokens, and `curriculum` and `curriculum_slow` from the middle of the training on; `equal` is
-`memory` for as many more steps as `cgs` takes longer, and `none` has no memory. The optimizer is that of the published
-study, its warm-up scaled with `--steps`; the learning rates of `none`, `memory` and `cgs` are those with the lowest
-loss on text of its own (`--tune`), with another seed, of the search nearest in steps, and `equal`, `cgs_slow`, `weak`
-and `curriculum_slow` have that of `memory`, the rest that of `cgs`. What `results.json` holds is not measured again.
-`--gradients` measures how large the gradients of both losses are. `--size paper` is the published study, from the Hub,
-for a GPU, where it has not been run: 332.9 M parameters (`--count`), rates that are published.
+memory is worth, `weak` with a hundredth of the weight, `smooth` by the mean of that worth over 9 tokens, and
+`curriculum` and `curriculum_slow` from the middle of the training on; `equal` is `memory` for as many more steps as
+`cgs` takes longer, and `none` has no memory. The optimizer is that of the published study, its warm-up scaled with
+`--steps`; the learning rates of `none`, `memory` and `cgs` are those with the lowest loss on text of its own
+(`--tune`), with another seed, of the search nearest in steps, and `equal`, `weak` and `curriculum_slow` have that of
+`memory`, the rest that of `cgs`. What `results.json` holds is not measured again. `--gradients` measures how large the
+gradients of both losses are. `--size paper` is the published study, from the Hub, for a GPU, where it has not been run:
+332.9 M parameters (`--count`), rates that are published.
 """
 
 from __future__ import annotations
@@ -53,13 +53,10 @@ from hf_depthroute.training.oracle import utility_labels
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "embedded_base" / "model"
-KINDS = ("none", "memory", "cgs", "cgs_slow", "equal", "weak", "smooth", "curriculum", "curriculum_slow")
-SUPERVISED = {  # lambda
-    "cgs": 0.5, "cgs_slow": 0.5, "weak": 0.005, "smooth": 0.5, "curriculum": 0.5, "curriculum_slow": 0.5,
-}  # fmt: skip
+KINDS = ("none", "memory", "cgs", "equal", "weak", "smooth", "curriculum", "curriculum_slow")
+SUPERVISED = {"cgs": 0.5, "weak": 0.005, "smooth": 0.5, "curriculum": 0.5, "curriculum_slow": 0.5}  # lambda
 RATE_OF = {  # whose learning rate a kind has that has no search of its own
-    "equal": "memory", "cgs_slow": "memory", "weak": "memory", "curriculum_slow": "memory", "smooth": "cgs",
-    "curriculum": "cgs",
+    "equal": "memory", "weak": "memory", "curriculum_slow": "memory", "smooth": "cgs", "curriculum": "cgs",
 }  # fmt: skip
 BATCH = 16
 POINTS = 10  # of the curves
