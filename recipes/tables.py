@@ -812,7 +812,8 @@ def engram() -> Study:
         memory = runs["memory"]
 
         def over(kind: str, measure: engram_report.Measure) -> str:
-            return tell_mean([measure(runs[kind][seed]) - measure(memory[seed]) for seed in memory], sign="+")
+            common = sorted(set(memory) & set(runs[kind]))
+            return tell_mean([measure(runs[kind][seed]) - measure(memory[seed]) for seed in common], sign="+")
 
         return "; ".join(
             f"{engram_report.KINDS[kind].removeprefix('memory, ')} {over(kind, engram_report.loss)} (AUC "
