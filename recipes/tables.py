@@ -807,31 +807,24 @@ def peers() -> Study:
 def engram() -> Study:
     """Counterfactual gate supervision on a memory that is trained from scratch."""
     lengths = engram_report.by_steps(read("engram/results.json"))
-
-    def told(runs: engram_report.Runs) -> str:
-        memory = runs["memory"]
-
-        def over(kind: str, measure: engram_report.Measure) -> str:
-            common = sorted(set(memory) & set(runs[kind]))
-            return tell_mean([measure(runs[kind][seed]) - measure(memory[seed]) for seed in common], sign="+")
-
-        return "; ".join(
-            f"{engram_report.KINDS[kind].removeprefix('memory, ')} {over(kind, engram_report.loss)} (AUC "
-            f"{over(kind, engram_report.area)})"
-            for kind in runs
-            if kind != "memory"
-        )
-
-    def size(steps: int, runs: engram_report.Runs) -> str:
-        return f"{steps:,} steps, {len(runs['memory'])} seeds"
-
-    found = [f"{size(*length)}: {told(length[1])}" for length in list(lengths.items())[:2]]
-    brief = (
-        "a Llama of width 128 and its memory from scratch; loss, and how well the gate tells where the memory helps "
-        f"(AUC), over the memory alone: {'. '.join(found)}"
-    )
     steps, runs = next(iter(lengths.items()))
-    command = f"python recipes/engram/run.py --seeds {' '.join(map(str, runs['memory']))} --steps {steps} --kinds "
+    memory = runs["memory"]
+
+    def over(kind: str, measure: engram_report.Measure) -> str:
+        seeds = sorted(set(memory) & set(runs[kind]))
+        return tell_mean([measure(runs[kind][seed]) - measure(memory[seed]) for seed in seeds], sign="+")
+
+    found = "; ".join(
+        f"{engram_report.KINDS[kind].removeprefix('memory, ')} {over(kind, engram_report.loss)} (AUC "
+        f"{over(kind, engram_report.area)})"
+        for kind in runs
+        if kind != "memory"
+    )
+    brief = (
+        f"a Llama of width 128 and its memory from scratch, {steps:,} steps, {len(memory)} seeds; loss, and how well "
+        f"the gate tells where the memory helps (AUC), over the memory alone: {found}"
+    )
+    command = f"python recipes/engram/run.py --seeds {' '.join(map(str, memory))} --steps {steps} --kinds "
     command += " ".join(runs)
     section = [
         '"Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" '

@@ -64,6 +64,10 @@ def preference(run: dict[str, Any]) -> float:
     return statistics.mean(last["alpha_hot"]) - statistics.mean(last["alpha_cold"])
 
 
+def rates_of(seeds: dict[int, dict[str, Any]]) -> str:
+    return " and ".join(f"{rate:g}" for rate in sorted({run["rate"] for run in seeds.values()}))
+
+
 def said(values: list[float], sign: str = "") -> str:
     return f"{tell_mean(values, 4, sign)} ({len(values)})"
 
@@ -73,8 +77,7 @@ def table(lengths: dict[int, Runs]) -> list[str]:
     lines = []
     for kind, seeds in (item for runs in lengths.values() for item in runs.items()):
         found = list(seeds.values())
-        rates = " and ".join(f"{rate:g}" for rate in sorted({run["rate"] for run in found}))
-        cells = [KINDS[kind], f"{found[0]['steps']:,}", rates, said([loss(run) for run in found])]
+        cells = [KINDS[kind], f"{found[0]['steps']:,}", rates_of(seeds), said([loss(run) for run in found])]
         if kind != "none":
             layers = [statistics.mean(run["areas"][layer] for run in found) for layer in found[0]["areas"]]
             cells += [" / ".join(f"{value:.3f}" for value in layers), said([area(run) for run in found])]
@@ -118,7 +121,8 @@ def differences(lengths: dict[int, Runs]) -> list[str]:
     """Claims by length of the training; the intervals of each table hold together."""
     lines = []
     for steps, runs in lengths.items():
-        lines += [f"After {steps:,} steps:", "", *claims_table(runs), ""]
+        rates = ", ".join(f"{rates_of(runs[kind])} ({KINDS[kind]})" for kind in ("memory", "cgs") if kind in runs)
+        lines += [f"After {steps:,} steps, at learning rates of {rates}:", "", *claims_table(runs), ""]
     return lines
 
 
