@@ -1,9 +1,11 @@
 """Committed models and results are what their cards and recipes say."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -268,6 +270,19 @@ def test_a_training_takes_the_rate_of_the_search_nearest_in_steps(tmp_path):
     assert [results.rate("equal", size, steps) for steps in (120, 450, 600, 2000)] == [0.002, 0.002, 0.004, 0.004]
     assert results.rate("smooth", size, 2000) == 0.008
     assert results.rate("none", size, 2000) == size.rate
+
+
+def test_a_kept_training_at_another_rate_than_the_search_says_is_refused(tmp_path, monkeypatch):
+    script = load_script(RECIPES / "engram" / "run.py")
+    kept = {"step": {"ratio": 1.2}, "tuning memory 250 0.004": {"steps": 250, "rate": 0.004, "curve": [{"loss": 4.0}]}}
+    monkeypatch.setitem(script.SIZES, "small", dataclasses.replace(script.SIZES["small"], texts=dict))
+    given = f"--kinds memory --seeds 0 --steps 450 --threads {torch.get_num_threads()} --out"
+    monkeypatch.setattr(sys, "argv", ["run.py", *given.split(), str(tmp_path / "results.json")])
+    for rate in (0.004, 0.002):
+        kept["memory 0 450"] = {"rate": rate}
+        (tmp_path / "results.json").write_text(json.dumps(kept))
+        with nullcontext() if rate == 0.004 else pytest.raises(SystemExit, match="was trained at"):
+            script.main()
 
 
 def test_labels_are_means_over_neighbours_that_have_one(monkeypatch):

@@ -412,10 +412,13 @@ def main() -> None:
     for seed, kind in itertools.product(args.seeds, args.kinds):
         steps = round(args.steps * more) if kind == "equal" else args.steps
         rate = results.rate(kind, size, args.steps)
-        results.once(
-            f"{kind} {seed} {args.steps}",
-            lambda k=kind, s=seed, n=steps, r=rate: train(k, text, "report", s, n, r, size),
-        )
+        key = f"{kind} {seed} {args.steps}"
+        run = results.once(key, lambda k=kind, s=seed, n=steps, r=rate: train(k, text, "report", s, n, r, size))
+        if run["rate"] != rate:
+            raise SystemExit(
+                f"{results.path.name}: {key!r} was trained at {run['rate']:g}, the search says {rate:g}; "
+                "take it out to train it again"
+            )
 
 
 if __name__ == "__main__":
