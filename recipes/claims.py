@@ -29,9 +29,9 @@ experiment was. A difference is a mean over seeds with an interval; those of a t
 statements together. *Holds*, *reproduced*, *supported*: the whole interval is on the claimed side. *Opposite*,
 *reversed*, *contradicted*: it is on the other. *Not comparable*: it is on the other side, and skipping is not nearly
 free here as it is in the paper. *Open*, *not detectable here*: neither. *So here*, *not so here*: whether the numbers
-of one seed, or times, are as stated; they have no interval. *In part*: the effect is there, but smaller. The routing of
-tokens has its paper's model and number of steps; all else is far smaller, and no verdict on it says how a claim fares
-at its paper's size."""
+of one seed, or times, are as stated; they have no interval. *In part*: the effect is there, but smaller.
+Token-selective routing has its paper's model and number of steps; all else is far smaller, and no verdict on it says
+how a claim fares at its paper's size."""
 
 
 def read(name: str) -> Any:
@@ -73,10 +73,10 @@ def depth_routing() -> list[str]:
             ["157 M, last 4 of 12", "20,000 steps of 16 x 256", "3"],
         ),
         "The claims about CGS are those of the paper below, here on depth gates instead of its memory. "
-        "[4,000 steps](studies/aux_losses/long/report.md), [800 steps](studies/aux_losses/main/report.md), "
-        "[budget of 25 %](studies/aux_losses/budget_25/report.md), "
-        "[variants](studies/aux_losses/variants/report.md), [pilots](studies/aux_losses/results/report.md): the last "
-        "column says where a verdict is not from the 4,000 steps. Intervals hold for all statements of one study "
+        "[4,000 steps](../recipes/aux_losses/long/report.md), [800 steps](../recipes/aux_losses/main/report.md), "
+        "[budget of 25 %](../recipes/aux_losses/budget_25/report.md), "
+        "[variants](../recipes/aux_losses/variants/report.md), [pilots](../recipes/aux_losses/results/report.md): the "
+        "last column says where a verdict is not from the 4,000 steps. Intervals hold for all statements of one study "
         "together.",
         "",
         *table("claim", CLAIMS),

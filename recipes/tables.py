@@ -340,7 +340,8 @@ def speed() -> Study:
     )
     brief = (
         f"12 of 24 FFNs at budget 0.5, bfloat16, {threads} CPU threads: prefill takes {times[0]} of the "
-        f"dense time at {flops[0]} of the FLOPs, decode of 8 sequences {times[1]} at {flops[1]}"
+        f"dense time at {flops[0]} of the FLOPs, decode of 8 sequences {times[1]} at {flops[1]}, on a CPU without "
+        "instructions for bfloat16"
     )
     section = [
         "Random weights at the shape of Qwen2.5-0.5B with a vocabulary of 32,000, "
@@ -382,15 +383,16 @@ def demo() -> Study:
     brief = (
         f"FFN budget {half[0]}, no training: loss over dense (share run) {half[2]}, {half[1]} with the best layers "
         f"left out; {half[3]} after {result['training']['arguments']['steps']} steps of the routers' branches; prefill "
-        f"takes {times[half[0]][0].split()[0]} of the dense time, at the width of Qwen2.5-0.5B "
-        f"{times[half[0]][2].split()[0]}"
+        f"takes {times[half[0]][0].split()[0]} of the dense time, with three layers of the width of Qwen2.5-0.5B and a "
+        f"vocabulary of 2,048 {times[half[0]][2].split()[0]}"
     )
     machine = result["bench"]["machine"]
     section = [
         "Loss over dense on the wider embedded base, with the share of FFN calls that ran; times over dense times, "
         "with the share that ran in them (in 48 steps of decode it can be far from the budget), of that base and of "
-        "random weights at the width of Qwen2.5-0.5B, three layers. One run, "
-        f"{machine['threads']} threads of {machine['device']}, {result['bench']['setting']['dtype']}.",
+        "random weights: three layers of the width of Qwen2.5-0.5B, a vocabulary of 2,048. Chosen rows run in "
+        "slices, which makes each row cheaper and would do so in a dense model, too, which runs all rows at once. One "
+        f"run, {machine['threads']} threads of {machine['device']}, {result['bench']['setting']['dtype']}.",
         "",
         *markdown_table(["budget", *demo_report.LINES], costs),
         "",
@@ -446,11 +448,11 @@ def aux_losses() -> Study:
     section = [
         f"{sized(study)} on the embedded base, last 3 of 6 FFNs routed at budget 0.5, {info['steps']:,} steps; dense "
         f"loss {info['base']['dense_loss']:.3f}. Of the papers' claims (arXiv:2604.17228 and CGS) and open questions: "
-        f"{counted(study)}; each with its interval in [the report](studies/aux_losses/long/report.md) and on "
-        f"[the page of claims](claims.md). [Fewer steps](studies/aux_losses/main/report.md), {fewer}: "
-        f"{counted(short)}. [At a budget of 25 %](studies/aux_losses/budget_25/report.md), {sized(quarter)}: "
-        f"{counted(quarter)}. [Variants](studies/aux_losses/variants/report.md), {sized(variants)}: "
-        f"{counted(variants)}. [Pilots](studies/aux_losses/results/report.md), {pilot_size}: {counted(pilots)}. "
+        f"{counted(study)}; each with its interval in [the report](../recipes/aux_losses/long/report.md) and on "
+        f"[the page of claims](claims.md). [Fewer steps](../recipes/aux_losses/main/report.md), {fewer}: "
+        f"{counted(short)}. [At a budget of 25 %](../recipes/aux_losses/budget_25/report.md), {sized(quarter)}: "
+        f"{counted(quarter)}. [Variants](../recipes/aux_losses/variants/report.md), {sized(variants)}: "
+        f"{counted(variants)}. [Pilots](../recipes/aux_losses/results/report.md), {pilot_size}: {counted(pilots)}. "
         "Top-k loss in nats, mean ± standard deviation over seeds. A training step with the oracle takes "
         f"{oracle[0]} of the time without it, and one with the JEPA gate {gate[0]} of one with the MLP gate "
         f"({oracle[1]} and {gate[1]} at that paper's shape).",
@@ -715,14 +717,17 @@ def fitted() -> Study:
             for (kind, _), row in sorted(points.items())
             if kind == "static_memory" and row["seeds"] > 2
         ]
-        after += f"; a table of n-grams spares the layers left out {' / '.join(tables)}" if tables else ""
+        after += (
+            f"; layers left out lose {' / '.join(tables)} less with a table of n-grams in their place" if tables else ""
+        )
         said.append(f"{fit_report.TITLES[base]} {less(found, False)} less at {' / '.join(skipped)} skipped{after}")
     said.append(branch_report.in_brief(results))
     intro = (
         "`fit_router` beside the best of all subsets of FFNs to leave out, with the same branches fitted on the same "
         "16,384 tokens. Loss over the dense base in nats, on text that neither side saw: mean ± standard error over "
         'seeds (their number); "skipped" is the share of FFN calls really skipped, "less" how much is spared of what '
-        'leaving layers out loses at that share, linear between its points; "p" how likely that is by '
+        "leaving layers out loses at that share, linear between its points, as where one layer more is left out in a "
+        'part of the texts; "p" how likely that is by '
         "chance, by a t-test of the differences within each seed, times the number of comparisons on that base."
     )
     section = [intro, "", "Without training:", "", *fit_report.table(results)]
@@ -758,7 +763,8 @@ def served() -> Study:
         by_prompt.setdefault(prompt, []).append(ratio)
     more = ", ".join(f"{min(ratios):.2f} to {max(ratios):.2f} at {prompt:,}" for prompt, ratios in by_prompt.items())
     brief = (
-        f"FFNs of all layers at budget {setting['budget']}, 1 to 16 clients: tokens/s over dense, by prompt tokens: "
+        f"FFNs of all {setting['layers']} layers at budget {setting['budget']}, random weights in {setting['dtype']}, "
+        "1 to 16 clients: tokens/s over dense, by prompt tokens: "
         f"{more}; of {soak['routed']['read']:,} answers among clients that leave, {soak['routed']['wrong']} were "
         "wrong"
     )
@@ -787,11 +793,12 @@ def peers() -> Study:
     result = read("peers/results.json")
     systems, machine = result["systems"], result["machine"]
     prompt = {name: f"{next(iter(row['times'].values()))['ratio']:.2f}" for name, row in systems.items()}
-    names = ("mod", "block", "router-tuning, attention", "attention", "early exit")
     brief = (
-        "a prompt of 1,024 tokens, half of them skipping in 6 of 12 layers, over the dense time: "
-        + ", ".join(f"{peers_report.LABELS[name]} {prompt[name]}" for name in names)
-        + "; of the routers, only ours both compute no skipped row and decode what they prefill"
+        "time of a prompt of 1,024 tokens over dense, half of them skipping in 6 of 12 layers: blocks, "
+        f"{prompt['block']} (the MoD package {prompt['mod']}); attention, {prompt['attention']} (Router-Tuning's code "
+        f"{prompt['router-tuning, attention']}); every token leaving after 6 layers by transformers' early exit, "
+        f"{prompt['early exit']}"
+        "; of the routers, only ours both compute no skipped row and decode what they prefill"
     )
     section = [
         "A Llama with random weights, 12 layers at the width of Qwen2.5-0.5B, bfloat16; six layers are routed, half of "
@@ -852,7 +859,7 @@ def results() -> dict[Path, str]:
     rows = [[f"[{s.title}](recipes/{s.folder})", f"`{s.command}`", s.brief] for s in found]
     sections = []
     for s in found:
-        made = f"From [`recipes/{s.folder}`](studies/{s.folder}/README.md), which has the exact commands."
+        made = f"From [`recipes/{s.folder}`](../recipes/{s.folder}/README.md), which has the exact commands."
         sections += ["", f"## {s.title}", "", made, "", *s.section]
     return {
         README: part(markdown_table(["study", "command", "what came out"], rows), RESULTS),
@@ -863,8 +870,7 @@ def results() -> dict[Path, str]:
 def numbers_block() -> str:
     """The three numbers of the README's first screen: half of all FFN calls, in quality and in time."""
     points = fit_report.summary(read("fit_router/results.json")["wide"])
-    routed = points["mlp", 2]
-    static = routed["more"] / (1 - fit_report.spared(points, routed))
+    routed, static = points["mlp", 2], points["static", 2]
     phases = [row for row in read("fit_router/phases.json")["rows"] if row["keep"] == 0.5]
     behind = [row["prefill"]["more"] for row in phases]
     demo = read("demo/results.json")
@@ -876,15 +882,16 @@ def numbers_block() -> str:
 
     lines = [
         f"* **Loss**: without any training, routers that skip {1 - routed['share']:.0%} of all FFN calls add "
-        f"{routed['more']:.3f} ± {routed['error']:.3f} nats to a small Llama's loss; the best layers left out for "
-        f"every token, as many calls, {static:.3f} (`python recipes/fit_router/run.py`; seeds: {routed['seeds']}).",
+        f"{routed['more']:.3f} ± {routed['error']:.3f} nats to a small Llama's loss; the best "
+        f"{1 - static['share']:.0%} of its FFNs left out for every token {static['more']:.3f} ± {static['error']:.3f} "
+        f"(`python recipes/fit_router/run.py`; seeds: {routed['seeds']}).",
         f'* **Prompts**: where only the prompt is routed that way (`phases="prefill"`), the text behind it loses '
         f"{tell_mean(behind)} nats (`python recipes/fit_router/phases.py`; "
         f"seeds: {len(phases)}).",
         f"* **Time**: its prompts take {taken('bench', '0.5')} of the dense time at budget 0.5 and "
-        f"{taken('bench', '0.25')} at 0.25; at the width of Qwen2.5-0.5B, with random weights, "
-        f"{taken('bench_wide', '0.5')} and {taken('bench_wide', '0.25')} (`make demo`; {setting['dtype']}, "
-        f"{machine['threads']} CPU threads, medians of {setting['repeats']} rounds).",
+        f"{taken('bench', '0.25')} at 0.25; those of three layers of the width of Qwen2.5-0.5B, "
+        f"random weights and a vocabulary of 2,048, {taken('bench_wide', '0.5')} and {taken('bench_wide', '0.25')} "
+        f"(`make demo`; {setting['dtype']}, {machine['threads']} CPU threads, medians of {setting['repeats']} rounds).",
     ]
     return part(lines, NUMBERS)
 

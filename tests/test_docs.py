@@ -56,6 +56,14 @@ def repository(hub: Path, name: str) -> Path:
     return files
 
 
+def test_links_lead_to_files_of_the_repository() -> None:
+    """Where the pages are read without the site."""
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("recipes/**/*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s#:]+)[^):]*\)", page.read_text())]
+    assert len(links) > 100
+    assert [(str(page), link) for page, link in links if not (page.parent / link).exists()] == []
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hub cache with the models and the adapter that the pages name."""

@@ -40,6 +40,15 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """mkdocs's event: in pages of `docs/`, links to other files of the repository become links to their pages."""
+    if page.file.generated_by:
+        return markdown
+    for name, generated in {"recipes/": "studies/", "model_cards/": "model_cards/", **WHOLE}.items():
+        markdown = re.sub(rf"\]\(((?:\.\./)*)\.\./{name}", rf"](\1{generated}", markdown)
+    return markdown.replace("](notebooks/quickstart.ipynb)", "](notebooks/quickstart.md)")
+
+
 def study(path: Path) -> str:
     """A study's page. The list of studies also gets links to them."""
     text = path.read_text()
