@@ -37,6 +37,7 @@ from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, rou
 from hf_depthroute.training.base_routers import observe_routers
 from hf_depthroute.training.forks import observe_prefix
 from hf_depthroute.training.losses import observe_exits, routing_losses
+from hf_depthroute.training.objective import RoutingObjective
 from hf_depthroute.training.oracle import prefix_utility
 from hf_depthroute.training.record import remembered
 from hf_depthroute.training.trainer import RoutingArguments
@@ -149,6 +150,27 @@ def other_methods(rank: int, world: int) -> Result:
     return step(rank, world, stacked(rows(GLOBAL_BATCH, padding=(0, 5, 2, 0))), observed=True)
 
 
+def by_objective(rank: int, world: int) -> Result:
+    """What has a state, or means, of its own: the counterfactual temperature and the distillation."""
+    batch = stacked(rows(GLOBAL_BATCH, padding=(0, 1, 5, 6)))
+    model = build_routed("llama").train()
+    wrapped = DistributedDataParallel(model) if world > 1 else model
+    targets = (batch["labels"][:, 1:] != -100).sum()
+    mine = {name: share(value, rank, world) for name, value in batch.items()}
+    arguments = RoutingArguments(cgs_weight=0.5, cgs_warmup=0, distill_weight=1.0, alive_min=0.99)
+    objective = RoutingObjective(arguments, model)
+    objective.schedule(0)
+    with objective.watching() as watched:
+        output = wrapped(**mine, num_items_in_batch=targets)
+        objective(output.loss * world, watched, 1.0, mine["labels"], output.logits).backward()
+    terms, _ = objective._pending[0]
+    return {
+        "terms": {name: term.item() for name, term in terms.items()} | objective.state(),
+        "gradients": gradients(model),
+        "ratio": watched.trace.full_ratio(),
+    }
+
+
 def train(rank: int, world: int, cls: type[Trainer]) -> Result:
     """Two steps of two accumulated batches; rank order is the order of rows in the global batch."""
     model = build_routed("llama", "jepa")
@@ -183,6 +205,7 @@ STEPS: tuple[Callable[[int, int], Result], ...] = (
     one_rank_is_padding,
     oracle,
     other_methods,
+    by_objective,
 )
 SHARDED: tuple[Callable[[int, int], Result], ...] = (
     sharded,

@@ -59,6 +59,25 @@ def test_a_callback_that_nobody_told_its_trainer_learns_it(tmp_path: Path) -> No
     assert "loss_budget" not in step_logs(trainer)[0] and "loss_alive" in step_logs(trainer)[0]
 
 
+def test_a_callback_serves_one_trainer_after_another(tmp_path: Path) -> None:
+    callback = DepthRouteCallback()
+    for _ in range(2):
+        trainer, _ = make_trainer(build_routed("llama"), rows(2), tmp_path, Trainer)
+        trainer.add_callback(callback)
+        trainer.train()
+        assert "loss_budget" in step_logs(trainer)[0]
+
+
+@pytest.mark.parametrize("cls", [DepthRouteTrainer, Trainer])
+def test_losses_that_would_be_added_twice_are_refused(cls: type[Trainer], tmp_path: Path) -> None:
+    trainer, _ = make_trainer(build_routed("llama"), rows(2), tmp_path, cls)
+    trainer.add_callback(DepthRouteCallback())
+    if cls is Trainer:
+        trainer.add_callback(DepthRouteCallback())
+    with pytest.raises(ValueError, match="would add the routing losses 2 times"):
+        trainer.train()
+
+
 def test_a_loop_without_the_routing_losses_is_warned() -> None:
     model, batch = build_routed("llama").train(), stacked(rows(2))
     with pytest.warns(UserWarning, match="trains routers without the routing losses"):

@@ -265,6 +265,7 @@ def test_branches_learn_under_gates_that_stay(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
     model.train()
+    second.depth_route_gate.requires_grad_(False)
     with record_routes(model) as trace:
         model(text()[0]["input_ids"])
     assert not trace[second.layer_index].scores.requires_grad

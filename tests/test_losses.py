@@ -284,3 +284,15 @@ def test_the_gradient_of_p_is_the_first_order_effect_of_the_other_path() -> None
         hook.remove()
         assert moved == pytest.approx(gradient[b, t].item(), rel=1e-3)
         assert moved != 0
+
+
+def test_a_loop_of_ones_own_holds_the_budget_that_the_adapter_has() -> None:
+    """A global budget is held over all layers, whatever each of them does."""
+    model = build_routed("llama", budget_scope="global").train()
+    ids = tokens(2, 8)
+    with record_routes(model) as trace:
+        lm = model(input_ids=ids, labels=ids).loss
+    found = routing_losses(trace, lm, {"budget": 1.0})["budget"]
+    means = mean_probability(trace)
+    assert found.item() == pytest.approx((means.mean() - 0.5).square().item(), abs=1e-7)
+    assert found.item() != pytest.approx((means - 0.5).square().mean().item(), abs=1e-7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,12 +10,21 @@ import torch
 import torch.nn.functional as F
 from models import FAMILY_NAMES, GATES, build_routed, decoder_layers, tokens
 from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_depthroute.base import readout
 from hf_depthroute.inference.calibration import use_selection
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes, replay_routes, routings
 from hf_depthroute.training.forks import divergence_from_dense, observe_prefix
-from hf_depthroute.training.oracle import ORACLES, exact_utility, prefix_utility, refresh_cost, utility_labels
+from hf_depthroute.training.oracle import (
+    ORACLES,
+    UtilityLabels,
+    exact_utility,
+    prefix_utility,
+    refresh_cost,
+    utility_labels,
+)
 
 LAYERS = (1, 2, 3)
 WINDOW, GAMMA = 3, 0.5
@@ -142,6 +152,59 @@ def test_forks_can_be_limited_to_some_layers() -> None:
     every, one = (utility_labels(model, batch(), "on_policy", layers=layers) for layers in (None, [2]))
     assert tuple(one) == (2,)
     assert (one[2].utility - every[2].utility).abs().max() <= 1e-6
+
+
+def packed(lengths: tuple[int, int] = (6, 4)) -> dict[str, torch.Tensor]:
+    """Two documents in one row; the first token of neither is predicted."""
+    ids = tokens(1, sum(lengths))
+    labels = ids.clone()
+    labels[:, [0, lengths[0]]] = -100
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def labels_of(model: nn.Module, inputs: dict[str, torch.Tensor], kind: str, **more: Any) -> dict[int, UtilityLabels]:
+    with observe_prefix(model) as prefix:
+        model(**inputs, use_cache=False, **more)
+        return prefix_utility(prefix, inputs["labels"], kind, WINDOW, GAMMA)
+
+
+@pytest.mark.parametrize("kind", ORACLES)
+def test_labels_of_packed_documents_are_those_of_each_alone(kind: str) -> None:
+    """A window ends with its document."""
+    model, inputs = build_routed("llama", selection="threshold"), packed()
+    labels = labels_of(model, inputs, kind)
+    for part in (slice(0, 6), slice(6, 10)):
+        expected = labels_of(model, {name: value[:, part] for name, value in inputs.items()}, kind)
+        for layer in LAYERS:
+            assert (labels[layer].utility[:, part] - expected[layer].utility).abs().max() <= 1e-5
+            assert torch.equal(labels[layer].valid[:, part], expected[layer].valid)
+
+
+def attend_within(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """As FlashAttention with packed rows: all rows in a line, cut at `cu_seq_lens_q`; what no cut covers is NaN."""
+    heads = q.shape[1] // k.shape[1]
+    lined = [
+        x.transpose(1, 2).flatten(0, 1).transpose(0, 1) for x in (q, *(x.repeat_interleave(heads, 1) for x in (k, v)))
+    ]
+    out = torch.full_like(lined[0], float("nan"))
+    for start, end in pairwise(kwargs["cu_seq_lens_q"].tolist()):
+        parts = (x[None, :, start:end] for x in lined)
+        out[:, start:end] = F.scaled_dot_product_attention(*parts, is_causal=True, scale=kwargs["scaling"])[0]
+    return out.transpose(0, 1).unflatten(0, (q.shape[0], q.shape[2])), None
+
+
+@pytest.mark.parametrize("kind", ORACLES)
+def test_forks_of_packed_rows_keep_their_documents_apart_where_attention_counts_rows(kind: str) -> None:
+    AttentionInterface.register("within", attend_within)
+    AttentionMaskInterface.register("within", ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
+    model, inputs = build_routed("llama", selection="threshold"), packed()
+    expected = labels_of(model, inputs, kind)
+    model.get_base_model().set_attn_implementation("within")
+    ends = torch.tensor([0, 6, 10], dtype=torch.int32)
+    labels = labels_of(model, inputs, kind, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=6, max_length_k=6)
+    for layer in LAYERS:
+        assert (labels[layer].utility - expected[layer].utility).abs().max() <= 1e-5
 
 
 def test_labels_that_are_not_predicted_have_no_loss() -> None:

@@ -232,8 +232,17 @@ def test_the_counterfactual_temperature_is_a_moving_average_of_the_mean_size() -
         return labels.utility[VALID].abs().mean().item()
 
     assert objective._adapt(first).item() == pytest.approx(size(first), abs=1e-6)
+    objective.schedule(1)
     expected = 0.99 * size(first) + 0.01 * size(second)
     assert objective._adapt(second).item() == pytest.approx(expected, abs=1e-6)
+    # Two batches of one step count once, together; one without a label does not.
+    objective.schedule(2)
+    objective._adapt(first)
+    expected = 0.99 * expected + 0.01 * (size(first) + size(second)) / 2
+    assert objective._adapt(second).item() == pytest.approx(expected, abs=1e-6)
+    objective.schedule(3)
+    nothing = UtilityLabels(first.utility, torch.zeros_like(first.valid))
+    assert objective._adapt(nothing).item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_missing_labels_and_logits_are_named() -> None:

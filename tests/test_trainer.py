@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import COVERING, GATES, KINDS, build_base, build_routed, tokens
+from peft import LoraConfig, get_peft_model
 from training import (
     adapter_state,
     assert_same_tensors,
@@ -34,6 +35,7 @@ from hf_depthroute import (
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.calibration import is_calibrated
 from hf_depthroute.routing.trace import RouteTrace, routings
+from hf_depthroute.training.checkpoints import fault_of
 from hf_depthroute.training.losses import LOSSES, mean_probability, routing_losses
 from hf_depthroute.training.trainer import RoutingArguments
 
@@ -722,3 +724,46 @@ def test_another_learning_rate_schedule_does_not_inherit_the_defaults_arguments(
     trainer, _ = make_trainer(build_routed("llama"), rows(4), tmp_path, lr_scheduler_type="linear")
     trainer.train()
     assert step_logs(trainer)[-1]["learning_rate"] == pytest.approx(0.5e-2)
+
+
+def test_routers_beside_lora_resume(tmp_path: Path) -> None:
+    """A checkpoint that holds the adapter of another method too is whole."""
+
+    def run(folder: Path, resume: str | None = None) -> Any:
+        torch.manual_seed(0)
+        lora = get_peft_model(build_base("llama"), LoraConfig(target_modules=["q_proj"]), adapter_name="tuned")
+        model = get_depth_routed_model(lora.get_base_model(), DepthRouteConfig(layers=[1, 2]), adapter_name="router")
+        trainer, _ = make_trainer(model, rows(8), folder, save_strategy="steps", save_steps=2)
+        trainer.train(resume_from_checkpoint=resume)
+        return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    whole = run(tmp_path / "run")
+    assert any("lora" in name for name in whole)
+    assert fault_of(tmp_path / "run" / "checkpoint-2") is None
+    assert_same_tensors(whole, run(tmp_path / "again", str(tmp_path / "run" / "checkpoint-2")))
+
+
+def test_every_training_of_model_init_trains_a_model_of_its_own(tmp_path: Path) -> None:
+    trainer = DepthRouteTrainer(
+        model_init=lambda: build_routed("llama"), args=training_arguments(tmp_path), train_dataset=rows(4)
+    )
+    states = []
+    for _ in range(2):
+        trainer.train()
+        states.append(adapter_state(trainer.model))
+        assert trainer.routing_objective.model is trainer.model
+        assert "loss_budget" in step_logs(trainer)[-1]
+    assert_same_tensors(*states)
+
+
+def test_gates_that_one_training_leaves_alone_train_in_the_next(tmp_path: Path) -> None:
+    model = build_routed("llama")
+    fixed, _ = make_trainer(model, rows(4), tmp_path, train_gates=False)
+    before = adapter_state(model)
+    fixed.train()
+    fixed.train()
+    moved = {name for name, value in adapter_state(model).items() if not torch.equal(value, before[name])}
+    assert any("branch" in name for name in moved) and not any("gate" in name for name in moved)
+    trainer, _ = make_trainer(model, rows(4), tmp_path, Trainer)
+    trainer.train()
+    assert any("gate" in name and not torch.equal(value, before[name]) for name, value in adapter_state(model).items())

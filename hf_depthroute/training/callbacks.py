@@ -93,7 +93,7 @@ class DepthRouteCallback(RoutingCallback):
         arguments = self.arguments or (args if isinstance(args, RoutingArguments) else RoutingArguments())
         self.objective, trainer = RoutingObjective(arguments, kwargs["model"]), self.trainer
         trainer.__dict__["compute_loss"] = partial(routed_loss, self.objective, trainer, trainer.compute_loss)
-        self._open.callback(trainer.__dict__.pop, "compute_loss")
+        self._open.callback(trainer.__dict__.pop, "compute_loss", None)
         trainer.callback_handler.callbacks.remove(self)
         trainer.callback_handler.callbacks.insert(0, self)  # adds to the logs before integrations read them
 
@@ -162,15 +162,21 @@ def provide(trainer: Any) -> None:
     A trainer with routing losses prints readable lines.
 
     Raises:
-        ValueError: The model is routed, and no parameter of it trains.
+        ValueError: The model is routed, and no parameter of it trains; or the losses would be added twice.
     """
     holders = [m for m in trainer.model.modules() if isinstance(m, Routing) and m.adapter() is not None]
     if holders and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise ValueError(FROZEN)
     callbacks = trainer.callback_handler.callbacks
     ours = [callback for callback in callbacks if isinstance(callback, RoutingCallback)]
+    if len(ours) > 1:
+        names = " and ".join(type(callback).__name__ for callback in ours)
+        raise ValueError(
+            f"{type(trainer).__name__} would add the routing losses {len(ours)} times ({names}): leave one in; "
+            "DepthRouteTrainer has its own"
+        )
     for callback in (c for c in ours if isinstance(c, DepthRouteCallback)):
-        callback.trainer = callback.trainer or trainer
+        callback.trainer = trainer
     if not ours and _trains_routers(holders):
         logger.info("%s trains a routed model: added DepthRouteCallback, default weights", type(trainer).__name__)
         trainer.add_callback(DepthRouteCallback(trainer))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..adapter.files import CONFIG_NAME, AdapterMismatchError, check_folder, read_config
+from ..adapter.files import CONFIG_NAME, PEFT_TYPE, AdapterMismatchError, check_folder, read_config
 from ..files.shown import OneLine
 from ..files.staged import sync, write_json
 
@@ -59,8 +59,10 @@ def fault_of(folder: Path) -> str | None:
     except (OSError, ValueError, TypeError, RecursionError):
         return f"its {ROUTING_STATE} is corrupt"
     try:
-        for config in folder.rglob(CONFIG_NAME):
-            check_folder(config.parent, read_config(config))
+        for path in folder.rglob(CONFIG_NAME):
+            config = read_config(path)
+            if config.get("peft_type") == PEFT_TYPE:  # beside it may lie adapters of other methods
+                check_folder(path.parent, config)
     except AdapterMismatchError as error:
         return str(error)
     return None

@@ -29,6 +29,7 @@ from ..inference.calibration import active_routings
 from ..parts.traits import traits_of
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
+from .trace_statistics import mean_of_all
 
 # From the trunk's stream after the full path, the cheap path and the policy's, each [B, T, d], to streams [K, B, T, d].
 Fork = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -77,6 +78,14 @@ class Prefix:
     def token_mask(self) -> torch.Tensor | None:
         """Bool `[B, T]`, true at real tokens; None when the model was called without a 2D attention mask."""
         return cast(torch.Tensor | None, self.kwargs[0].get(TOKEN_MASK))
+
+    @property
+    def documents(self) -> torch.Tensor | None:
+        """The number of the packed document that a position is in, int64 `[1 or B, T]`; None where layers get none."""
+        positions = self.kwargs[0].get("position_ids")
+        if positions is None or positions.ndim != 2:
+            return None
+        return F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).cumsum(1)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -132,7 +141,7 @@ def run_forks(
     forks: dict[int, range] = {}
     for layer, observed in zip(prefix.layers, prefix.kwargs):
         count = streams_FBTd.shape[0]
-        kwargs = {name: _repeat(value, batch, count) for name, value in observed.items()}
+        kwargs = _repeated(observed, batch, count)
         token_mask, ngrams = kwargs.pop(TOKEN_MASK, None), kwargs.pop(NGRAMS, None)
         h = streams_FBTd.flatten(0, 1)
         holder: Routing | None = layer._modules.get(HOLDER)
@@ -158,7 +167,7 @@ def run_forks(
             if holder.family.parallel:  # what is not routed reads the layer's input, for a new stream the trunk's
                 call = replace(call, stream=torch.cat([call.stream, call.stream[:batch].repeat(len(new_KBTd), 1, 1)]))
             if holder.family.parallel or call.site.attends_behind:
-                kwargs = {name: _repeat(value, batch, len(streams_FBTd)) for name, value in observed.items()}
+                kwargs = _repeated(observed, batch, len(streams_FBTd))
                 call = replace(call, kwargs={n: v for n, v in kwargs.items() if n not in (TOKEN_MASK, NGRAMS)})
         streams_FBTd = call.finish(streams_FBTd.flatten(0, 1)).unflatten(0, (-1, batch))
     return streams_FBTd, forks
@@ -206,7 +215,7 @@ def fork_losses(
 
 
 def divergence_from_dense(prefix: Prefix, logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    """Mean over predicted tokens of `KL(dense || routed)`, in nats; the gradient reaches `logits_BTV` only.
+    """Mean over the predicted tokens of all processes of `KL(dense || routed)`, in nats; differentiable in the logits.
 
     The dense model is this one with every routed layer full, so the teacher costs no weights of its own.
     """
@@ -219,12 +228,23 @@ def divergence_from_dense(prefix: Prefix, logits_BTV: torch.Tensor, labels_BT: t
         with prefix.replaying():
             target = prefix.read_out(rows).float().log_softmax(-1)
         total = total + F.kl_div(logits.float().log_softmax(-1), target, reduction="sum", log_target=True)
-    return total / counted_BT.sum().clamp(min=1)
+    return mean_of_all(total[None], counted_BT.sum()[None].to(total.dtype))[0]
 
 
 def _counted(prefix: Prefix, labels_BT: torch.Tensor) -> torch.Tensor:
     """Bool `[B, T]`: the positions that predict a token."""
     return F.pad(predicting(labels_BT, prefix.token_mask), (0, 1))
+
+
+def _repeated(kwargs: dict[str, Any], batch: int, count: int) -> dict[str, Any]:
+    """A layer's arguments for `count` times the batch."""
+    repeated = {name: _repeat(value, batch, count) for name, value in kwargs.items()}
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):  # where documents end in all rows, one behind the other
+        ends = kwargs.get(name)
+        if ends is not None:
+            before = ends[-1] * torch.arange(count, dtype=ends.dtype, device=ends.device)
+            repeated[name] = torch.cat([ends[:1], (before[:, None] + ends[1:]).flatten()])
+    return repeated
 
 
 def _repeat(value: Any, batch: int, count: int) -> Any:

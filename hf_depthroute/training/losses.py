@@ -61,7 +61,8 @@ class LossInputs:
         prefix: The observed forward pass, for `distill`.
         logits: Its logits `[B, T, V]`, with graph, for `distill`.
         labels: Its labels `[B, T]`, for `distill` and `exit`.
-        budget_scope: `"layer"`, or `"global"`: `budget` and `alive` hold the mean over layers instead of each layer.
+        budget_scope: `"layer"`, or `"global"`: `budget` and `alive` hold the mean over layers instead of each layer;
+            None: what the adapter says that the trace was recorded of.
         exits: The streams that entered the routed layers, for `exit`.
         routers: What the base model's routers did, for `balance` and `router_z`.
         balance_dispatch: `f` of `balance`: `"top1"` or `"topk"`.
@@ -77,7 +78,7 @@ class LossInputs:
     prefix: Prefix | None = None
     logits: torch.Tensor | None = None
     labels: torch.Tensor | None = None
-    budget_scope: str = "layer"
+    budget_scope: str | None = None
     exits: Exits | None = None
     routers: RouterTrace | None = None
     balance_dispatch: str = "top1"
@@ -338,7 +339,10 @@ def _has_budget(inputs: LossInputs) -> bool:
 
 def _held(inputs: LossInputs, per_layer_C: torch.Tensor) -> torch.Tensor:
     """What the budget holds: every layer, or their mean."""
-    return per_layer_C.mean() if inputs.budget_scope == "global" else per_layer_C
+    scope = inputs.budget_scope
+    if scope is None and inputs.trace.holders:
+        scope = inputs.trace.holders[0].active_config().budget_scope
+    return per_layer_C.mean() if scope == "global" else per_layer_C
 
 
 def derangement(real_BT: torch.Tensor) -> torch.Tensor:

@@ -47,13 +47,15 @@ class RoutingObjective:
 
     def __init__(self, arguments: RoutingArguments, model: nn.Module) -> None:
         holders = active_routings(model)
-        if not arguments.train_gates:
-            for holder in holders:
-                holder.depth_route_gate[holder.active_name()].requires_grad_(False)
         self.arguments = arguments
         self.model = model
+        gates = [] if arguments.train_gates else [h.depth_route_gate[h.active_name()] for h in holders]
+        self._frozen = [p for gate in gates for p in gate.parameters() if p.requires_grad]
+        self.freeze()
         self._step = 0
         self._temperature: torch.Tensor | None = None
+        self._temperature_before: torch.Tensor | None = None  # this step
+        self._sizes = torch.zeros(2)  # of this step's labels: the sum of `|dl|`, and how many
         self._sums: dict[str, tuple[torch.Tensor, int]] = {}
         self._load: dict[int, torch.Tensor] = {}
         self._full: dict[int, torch.Tensor] = {}  # by the thresholds: tokens full and seen, since the last log entry
@@ -64,7 +66,7 @@ class RoutingObjective:
     @contextmanager
     def watching(self) -> Iterator[LossInputs]:
         """Around a forward pass, or many: what the losses see of the last one; all but the trace only where needed."""
-        a, config = self.arguments, active_routings(self.model)[0].active_config()
+        a = self.arguments
         with ExitStack() as watchers:
             watchers.enter_context(_without_input_gradients(self.model))
             observed = {"similarity": a.similarity_weight, "missed": a.recoverability_weight}
@@ -77,7 +79,7 @@ class RoutingObjective:
             routers = watchers.enter_context(observe_routers(self.model)) if balanced else None
             yield LossInputs(
                 trace, alive_min=a.alive_min, jepa_targets=a.jepa_targets, balance_dispatch=a.balance_dispatch,
-                budget_scope=config.budget_scope, prefix=prefix, exits=exits, routers=routers,
+                prefix=prefix, exits=exits, routers=routers,
             )  # fmt: skip
 
     def __call__(
@@ -140,15 +142,22 @@ class RoutingObjective:
         return due
 
     def _adapt(self, labels: UtilityLabels) -> torch.Tensor:
-        """The counterfactual temperature: a moving average of the mean `|dl|`."""
-        size = (labels.utility.abs() * labels.valid).sum() / labels.valid.sum().clamp(min=1)
-        before = size if self._temperature is None else self._temperature
-        self._temperature = torch.lerp(size, before, _TEMPERATURE_DECAY).clamp(min=1e-6)
-        return self._temperature
+        """The counterfactual temperature: a moving average over steps of the mean `|dl|`, that of all processes.
+
+        Of a step of several batches, those so far count together.
+        """
+        sums_2 = torch.stack([(labels.utility.abs() * labels.valid).sum(), labels.valid.sum().float()])
+        self._sizes = self._sizes.to(sums_2) + sum_over_processes(sums_2)
+        if self._sizes[1] > 0:
+            size = self._sizes[0] / self._sizes[1]
+            before = size if self._temperature_before is None else self._temperature_before
+            self._temperature = torch.lerp(size, before, _TEMPERATURE_DECAY).clamp(min=1e-6)
+        return sums_2.new_ones(()) if self._temperature is None else self._temperature
 
     def schedule(self, step: int) -> None:
         """Set the budget and the temperature of optimizer step `step`."""
         self._step, a = step, self.arguments
+        self._temperature_before, self._sizes = self._temperature, torch.zeros(2)
         for holder in active_routings(self.model):
             budget, temperature = holder.active_config().budget, holder.active_config().gate_temperature
             assert temperature is not None
@@ -183,8 +192,8 @@ class RoutingObjective:
             gradients: Whether gradients count; a float16 scaler means to meet infinities and skips the step itself.
 
         Raises:
-            NonFiniteLossError: With the terms and the first layer whose scores are not finite. Weights, thresholds and
-                optimizer state are those of the step before.
+            NonFiniteLossError: With the terms and the first layer whose scores are not finite. Weights and optimizer
+                state are those of the step before; finite scores of this one may have moved the thresholds.
         """
         pending = list(self._pending)
         self._pending.clear()
@@ -199,8 +208,8 @@ class RoutingObjective:
         what = f"loss terms {', '.join(names)}" if names else "a gradient (every loss term is finite)"
         where = f"the scores of layer {layers[0]} are the first that are not" if layers else "all scores are finite"
         raise NonFiniteLossError(
-            f"step {step}: not finite: {what}; {where}. Stopped before the optimizer moved: the model is as after step "
-            f"{step - 1}. Look at the batch, or lower the learning rate"
+            f"step {step}: not finite: {what}; {where}. Stopped before the optimizer moved: the weights are as after "
+            f"step {step - 1}. Look at the batch, or lower the learning rate"
         )
 
     def state(self) -> dict[str, float]:
@@ -211,6 +220,7 @@ class RoutingObjective:
         """Undo `state`."""
         value = state.get("temperature")
         self._temperature = None if value is None else torch.tensor(value, device=next(self.model.parameters()).device)
+        self._temperature_before = self._temperature
 
     def _count(self, holder: Routing, record: RouteRecord) -> None:
         """Tokens run full and tokens seen since the last step, where a controller wants to know."""
@@ -235,9 +245,17 @@ class RoutingObjective:
                 full, seen = self._full[h.layer_index].tolist()
                 h.active_quantiles().measured = Measured(h.active_config().budget, full / max(1, seen), "training")
 
+    def freeze(self) -> None:
+        """Freeze the gates where `train_gates` is off, until `end_schedule`."""
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
+
     def end_schedule(self) -> None:
+        """The end of a training: the adapter's own budget and temperature are in force again, and its gates train."""
         for holder in routings(self.model):
             holder.scheduled_budget = holder.scheduled_temperature = None
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
 
     def pop_metrics(self) -> dict[str, float]:
         """Means since the last call: `loss_lm`, `loss_budget`, ..., and the per-layer diagnostics.

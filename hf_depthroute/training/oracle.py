@@ -70,7 +70,7 @@ def prefix_utility(
     differences, counted_BT = _differences(
         prefix, labels_BT, kind, window, gamma, lambda path_BTd, trunk_BTd: path_BTd[None], layers
     )
-    valid_BT = _windowed(counted_BT.float(), window, gamma) > 0
+    valid_BT = _windowed(counted_BT.float(), window, gamma, prefix.documents) > 0
     if prefix.token_mask is not None:
         valid_BT = valid_BT & prefix.token_mask
     return {index: UtilityLabels(difference_1BT[0], valid_BT) for index, difference_1BT in differences.items()}
@@ -140,11 +140,14 @@ def refresh_cost(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str 
     return statistics.median(seconds["refresh"]) / statistics.median(seconds["forward"])
 
 
-def _windowed(losses: torch.Tensor, window: int, gamma: float) -> torch.Tensor:
-    """`sum_delta gamma^delta losses[..., t + delta]`, cut off at the end of the sequence."""
+def _windowed(losses: torch.Tensor, window: int, gamma: float, documents: torch.Tensor | None) -> torch.Tensor:
+    """`sum_delta gamma^delta losses[..., t + delta]`, cut off at the end of the sequence, or of a packed document."""
     summed = losses.clone()
     for delta in range(1, min(window, losses.shape[-1])):
-        summed[..., :-delta] += gamma**delta * losses[..., delta:]
+        later = losses[..., delta:]
+        if documents is not None:
+            later = later * (documents[..., delta:] == documents[..., :-delta])
+        summed[..., :-delta] += gamma**delta * later
     return summed
 
 
@@ -169,7 +172,7 @@ def _differences(
     with prefix.replaying():
         streams_FBTd, forks = run_forks(prefix, on_policy, fork, layers)
         losses_FBT, counted_BT = fork_losses(prefix, streams_FBTd, labels_BT)
-    summed_FBT = _windowed(losses_FBT, window, gamma)
+    summed_FBT = _windowed(losses_FBT, window, gamma, prefix.documents)
     found = {}
     for index, made in forks.items():
         new = summed_FBT[made.start : made.stop]

@@ -13,13 +13,17 @@ from ..routing.trace import RouteTrace
 
 
 def token_mean(values: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Mean over real tokens per layer, `[C, ...] -> [C]`, over all processes of a data-parallel group.
+    """Mean over real tokens per layer, `[C, ...] -> [C]`, over all processes of a data-parallel group."""
+    total_C = (values * real).flatten(1).sum(dim=1)
+    return mean_of_all(total_C, real.flatten(1).sum(dim=1).to(total_C.dtype))
+
+
+def mean_of_all(total_C: torch.Tensor, count_C: torch.Tensor) -> torch.Tensor:
+    """`total / count`, each `[C]` and summed over all processes.
 
     The value is the same on every rank. DDP averages gradients over W ranks, so the local part carries W times its
     share: after averaging, the gradient is that of the one global mean.
     """
-    total_C = (values * real).flatten(1).sum(dim=1)
-    count_C = real.flatten(1).sum(dim=1).to(total_C.dtype)
     if world_size() == 1:
         return total_C / count_C.clamp(min=1)
     shared = sum_over_processes(torch.stack([total_C.detach(), count_C]))

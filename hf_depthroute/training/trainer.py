@@ -73,12 +73,22 @@ class DepthRouteTrainerMixin(_Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._callback = RoutingCallback()
+        self._watch(self.model)
+        self.callback_handler.callbacks.insert(0, self._callback)  # adds to the logs before the integrations read them
+
+    def _watch(self, model: nn.Module) -> None:
+        """Train `model` with the routing losses."""
         arguments = self.args if isinstance(self.args, RoutingArguments) else RoutingArguments()
-        self.routing_objective = RoutingObjective(arguments, self.model)
+        self._callback.objective = self.routing_objective = RoutingObjective(arguments, model)
         self._fused: FusedLoss | None = None
-        callback = RoutingCallback()
-        callback.objective = self.routing_objective
-        self.callback_handler.callbacks.insert(0, callback)  # adds to the logs before the integrations read them
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """As `Trainer.call_model_init`: with `model_init`, every training and trial has a model of its own."""
+        model = super().call_model_init(trial)
+        if hasattr(self, "_callback"):
+            self._watch(model)
+        return model
 
     def compute_loss(
         self,
@@ -167,6 +177,7 @@ class DepthRouteTrainerMixin(_Trainer):
         elif resume_from_checkpoint:
             checkpoints.check_complete(Path(resume_from_checkpoint))
         self.doing = ""
+        self.routing_objective.freeze()
         with self._named("training"):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
