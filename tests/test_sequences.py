@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.integrations.flex_attention
 from models import DEPTH, FAMILY_NAMES, build_base, build_routed, decoder_layers, routed, tokens
 from peft import PeftModel
 from protocol import gap
+from test_invariants_execution import counted_rows
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import DynamicCache, StaticCache
 
 from hf_depthroute import calibrate, record_routes, replay_routes, route_cost
@@ -89,7 +92,10 @@ def test_gathered_equals_masked(family: str, target: str) -> None:
 
 @every_target
 def test_reordered_cropped_repeated_and_selected_caches_keep_the_decision(family: str, target: str) -> None:
-    model = mixed(family, target)
+    assert_changed_caches_keep_the_decision(mixed(family, target))
+
+
+def assert_changed_caches_keep_the_decision(model: PeftModel) -> None:
     prompt = prompts(model)
     ids = torch.cat([prompt, tokens(8, LENGTH - 6, seed=51)], dim=1)
     expected, _, _ = extend(model, ids, [6, 12])
@@ -107,6 +113,33 @@ def test_reordered_cropped_repeated_and_selected_caches_keep_the_decision(family
     after(lambda cache: cache.crop(-2), torch.arange(8), 7)
     after(lambda cache: cache.batch_repeat_interleave(2), torch.arange(8).repeat_interleave(2), 9)
     after(lambda cache: cache.batch_select_indices(torch.tensor([6, 1])), torch.tensor([6, 1]), 9)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_prompts_weight_scales_what_follows(target: str) -> None:
+    model = mixed("llama", target, scale_by_gate=True)
+    assert_changed_caches_keep_the_decision(model)
+    prompt = prompts(model)
+    ids = torch.cat([prompt, tokens(8, LENGTH - 6, seed=52)], dim=1)
+    expected, cache, first = extend(model, ids, [6, 12])
+    assert gap(extend(model, ids, [6, *range(7, 13)])[0], expected) < 1e-5
+    assert gap(extend(model, ids, [6, 12], StaticCache(config=model.config, max_cache_len=16))[0], expected) < 1e-5
+    with torch.no_grad(), record_routes(model) as step:
+        model(tokens(8, 1), past_key_values=cache)
+    assert all(torch.equal(record.probs, first[index].probs[:, :1]) for index, record in step.items())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_cache_cropped_to_nothing_decides_again(target: str) -> None:
+    model = mixed("llama", target)
+    first, second = prompts(model), tokens(8, 6, seed=60)
+    expected, _, trace = extend(model, second, [6])
+    _, cache, before = extend(model, first, [6])
+    assert any(before[i].mask[:, 0].sum() != trace[i].mask[:, 0].sum() for i in ROUTED)
+    cache.crop(-6)
+    logits, _, again = extend(model, second, [6], cache)
+    assert all(torch.equal(again[i].mask, trace[i].mask) for i in ROUTED)
+    assert gap(logits, expected) < 1e-5
 
 
 def test_reset_cache_decides_again() -> None:
@@ -154,6 +187,75 @@ def test_skipped_sequences_write_no_keys_and_run_no_row(family: str, target: str
     assert route_cost(model, batch_size=8, length=6, full_ratio=ratio).kv_bytes == kv_cache_bytes(cache)
 
 
+# Caches that hold the keys and values of every sequence, and the family whose layers are to be in one.
+EVERY_SEQUENCE: dict[str, tuple[str, list[int]]] = {"static": ("llama", [1, 2, 3]), "sliding": ("olmo3", [1])}
+
+
+@pytest.mark.parametrize("target", ["attention", "block"])
+@pytest.mark.parametrize("kind", EVERY_SEQUENCE)
+@pytest.mark.parametrize("gate", ["mlp", "none"])
+def test_caches_of_every_sequence_run_the_kept_ones_only(target: str, kind: str, gate: str) -> None:
+    family, layers = EVERY_SEQUENCE[kind]
+    granularity = "token" if gate == "none" else "sequence"
+    model = mixed(family, target, gate=gate, granularity=granularity, layers=layers)
+    ids = tokens(8, 3) if gate == "none" else prompts(model, 3)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    cache: Any = DynamicCache(config=model.config)
+    if kind == "static":
+        cache = StaticCache(config=model.config, max_cache_len=8)
+    with torch.no_grad(), counted_rows(model) as counts:
+        assert gap(model(ids, past_key_values=cache).logits, expected) < 1e-5
+        model(ids[:, :1], past_key_values=cache)
+    assert counts["computed"] == counts["decided"]
+    assert sum(counts["computed"].values()) < sum(counts["all"].values())
+    assert not any(isinstance(cache.layers[i], SkippingLayer) for i in layers)
+    if kind == "sliding":
+        with model.disable_adapter():
+            dense = kv_cache_bytes(_dense_cache(model, ids))
+        assert route_cost(model, batch_size=8, length=3).kv_bytes == dense
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("target", ["attention", "block"])
+def test_block_masks_of_flex_attention_are_those_of_their_sequences(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        transformers.integrations.flex_attention, "WrappedFlexAttention", lambda *_: lambda: flex_attention
+    )
+    model = mixed("llama", target)
+    ids, mask = prompts(model), torch.ones(8, 6, dtype=torch.long)
+    mask[:, :2] = torch.tensor([[0, 0], [1, 1]]).repeat(4, 1)
+    with torch.no_grad(), record_routes(model) as trace:
+        expected = model(ids, attention_mask=mask).logits
+    assert all(0 < int(record.mask[:, -1].sum()) < 8 for record in trace.values())
+    model.get_base_model().set_attn_implementation("flex_attention")
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask).logits
+    assert gap(found[mask.bool()], expected[mask.bool()]) < 1e-4
+
+
+def test_gumbel_noise_decides_a_sequence_once() -> None:
+    model = mixed("llama", "block", selection="gumbel").train()
+    torch.manual_seed(0)
+    with record_routes(model) as trace:
+        model(tokens(8, 9))
+    for record in trace.values():
+        assert torch.equal(record.mask, record.mask[:, :1].expand(-1, 9))
+        assert torch.equal(record.probs, record.probs[:, :1].expand(-1, 9))
+
+
+def test_traces_of_a_prompt_and_its_continuation_join() -> None:
+    model = mixed("llama", "ffn", gate="jepa")
+    _, cache, first = extend(model, tokens(3, 6), [6])
+    with torch.no_grad(), record_routes(model) as second:
+        model(tokens(3, 2), past_key_values=cache)
+    joined = RouteTrace.cat([first, second])[1]
+    assert joined.q_full.shape == (3, 8, 8) and joined.q_full[:, 6:].isnan().all()
+    assert joined.scores[:, 6:].isnan().all() and not joined.scores[:, :6].isnan().any()
+
+
 @torch.no_grad()
 def _dense_cache(model: PeftModel, ids: torch.Tensor) -> DynamicCache:
     cache = DynamicCache(config=model.config)
@@ -189,7 +291,7 @@ def test_greedy_generation_equals_a_masked_reference(family: str, target: str) -
 
 @every_target
 def test_beam_search_equals_one_over_a_cache_of_every_sequence(family: str, target: str) -> None:
-    """A static cache holds every sequence, and the skipped attention is computed and masked there."""
+    """A static cache holds every sequence, and the kept ones are gathered there."""
     model = mixed(family, target)
     ids = prompts(model)
     settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "num_beams": 3}

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from models import FAMILY_NAMES, GATES, build_base, build_routed, tokens
 from torch import nn
 
 from hf_depthroute import record_routes, replay_routes
-from hf_depthroute.routing.trace import RouteRecord, RouteTrace, routings
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, routings
 
 ROUTED = [1, 2, 3]
 
@@ -268,6 +269,39 @@ def test_a_trace_replays_piece_by_piece_and_joins_again() -> None:
     for index in joined:
         assert torch.equal(joined[index].mask, whole[index].mask)
         torch.testing.assert_close(joined[index].q_full, whole[index].q_full, atol=1e-5, rtol=1e-5)
+
+
+def test_joined_traces_keep_padding_where_a_step_has_no_mask() -> None:
+    """A static cache's masks are 4D, and do not say of a single new token whether it is real."""
+    first, real = torch.ones(2, 3, dtype=torch.bool), torch.tensor([[False, False, True], [True, True, True]])
+    joined = RouteTrace.cat([made_trace(first & real, real), made_trace(torch.zeros(2, 1, dtype=torch.bool))])
+    assert torch.equal(joined[1].real, torch.cat([real, torch.ones(2, 1, dtype=torch.bool)], dim=1))
+    assert joined.full_ratio() == {1: pytest.approx(4 / 6)}
+    assert RouteTrace.cat([made_trace(first)] * 2)[1].token_mask is None
+
+
+def test_layers_without_scores_join_those_with_them() -> None:
+    model, ids = build_routed("llama", "jepa"), tokens(2, 6)
+    with torch.no_grad():
+        with record_routes(model) as first:
+            model(ids)
+        with overridden(model, "executor", "full"), record_routes(model) as second:
+            model(ids)
+    joined = RouteTrace.cat([first, second])[1]
+    assert joined.q_full.shape == joined.q_cheap.shape == (2, 12, 8)
+    assert joined.q_full[:, 6:].isnan().all() and joined.scores[:, 6:].isnan().all()
+
+
+def test_who_leaves_in_a_replayed_layer_stays_out_of_those_that_decide() -> None:
+    model, ids = build_routed("llama", gate="exit", target="block"), tokens(2, 8)
+    with torch.no_grad(), record_routes(model) as trace:
+        model(ids)
+    assert trace[2].mask.any()
+    nobody = RouteTrace({1: replace(trace[1], mask=torch.zeros_like(trace[1].mask))})
+    for start, stop in ((0, 8), (0, 5)):
+        with torch.no_grad(), replay_routes(model, nobody.positions(start, stop)), record_routes(model) as again:
+            model(ids[:, start:stop])
+        assert not any(record.mask.any() for record in again.values())
 
 
 def test_a_trace_is_a_mapping_in_layer_order() -> None:

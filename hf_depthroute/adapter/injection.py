@@ -163,10 +163,13 @@ def last_tokens_of(inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs
         last.view(-1)[ends[1:].long() - 1] = True
         return last
     if token_mask is not None:
-        return token_mask & (token_mask.flip(1).cumsum(1).flip(1) == 1)
-    last[:, -1] = True
-    if kwargs.get("attention_mask") is None and positions is not None and positions.ndim == 2:
-        last[:, :-1] |= positions[:, 1:] <= positions[:, :-1]
+        last = token_mask & (token_mask.flip(1).cumsum(1).flip(1) == 1)
+    else:
+        last[:, -1] = True
+    mask = kwargs.get("attention_mask")  # one of two dimensions holds one sequence a row
+    if positions is not None and positions.ndim == 2 and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+        ends = positions[:, 1:] <= positions[:, :-1]
+        last[:, :-1] |= ends if token_mask is None else ends & token_mask[:, :-1]
     return last
 
 

@@ -10,12 +10,14 @@ Shapes: B sequences of the cache, T new positions, P positions held, M tokens.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer
 
 _CACHES = ("past_key_values", "layer_past")  # what families call it
+_KEPT = ("keep", "probs", "tokens")  # attributes of a layer, each with the sequences as its first dimension
 
 
 class _Keeping:
@@ -23,56 +25,55 @@ class _Keeping:
 
     Attributes:
         keep: Bool `[B]`, true for the sequences that run the routed part in full.
+        probs: Float32 `[B]`, their `p`.
         tokens: Int64 `[B, P, M]`, at every position the last tokens, as `parts.memory.suffixes` has them.
     """
 
     keep: torch.Tensor | None = None
+    probs: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self._take(beam_idx)
+        _change_kept(self, lambda kept: kept[beam_idx.to(kept.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        if self.keep is not None:
-            self.keep = self.keep.repeat_interleave(repeats)
-        if self.tokens is not None:
-            self.tokens = self.tokens.repeat_interleave(repeats, dim=0)
+        _change_kept(self, lambda kept: kept.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)  # type: ignore[misc]
-        self._take(indices)
+        _change_kept(self, lambda kept: kept[indices.to(kept.device)])
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
-        self.keep = self.tokens = None
+        self.keep = self.probs = self.tokens = None
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)  # type: ignore[misc]
+        length = self.get_seq_length()  # type: ignore[attr-defined]
         if self.tokens is not None:
-            self.tokens = self.tokens[:, : self.get_seq_length()]  # type: ignore[attr-defined]
-
-    def _take(self, indices: torch.Tensor) -> None:
-        if self.keep is not None:
-            self.keep = self.keep[indices.to(self.keep.device)]
-        if self.tokens is not None:
-            self.tokens = self.tokens[indices.to(self.tokens.device)]
+            self.tokens = self.tokens[:, :length]
+        if length == 0:  # the next tokens are a prompt
+            self.keep = self.probs = None
 
 
 class SkippingLayer(DynamicLayer):
     """A cache layer that holds keys and values of the kept sequences only, and the length of all of them.
 
     Args:
-        keep: Bool `[B]`.
         tokens: As in a layer that keeps them; None where no memory reads them.
+
+    Attributes:
+        keep, probs: As in a layer that keeps them; None until the prompt is decided.
     """
 
     _layer_type = None  # transformers registers subclasses by it
 
-    def __init__(self, keep: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
+    def __init__(self, tokens: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.keep: torch.Tensor | None = keep
+        self.keep: torch.Tensor | None = None
+        self.probs: torch.Tensor | None = None
         self.tokens = tokens
         self.length = 0
 
@@ -106,14 +107,16 @@ class SkippingLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` positions; a positive number is the length to leave."""
         self.length = min(self.length, tokens_to_remove) if tokens_to_remove > 0 else self.length + tokens_to_remove
+        if self.length == 0:  # the next tokens are a prompt
+            self.reset()
         if self.keys is not None and self.values is not None and self.is_initialized:
             self.keys, self.values = self.keys[..., : self.length, :], self.values[..., : self.length, :]
         if self.tokens is not None:
             self.tokens = self.tokens[:, : self.length]
 
     def reset(self) -> None:
-        super().reset()
-        self.keep, self.tokens, self.length = None, None, 0
+        self.keys, self.values, self.is_initialized = None, None, False
+        self.keep, self.probs, self.tokens, self.length = None, None, None, 0
 
     def _take(self, indices: torch.Tensor) -> None:
         if self.keep is None:
@@ -122,9 +125,7 @@ class SkippingLayer(DynamicLayer):
         if self.keys is not None and self.values is not None:
             rows = (self.keep.cumsum(0) - 1)[indices][self.keep[indices]]
             self.keys, self.values = self.keys[rows], self.values[rows]
-        self.keep = self.keep[indices]
-        if self.tokens is not None:
-            self.tokens = self.tokens[indices.to(self.tokens.device)]
+        _change_kept(self, lambda kept: kept[indices.to(kept.device)])
 
 
 def cache_layer(cache: Any, index: int) -> Any:
@@ -137,24 +138,32 @@ def cache_layer(cache: Any, index: int) -> Any:
     return cache.layers[index]
 
 
-def remember(cache: Any, index: int, keep: torch.Tensor, skips_attention: bool) -> None:
-    """Store the decision `keep` (bool `[B]`) of layer `index`; a layer that skips its attention stops growing.
+def can_skip(layer: Any) -> bool:
+    """Whether a cache layer can leave out the keys and values of whole sequences.
 
-    Only an empty dynamic layer can leave keys and values out. A static or sliding cache, or one that holds tokens
-    already, keeps those of every sequence.
+    A static or sliding one, or one that holds tokens already, keeps those of every sequence.
+    """
+    empty = type(layer) in (DynamicLayer, _keeping(DynamicLayer)) and layer.get_seq_length() == 0
+    return empty or isinstance(layer, SkippingLayer)
+
+
+def remember(cache: Any, index: int, keep: torch.Tensor, probs: torch.Tensor, skips_attention: bool) -> None:
+    """Store the decision of layer `index`, `keep` (bool `[B]`) and `probs` (float32 `[B]`).
+
+    With `skips_attention`, a layer that `can_skip` holds the kept sequences only from now on.
     """
     layer = cache_layer(cache, index)
-    if type(layer) is SkippingLayer and layer.length == 0:
-        layer.keep = keep  # after a reset
-    elif skips_attention and type(layer) in (DynamicLayer, _keeping(DynamicLayer)) and layer.get_seq_length() == 0:
-        cache.layers[index] = SkippingLayer(keep, getattr(layer, "tokens", None))
+    if skips_attention and not isinstance(layer, SkippingLayer):
+        layer = cache.layers[index] = SkippingLayer(getattr(layer, "tokens", None))
     else:
-        _keeping_layer(cache, index).keep = keep
+        layer = _keeping_layer(cache, index)
+    layer.keep, layer.probs = keep, probs
 
 
-def remembered(cache: Any, index: int) -> torch.Tensor | None:
-    """The decision of layer `index`, bool `[B]`; None before there is one."""
-    return getattr(cache_layer(cache, index), "keep", None)
+def remembered(cache: Any, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The decision of layer `index`, `keep` and `probs`, each `[B]`; None before there is one."""
+    layer = cache_layer(cache, index)
+    return None if getattr(layer, "keep", None) is None else (layer.keep, layer.probs)
 
 
 def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
@@ -190,6 +199,14 @@ def kv_cache_bytes(cache: Any) -> int:
     """Bytes of keys and values that a transformers cache holds."""
     parts = [part for layer in cache.layers for part in (layer.keys, layer.values) if part is not None]
     return sum(part.numel() * part.element_size() for part in parts)
+
+
+def _change_kept(layer: _Keeping | SkippingLayer, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put `change` of everything that `layer` keeps besides keys and values in its place."""
+    for name in _KEPT:
+        kept = getattr(layer, name)
+        if kept is not None:
+            setattr(layer, name, change(kept))
 
 
 def _keeping_layer(cache: Any, index: int) -> Any:

@@ -74,7 +74,7 @@ class Variants:
         # All thresholds are found now: calibration must not run between timed rounds.
         self._tables = {1.0: self._saved}
         self._tuned_before = [holder.tuned for holder in active_routings(model)]
-        self._tuned: dict[float, list[dict[tuple[bool, int], str]]] = {}
+        self._tuned: dict[float, list[dict[tuple[str, bool, int], str]]] = {}
         self.chosen: dict[float, dict[str, int]] = {}  # by budget: how many layers took which executor
         self._set_tuned(None)
         for budget in self.budgets:
@@ -140,7 +140,7 @@ class Variants:
         self._tuned[budget] = [holder.tuned for holder in active_routings(self.model)]
         self._set_tuned(None)
 
-    def _set_tuned(self, tuned: list[dict[tuple[bool, int], str]] | None) -> None:
+    def _set_tuned(self, tuned: list[dict[tuple[str, bool, int], str]] | None) -> None:
         for index, holder in enumerate(active_routings(self.model)):
             holder.tuned = {} if tuned is None else tuned[index]
 

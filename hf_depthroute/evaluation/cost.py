@@ -111,7 +111,7 @@ def route_cost(
         gate, branch = gate_weights(holder, length), (1 - share) * branch_weights(holder, config)
         ratios.append(share + (branch + gate) / max(part, 1.0))
         gates, branches = gates + 2.0 * gate, branches + 2.0 * branch
-        if skips_sequences(holder):
+        if skips_sequences(holder, config):
             kv_bytes -= (1 - share) * per_layer
     return RouteCost(
         flops_dense=dense,

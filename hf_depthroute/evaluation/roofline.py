@@ -14,7 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
+from ..base.cache import cache_layer, can_skip
 from ..base.families import Family, find_decoder, find_family
 from ..base.projections import STYLES
 from ..inference.calibration import active_routings
@@ -110,7 +112,7 @@ def matrices(layer: Any, config: Any, family: Family | None = None, holder: Rout
         family: The base's family, to tell the attention from the rest.
         holder: The layer's router, where one is on.
     """
-    parts: dict[str, float] = {} if holder is None else _left_out(layer, holder)
+    parts: dict[str, float] = {} if holder is None else _left_out(layer, config, holder)
     found = []
     for name, weight in layer.named_parameters():
         if name.startswith(f"{HOLDER}.") or "norm" in name or weight.ndim not in (2, 3):  # a norm of heads is 2-d
@@ -122,14 +124,14 @@ def matrices(layer: Any, config: Any, family: Family | None = None, holder: Rout
     return found
 
 
-def _left_out(layer: Any, holder: Routing) -> dict[str, float]:
+def _left_out(layer: Any, config: Any, holder: Routing) -> dict[str, float]:
     """By the name of a child, how much of it the cheap path leaves out."""
     family, target = holder.family, TARGETS[holder.active_config().target]
     parts = {family.ffn: 1.0} if target.skips_ffn else {}
     if target.per_pair:
         parts[f"{family.ffn}.{family.experts}"] = 1.0
-    if skips_attention(holder):
-        if skips_sequences(holder):
+    if skips_attention(holder, config):
+        if skips_sequences(holder, config):
             return parts | {family.attention: 1.0}
         assert family.queries is not None
         queries = STYLES[family.queries].weights(getattr(layer, family.attention))
@@ -137,15 +139,16 @@ def _left_out(layer: Any, holder: Routing) -> dict[str, float]:
     return parts
 
 
-def whole_sequences(holder: Routing) -> bool:
-    """Whether a decision holds for a whole sequence."""
-    config = holder.active_config()
-    return config.granularity == "sequence" or (holder.active_gate().static and config.phases == "all")
+def skips_sequences(holder: Routing, config: Any) -> bool:
+    """Whether a skipped attention leaves its keys and values out of the KV cache that `generate` makes.
 
-
-def skips_sequences(holder: Routing) -> bool:
-    """Whether a skipped attention leaves its keys and values out."""
-    return whole_sequences(holder) and TARGETS[holder.active_config().target].skips_attention
+    `config` is the base model's. A layer with a sliding window holds every sequence, and so does flex attention.
+    """
+    routing = holder.active_config()
+    whole = routing.granularity == "sequence" or (holder.active_gate().static and routing.phases == "all")
+    if not (whole and TARGETS[routing.target].skips_attention) or config._attn_implementation == "flex_attention":
+        return False
+    return can_skip(cache_layer(DynamicCache(config=config), holder.layer_index))
 
 
 def runs_full(holder: Routing, length: int) -> bool:
@@ -153,10 +156,10 @@ def runs_full(holder: Routing, length: int) -> bool:
     return length == 1 and holder.active_config().phases == "prefill"
 
 
-def skips_attention(holder: Routing) -> bool:
+def skips_attention(holder: Routing, config: Any) -> bool:
     """Whether the cheap path saves the attention: per token only where the family's projections are known."""
-    queries_known = holder.family.queries is not None
-    return TARGETS[holder.active_config().target].skips_attention and (whole_sequences(holder) or queries_known)
+    target, queries_known = TARGETS[holder.active_config().target], holder.family.queries is not None
+    return target.skips_attention and (queries_known or skips_sequences(holder, config))
 
 
 def gate_weights(holder: Routing, length: int) -> float:
@@ -248,8 +251,8 @@ def count_work(
         for matrix in matrices(layer, config, family, holder):
             flops, moved = _product(matrix, tokens, rows, passes)
             work.add(matrix.part, again * flops, again * size * moved)
-        skips = holder is not None and skips_attention(holder)
-        whole = holder is not None and whole_sequences(holder)
+        skips = holder is not None and skips_attention(holder, config)
+        whole = holder is not None and skips_sequences(holder, config)
         share = rows if skips else 1.0
         read = share if length == 1 or whole or not skips else passes
         moved = batch * cached_values * ((cached + length) * read + length * (share if whole else 1.0))

@@ -41,6 +41,24 @@ class Decision:
     probs: Tensor | None = None
 
 
+def without_scores(holder: Routing, plan: RoutePlan, x: Tensor, mask: Tensor, probs: Tensor | None = None) -> Decision:
+    """A decision that was not made on these tokens: scores and extras are NaN, and so are the probs that are not given.
+
+    Args:
+        holder: The layer's adapter state.
+        plan: How it routes.
+        x: `[B, T, d]`. Where extras are recorded, the gate is asked about one token, for their shapes.
+        mask: Bool `[B, T]`.
+        probs: Float32 `[B, T]`.
+    """
+    nothing = torch.full(x.shape[:2], torch.nan, device=x.device)
+    extras = dict.fromkeys(plan.extras, nothing)
+    if plan.recorders and plan.gate.outputs:
+        shapes = {name: value.shape[2:] for name, value in holder.score(plan, x[:, :1]).items()}
+        extras |= {name: nothing.new_full((*x.shape[:2], *shapes[name]), torch.nan) for name in plan.gate.outputs}
+    return Decision(nothing, extras, mask, nothing if probs is None else probs)
+
+
 @dataclass(frozen=True)
 class RoutedCall:
     """What an executor is given.
@@ -147,7 +165,7 @@ class RoutedCall:
         update = self.memory.update(self.ngrams.flatten(0, 1)[index.to(self.ngrams.device)], after.dtype)
         rows = after.reshape(-1, after.shape[-1])
         add = rows.index_add if torch.is_grad_enabled() else rows.index_add_
-        return add(0, index, update).view(after.shape)
+        return add(0, index, update.to(rows.dtype)).view(after.shape)  # autocast may have made it another dtype
 
     def finish(self, after: Tensor) -> Tensor:
         """The layer's output, from the stream after the routed part, each `[B, T, d]`."""

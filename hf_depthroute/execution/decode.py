@@ -181,9 +181,10 @@ class SequenceStep(DecodeStep):
         self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None
     ) -> Tensor | None:
         cache = cache_of(kwargs)
-        keep = remembered(cache, self.layer_index)
-        if keep is None:  # these tokens are the prompt
+        made = remembered(cache, self.layer_index)
+        if made is None:  # these tokens are the prompt
             return None
+        keep = made[0]
         kept, held, target = int(keep.sum()), cache_layer(cache, self.layer_index), self.plan.target
         skips_keys = target.skips_attention and isinstance(held, SkippingLayer)
         if 0 < kept < len(keep) or (kept and self.plan.rule == "static"):

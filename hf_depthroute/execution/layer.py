@@ -24,7 +24,7 @@ from ..routing.holder import HOLDER, Routing
 from ..routing.misuse import warn_of_backward
 from ..routing.plan import RoutePlan
 from ..routing.trace import RouteRecord
-from .call import Kwargs, RoutedCall, Site
+from .call import Decision, Kwargs, RoutedCall, Site, without_scores
 from .decode import Step
 from .executors import executor_of
 from .memory import continued_ngrams
@@ -90,7 +90,7 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, **kwargs: An
         if not plan.recorders:
             return (out,)
         mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool) if token_mask is None else token_mask
-        return out, mask, *[torch.full_like(mask, torch.nan, dtype=torch.float32)] * (2 + len(plan.extras))
+        return _recorded(out, plan, without_scores(holder, plan, hidden_states, mask))
     call = routed_call(layer, plan, hidden_states, token_mask, kwargs, ngrams=ngrams)
     out = executor_of(call).run(call)
     if plan.config.granularity == "sequence":
@@ -98,8 +98,13 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, **kwargs: An
     if not plan.recorders:
         return (out,)
     assert call.decision is not None
-    extras = call.decision.extras
-    return out, call.mask, call.decision.scores, call.probs, *(extras[name] for name in plan.extras)
+    return _recorded(out, plan, call.decision)
+
+
+def _recorded(out: Tensor, plan: RoutePlan, made: Decision) -> tuple[Tensor, ...]:
+    """The layer's output and the decision, as a checkpoint hands them on."""
+    assert made.mask is not None and made.probs is not None
+    return out, made.mask, made.scores, made.probs, *(made.extras[name] for name in plan.extras)
 
 
 def routed_call(

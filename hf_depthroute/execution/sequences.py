@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.cache import SkippingLayer, cache_layer, cache_of, remember, remembered
+from ..base.cache import cache_layer, cache_of, can_skip, remember, remembered
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
-from .call import Decision, RoutedCall
+from .call import Decision, RoutedCall, without_scores
 
 
 def decide_sequences(
@@ -21,14 +21,14 @@ def decide_sequences(
 ) -> Decision:
     """One decision per sequence, on the mean over its real tokens; with a KV cache, the one made on the prompt.
 
-    Scores and probs of a decision that is only remembered are NaN: they are not computed again.
+    Scores and extras of a decision that is only remembered are NaN: they are not computed again.
     """
     holder: Routing = layer._modules[HOLDER]
     batch, length = gate_input.shape[:2]
-    keep = None if layer.training else remembered(cache_of(kwargs), holder.layer_index)
-    if keep is not None and plan.replayed is None:
-        nothing = torch.full((batch, length), torch.nan, device=gate_input.device)
-        return Decision(nothing, {name: nothing for name in plan.extras}, keep[:, None].expand(-1, length), nothing)
+    made = None if layer.training else remembered(cache_of(kwargs), holder.layer_index)
+    if made is not None and plan.replayed is None:
+        keep, probs = (part[:, None].expand(-1, length) for part in made)
+        return without_scores(holder, plan, gate_input, keep, probs)
     real = gate_input.new_ones(batch, length, dtype=torch.bool) if token_mask is None else token_mask
     # In float32: the sum over a long prompt leaves the range of float16.
     total = gate_input.masked_fill(~real[..., None], 0).sum(1, keepdim=True, dtype=torch.float32)
@@ -42,15 +42,23 @@ def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
     """Keep the decision with the KV cache, if there is one that has none yet; see `cache.remember`."""
     cache = None if call.layer.training else cache_of(call.kwargs)
     if cache is not None and remembered(cache, call.holder.layer_index) is None:
-        remember(cache, call.holder.layer_index, call.mask[:, 0], skips_attention)
+        remember(cache, call.holder.layer_index, call.mask[:, 0], call.probs[:, 0], skips_attention)
 
 
 def skips_sequences(call: RoutedCall) -> bool:
-    """Whether `skip_sequences` runs the call: one decision per sequence about its attention, no mixing, no compiler."""
+    """Whether `skip_sequences` runs the call: one decision per sequence about its attention, no mixing, no compiler.
+
+    A cache that holds the keys and values of every sequence, and a mask that cannot be indexed by them (a block mask of
+    flex attention), leave the call to the executors of tokens.
+    """
     if not call.plan.target.skips_attention or call.needs_both_paths or torch.compiler.is_compiling():
         return False
     static = call.plan.rule == "static" and call.plan.last_tokens is None and call.plan.replayed is None
-    return call.plan.config.granularity == "sequence" or static
+    if not (call.plan.config.granularity == "sequence" or static):
+        return False
+    cache, attended = cache_of(call.kwargs), call.kwargs.get("attention_mask")
+    indexed = attended is None or isinstance(attended, Tensor)
+    return indexed and (cache is None or can_skip(cache_layer(cache, call.holder.layer_index)))
 
 
 def skip_sequences(call: RoutedCall) -> Tensor:
@@ -60,18 +68,14 @@ def skip_sequences(call: RoutedCall) -> Tensor:
     """
     stream, keep, scale, branch = call.stream, call.mask[:, 0], call.scale, call.branch
     remember_sequences(call, skips_attention=True)
-    cache = cache_of(call.kwargs)
-    held = cache_layer(cache, call.holder.layer_index)
     rows, others = keep.nonzero().squeeze(-1), (~keep).nonzero().squeeze(-1)
-    batch = len(keep)
-    if cache is not None and not isinstance(held, SkippingLayer):  # this cache holds every sequence
-        after = call.full()[rows]
-    elif len(rows):
-        kwargs = {name: whole_sequences(value, rows, batch) for name, value in call.kwargs.items()}
+    if len(rows):
+        kwargs = {name: whole_sequences(value, rows, len(keep)) for name, value in call.kwargs.items()}
         after = call.of(rows, kwargs).full()
     else:
         after = stream[rows]
-    if isinstance(held, SkippingLayer):
+    held = cache_layer(cache_of(call.kwargs), call.holder.layer_index)
+    if held is not None:
         held.advance(stream.shape[1])
     if scale is not None:
         after = stream[rows] + (after - stream[rows]) * scale[rows][..., None].to(after.dtype)

@@ -100,7 +100,7 @@ def tune_execution(
         check_executor(name)
     model.eval()
     for holder in active_routings(model):
-        holder.tuned = {}
+        holder.forget_tuned(holder.active_name())
     holders = gated_routings(model)
     layers = [find_layers(model)[holder.layer_index] for holder in holders]
     if executors is None:
@@ -124,7 +124,7 @@ def tune_execution(
             best = min(executors, key=found.__getitem__)
             if not keep_decisions and found[best] > found["full"] / floor:
                 best = "full"
-            holder.tuned[shape_class(*shape)] = best
+            holder.tuned[holder.active_name(), *shape_class(*shape)] = best
             choices.append(Choice(holder.layer_index, step, shape, best, found))
     return choices
 

@@ -135,7 +135,10 @@ class JEPAGate(_LinearMaps):
         super().reset_parameters(generator)
 
     def weights_per_token(self) -> int:
-        """As in the other gates; the predictor runs once per action."""
+        """As in the other gates, with the predictor once per action, as its study counts.
+
+        Inference folds what depends on the action alone, and the difference, and multiplies with about a third less.
+        """
         return super().weights_per_token() + self.predict_hidden.weight.numel() + self.predict.weight.numel()
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], q [B, T, summary_dim]

@@ -90,7 +90,7 @@ class Routing(nn.Module, BaseTunerLayer):
         self.scheduled_budget: float | None = None  # training schedules
         self.scheduled_temperature: float | None = None
         self.executor = "auto"  # how inference runs the routed part: "auto", or a row of `execution.executors`
-        self.tuned: dict[tuple[bool, int], str] = {}  # executors by `shape_class`, from `tune_execution`
+        self.tuned: dict[tuple[str, bool, int], str] = {}  # executors by adapter and `shape_class`: `tune_execution`
         self.observed: tuple[str, ...] = ()  # of what the paths do, in training: "similarity", "missed"
         # Plans and decoding steps; making one costs as much as a small layer's arithmetic.
         self.derived = TransientCache()
@@ -198,8 +198,8 @@ class Routing(nn.Module, BaseTunerLayer):
             return None
         config = self.config(name)
         executor = self.executor
-        if self.tuned and executor == "auto" and not self.active_gate().static:  # what another adapter was tuned to
-            executor = self.tuned.get(shape_class(*rows), executor)
+        if self.tuned and executor == "auto" and not self.active_gate().static:  # it may have become so since
+            executor = self.tuned.get((name, *shape_class(*rows)), executor)
         prompts_only = config.phases == "prefill" and not training and self.selection is None
         last_tokens = last_tokens if prompts_only else None
         only_last = prompts_only and rows[1] == 1
@@ -240,13 +240,14 @@ class Routing(nn.Module, BaseTunerLayer):
         predicted: torch.Tensor | None = None,
         experts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`decision.decide`; a token that has left early stays out."""
-        if not plan.gate.exits or plan.replayed is not None:
-            return decide(plan, self.layer_index, scores, token_mask, predicted, experts)
-        mask, probs = decide(plan, self.layer_index, scores, token_mask)
-        for previous in self._previous.get(plan.adapter, ()):  # who left at an earlier layer stays out
-            assert previous.last_mask is not None
-            mask = mask & previous.last_mask.to(mask.device)
+        """`plan.decide`; a token that has left early stays out, unless a replay says otherwise."""
+        mask, probs = decide(plan, self.layer_index, scores, token_mask, predicted, experts)
+        if not plan.gate.exits:
+            return mask, probs
+        if plan.replayed is None:
+            for previous in self._previous.get(plan.adapter, ()):  # who left at an earlier layer stays out
+                assert previous.last_mask is not None
+                mask = mask & previous.last_mask.to(mask.device)
         self.last_mask = mask
         return mask, probs
 
@@ -266,6 +267,11 @@ class Routing(nn.Module, BaseTunerLayer):
         self.projections.pop(adapter_name, None)
         self._previous.pop(adapter_name, None)
         self.runs.pop(adapter_name, None)
+        self.forget_tuned(adapter_name)
+
+    def forget_tuned(self, adapter_name: str) -> None:
+        """Leave the choice of executors for this adapter to the table again."""
+        self.tuned = {key: executor for key, executor in self.tuned.items() if key[0] != adapter_name}
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Nothing to merge here; other methods on the same model call it on every tuner layer."""

@@ -209,7 +209,8 @@ def _by_rule(
         mask = topk_mask(scores.detach().flatten(1), plan.budget, None if real is None else real.flatten(1))
         return mask.view(scores.shape), probs
     if plan.rule == "gumbel":  # the difference of two Gumbel variables is logistic
-        noise = torch.empty_like(scores).exponential_().log() - torch.empty_like(scores).exponential_().log()
+        drawn = scores[:, :1] if plan.config.granularity == "sequence" else scores  # a sequence is decided once
+        noise = torch.empty_like(drawn).exponential_().log() - torch.empty_like(drawn).exponential_().log()
         scores = scores + plan.temperature * noise
         probs = torch.sigmoid((scores - plan.threshold) / plan.temperature)
     return threshold_mask(scores.detach(), plan.threshold, real), probs

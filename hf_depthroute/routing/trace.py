@@ -24,7 +24,7 @@ class RouteRecord:
 
     With target experts, decisions are about pairs: mask, scores and probs are `[B, T, K]`, K the experts per token. A
     decision about a sequence stands at all of its positions; where it was made on an earlier call and is only
-    remembered by the KV cache, scores and probs are NaN.
+    remembered by the KV cache, scores and extras are NaN.
 
     Attributes:
         mask: Bool `[B, T]`, true where the token ran the full path; with target memory at every real token, times `p`.
@@ -171,9 +171,11 @@ class RouteCounter:
 
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[RouteTrace]:
-    """Record what every routed layer of `model` decides; changes no output.
+    """Record what every routed layer of `model` decides.
 
-    Works in training and in inference, on a `PeftModel`, its base model or any module around them.
+    Works in training and in inference, on a `PeftModel`, its base model or any module around them. The output stays
+    what it is, but for decoding on a CPU: there the general forward pass stands in for its fused steps, which round
+    differently. In bfloat16 a decision close to its threshold may flip.
 
         with record_routes(model) as trace:
             model(**batch)
@@ -259,12 +261,13 @@ def routings(model: nn.Module) -> list[Routing]:
 
 def _combined(records: Sequence[RouteRecord], combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> RouteRecord:
     """One record whose tensors are those of `records`, put together by `combine`."""
-    masks = [record.token_mask for record in records if record.token_mask is not None]
+    known = any(record.token_mask is not None for record in records)
+    masks = [r.mask.new_ones(r.mask.shape[:2]) if r.token_mask is None else r.token_mask for r in records]
     return replace(
         records[0],
         mask=combine([record.mask for record in records]),
         scores=combine([record.scores for record in records]),
         probs=combine([record.probs for record in records]),
-        token_mask=combine(masks) if len(masks) == len(records) else None,
+        token_mask=combine(masks) if known else None,
         extras={name: combine([record.extras[name] for record in records]) for name in records[0].extras},
     )
