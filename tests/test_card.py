@@ -222,6 +222,28 @@ def test_what_is_no_result_is_refused_in_one_line(content: Any, message: str, ad
     assert "result.json" in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_results_on_another_base_are_refused(adapter: Path) -> None:
+    for measured in (losses(), tasks(), speed()):
+        make_card(adapter, [measured | {"base_mismatch": False}])
+        with pytest.raises(ResultError, match="result 1: was measured on another base"):
+            make_card(adapter, [measured | {"base_mismatch": True}])
+
+
+@pytest.mark.parametrize("own, measured", [("all", "prefill"), ("prefill", "all"), ("all", "all")])
+def test_results_name_their_phases(own: str, measured: str, saved_adapter: Save) -> None:
+    folder = saved_adapter(build_routed("llama", phases=own))
+    scored, timed = tasks(), speed()
+    scored["runs"]["budget 0.5"]["phases"] = measured
+    if measured != "all":
+        timed["setting"]["phases"] = measured
+    card = make_card(folder, [scored, timed])
+    said = own != measured
+    assert (f"`budget 0.5, phases {measured}`" in card.text) == said
+    assert (f"| prefill 4 x 8, float32, phases {measured} |" in card.text) == said
+    (result,) = card.data.eval_results
+    assert result.metric_name == f"acc (budget 0.5{f', phases {measured}' if said else ''})"
+
+
 def test_results_that_became_stale_do_not_stop_a_save(saved_adapter: Save) -> None:
     model = build_routed("llama")
     add_results(model, losses(weights_hash="sha256:0"))

@@ -25,10 +25,11 @@ from hub_server import TOKEN, HubServer
 from models import build_base, routed
 from text_models import save_base, word_tokenizer, write_text
 
-from hf_depthroute import __version__
+from hf_depthroute import DepthRouteConfig, __version__, get_depth_routed_model
 from hf_depthroute.cli import errors, main
 from hf_depthroute.cli.loading import explained
 from hf_depthroute.cli.output import made
+from hf_depthroute.routing.trace import count_routes, routings
 
 REPOSITORY = Path(__file__).parent.parent
 PROMPT = ("--prompt", "the", "--max-new-tokens", 4)
@@ -169,6 +170,23 @@ def test_generate_reports_the_share_of_all_steps(run: Run, adapter: Path) -> Non
     assert ratio * 3 % 1 != 0  # not the three layers' decisions on one last token
 
 
+def test_generate_takes_its_time_without_the_count(run: Run, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ratios, generate = [], peft.PeftModelForCausalLM.generate
+
+    def spied(model: peft.PeftModel, **arguments: object) -> object:
+        assert not any(holder.recorders for holder in routings(model))
+        ids = generate(model, **arguments)
+        with count_routes(model) as counter:
+            assert torch.equal(generate(model, **arguments), ids)
+        ratios.append(sum(counter.full_ratio().values()) / len(counter.full_ratio()))
+        return ids
+
+    monkeypatch.setattr(peft.PeftModelForCausalLM, "generate", spied)
+    for phases in ("all", "prefill"):
+        ended = run("generate", adapter, "--prompt", "the cat sat", "--max-new-tokens", 12, "--phases", phases)
+        assert f"full ratio {ratios[-1]:.3f}" in ended.err
+
+
 def test_sampling_repeats_with_its_seed_and_changes_with_another(run: Run, adapter: Path) -> None:
     sample = ["generate", "--adapter", adapter, "--prompt", "the", "--max-new-tokens", 16, "--sample", "--seed"]
     assert run(*sample, 1).out == run(*sample, 1).out != run(*sample, 2).out
@@ -228,6 +246,23 @@ def test_the_same_seed_trains_the_same_adapter(run: Run, train_arguments: list[o
         assert run(*train_arguments, "--seed", seed, "--overwrite").code == 0
         weights.append((tmp_path / "out" / "adapter_model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
+
+
+def test_a_card_refuses_what_was_measured_on_another_base(run: Run, adapter: Path, text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"], other)
+    model = transformers.AutoModelForCausalLM.from_pretrained(other)
+    for parameter in model.parameters():
+        parameter.data += 0.5
+    model.save_pretrained(other)
+    on_other = ("--model", other, "--allow-base-mismatch", "--json", tmp_path / "other.json")
+    short = ("--length", 8, "--budgets", "0.5")
+    assert run("eval", adapter, "--dataset", text, *short, "--json", tmp_path / "own.json").code == 0
+    assert run("card", adapter, "--results", tmp_path / "own.json").code == 0
+    for command in (("eval", adapter, "--dataset", text), ("bench", adapter, "--repeats", 1, "--decode-steps", 1)):
+        assert run(*command, *short, *on_other).code == 0
+        ended = run("card", adapter, "--results", tmp_path / "other.json")
+        assert ended.code == errors.USAGE and "measured on another base than this adapter's" in ended.error
 
 
 def test_bench_prints_and_writes_both_phases(run: Run, adapter: Path, tmp_path: Path) -> None:
@@ -291,6 +326,20 @@ def test_yaml_is_refused_also_where_the_command_line_overrides_it(
     assert message in ended.error
     assert "config.yaml" in ended.error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", ["FILE", "[FILE]", "[FILE, FILE]"])
+def test_yaml_gives_an_option_that_may_be_given_several_times(
+    value: str, run: Run, adapter: Path, text: Path, tmp_path: Path
+) -> None:
+    result = tmp_path / "eval.json"
+    assert run("eval", adapter, "--dataset", text, "--length", 16, "--budgets", 0.5, "--out", result).code == 0
+    ended = run("card", adapter, "--config", write_yaml(tmp_path, f"results: {value.replace('FILE', str(result))}\n"))
+    assert ended.code == 0, ended.err
+    shown = (adapter / "README.md").read_text().count("| causal threshold |")
+    assert shown == value.count("FILE")
+    ended = run("card", adapter, "--config", write_yaml(tmp_path, "results: {a: b}\n"))
+    assert ended.code == errors.USAGE and "results must be a single value" in ended.error
 
 
 def test_a_missing_yaml_file_is_named(run: Run, train_arguments: list[object], tmp_path: Path) -> None:
@@ -418,6 +467,60 @@ def test_bench_refuses(arguments: list[str], message: str, run: Run) -> None:
     ended = run("bench", *arguments)
     assert ended.code == errors.USAGE
     assert message in ended.error
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ["bench", "--suite", "x.yaml", "--budgets", "0.5", "--masked"],
+            "bench: --budgets and --masked have no effect",
+        ),
+        (["bench", "--suite", "x.yaml", "--cases", "decode"], "bench: --cases has no effect with --suite"),
+        (["bench", "--suite", "x.yaml", "--batch", "4", "--length", "8"], "--batch and --length have no effect"),
+        (["bench", "--compare", "a", "b", "--plot", "plots"], "bench: --plot has no effect with --compare"),
+        (["bench", "ADAPTER", "--cases", "decode", "--decode-steps", "0"], "leaves nothing of --cases decode"),
+        (["eval", "ADAPTER", "--dataset", "TEXT", "--limit", "3"], "eval: --limit has no effect without --tasks"),
+        (["eval", "ADAPTER", "--dataset", "TEXT", "--num-fewshot", "3"], "--num-fewshot has no effect"),
+        (["eval", "ADAPTER", "--dataset", "TEXT", "--include-path", "."], "--include-path has no effect"),
+        (["eval", "ADAPTER", "--tasks", "piqa", "--blocks", "3"], "eval: --blocks has no effect with --tasks"),
+        (["report", ".", "--title", "mine"], "report: --title is for an adapter, and . is no adapter's folder"),
+        (["report", ".", "--no-speed"], "report: --no-speed is for an adapter"),
+        (["report", ".", "--repeats", "3"], "report: --repeats is for an adapter"),
+    ],
+)
+def test_an_option_that_nothing_looks_at_is_refused(
+    arguments: list[str], message: str, run: Run, adapter: Path, text: Path
+) -> None:
+    places = {"ADAPTER": adapter, "TEXT": text}
+    ended = run(*(places.get(word, word) for word in arguments))
+    assert ended.code == errors.USAGE
+    assert message in ended.error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["eval", "ADAPTER", "--dataset", "TEXT", "--length", 16],
+        ["report", "ADAPTER", "--dataset", "TEXT", "--length", 16],
+        ["generate", "ADAPTER", *PROMPT, "--budget", 0.5],
+        ["generate", "ADAPTER", *PROMPT, "--lossless", "--draft-budget", 0.5],
+        ["generate", "ADAPTER", *PROMPT, "--lossless", "--draft-search"],
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments[:1] + arguments[-2:])),
+)
+def test_a_budget_of_an_adapter_that_was_never_fitted_is_refused(
+    arguments: list[object], run: Run, base: Path, text: Path, tmp_path: Path
+) -> None:
+    fresh = get_depth_routed_model(transformers.AutoModelForCausalLM.from_pretrained(base), DepthRouteConfig())
+    fresh.save_pretrained(tmp_path / "adapter")
+    places = {"ADAPTER": tmp_path / "adapter", "TEXT": text}
+    ended = run(*(places.get(str(word), word) for word in arguments))
+    assert ended.code == errors.USAGE
+    assert "its thresholds were never fitted" in ended.error
+    if arguments[0] == "eval":
+        ended = run(*(places.get(str(word), word) for word in arguments), "--calibrate-on", "train")
+        assert ended.code == 0, ended.error
 
 
 def test_an_adapter_given_as_model_is_recognised(run: Run, train_arguments: list[object], adapter: Path) -> None:

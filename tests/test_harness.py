@@ -9,13 +9,14 @@ from typing import Any
 import lm_eval
 import pytest
 import torch
+from lm_eval.models.huggingface import HFLM
 from models import routed
 from text_models import save_base, word_tokenizer
 from transformers import AutoModelForCausalLM
 
 from hf_depthroute.cli import main
 from hf_depthroute.evaluation.harness import TASKS, DepthRouteLM, evaluate_tasks, scores
-from hf_depthroute.routing.trace import routings
+from hf_depthroute.routing.trace import count_routes, routings
 
 TASK = """
 task: {name}
@@ -119,6 +120,34 @@ def test_dense_and_routed_are_compared_and_the_budget_is_restored(base: Path, ta
     assert {"results", "configs", "versions", "n-shot"} <= set(runs[1].results)
 
 
+@pytest.mark.parametrize("fields", [{}, {"phases": "prefill"}, {"granularity": "sequence"}], ids=str)
+def test_generations_are_timed_without_their_count_and_counted_as_they_were(
+    base: Path, tasks: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp", **fields)
+    model.generation_config.suppress_tokens = [word_tokenizer().pad_token_id]  # no model that was trained writes it
+    recorders: list[int] = []
+    generate = HFLM._model_generate
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorders.extend(len(holder.recorders) for holder in routings(self.model))
+        return generate(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFLM, "_model_generate", timed)
+        found = evaluate_tasks(model, word_tokenizer(), ["small_generation"], [0.5], include_path=tasks, batch_size=1)
+        padded = evaluate_tasks(model, word_tokenizer(), ["small_generation"], [0.5], include_path=tasks, batch_size=5)
+    assert set(recorders) == {0}
+    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
+    lm = DepthRouteLM(model, budget=0.5, tokenizer=word_tokenizer(), batch_size=1)
+    with count_routes(model) as counter:
+        lm_eval.simple_evaluate(lm, tasks=["small_generation"], task_manager=manager)
+    ratios = counter.full_ratio().values()
+    assert found[1].full_ratio == pytest.approx(sum(ratios) / len(ratios), abs=1e-6)
+    assert 0 < found[1].full_ratio < 1
+    assert padded[1].full_ratio == pytest.approx(found[1].full_ratio, abs=0.01)
+
+
 def test_lm_eval_finds_the_model_by_name(base: Path, tasks: Path, tmp_path: Path) -> None:
     model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp")
     model.save_pretrained(tmp_path)
@@ -161,7 +190,8 @@ def test_the_command_prints_a_table_and_writes_lm_evals_results(
     out = tmp_path / "results.json"
     command = ["eval", "--adapter", tmp_path / "adapter", "--tasks", "small_choice", "--include-path", tasks]
     with pytest.raises(SystemExit) as caught:
-        main([str(part) for part in [*command, "--budgets", "0.3,1", "--json", out, "--limit", "6"]])
+        options = ["--budgets", "0.3,1", "--json", out, "--limit", "6", "--phases", "prefill"]
+        main([str(part) for part in [*command, *options]])
     assert caught.value.code == 0
     printed = capsys.readouterr().out
     assert "small_choice" in printed and "acc_norm" in printed and "budget 0.3" in printed
@@ -170,6 +200,8 @@ def test_the_command_prints_a_table_and_writes_lm_evals_results(
     dense = written["runs"]["dense"]["lm_eval"]
     assert dense["n-samples"]["small_choice"]["effective"] == 6
     assert "acc,none" in dense["results"]["small_choice"]
+    assert [run["phases"] for run in written["runs"].values()] == [None, "prefill", "prefill"]
+    assert written["base_mismatch"] is False
     with pytest.raises(SystemExit) as caught:
         main(["eval", "--adapter", str(tmp_path / "adapter")])
     assert caught.value.code == 2

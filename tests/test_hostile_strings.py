@@ -170,7 +170,7 @@ def test_a_warning_shows_the_name_of_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_a_table_shows_names_and_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    from hf_depthroute.cli.loading import print_table
+    from hf_depthroute.cli.output import print_table
 
     print_table(("task",), [(FORGED,), ("[red]piqa[/red]",)])
     out = capsys.readouterr().out

@@ -142,6 +142,52 @@ def test_earlier_results_are_used_as_they_are(folders, tmp_path, capsys):
     assert "2.510" in page and "1.11x" in page and '<input type="radio" name="budget" value="2">' in page
 
 
+def test_losses_from_a_file_are_of_the_text_that_it_names(folders, tmp_path, capsys):
+    adapter, text = folders
+    own = json.loads((adapter / "adapter_config.json").read_text())["weights_hash"]
+    rows = list(planted_report()[0].rows)
+    common = (adapter, "--dataset", text, "--length", 16, "--blocks", 2, "--no-speed", "--out", tmp_path / "page.html")
+    for recorded, said in (
+        ({}, "not recorded"),
+        (
+            {"dataset": "/there/their text.txt", "split": "test", "blocks": 64, "length": 32, "weights_hash": own},
+            "their text.txt, split test, 64 blocks of 32 tokens",
+        ),
+    ):
+        (tmp_path / "eval.json").write_text(json.dumps(recorded | {"rows": rows}))
+        code, _, err = run(capsys, *common, "--eval", tmp_path / "eval.json")
+        assert code == 0, err
+        page = (tmp_path / "page.html").read_text()
+        assert f"<dt>Text of the losses</dt><dd>{said}</dd>" in page
+        assert "<dt>Text</dt><dd>text.txt, split train, 2 blocks of 16 tokens</dd>" in page
+
+
+@pytest.mark.parametrize(
+    "recorded, said", [({"weights_hash": "sha256:0"}, "other weights"), ({"base_mismatch": True}, "another base")]
+)
+def test_results_of_another_adapter_or_base_are_refused(recorded, said, folders, tmp_path, capsys):
+    adapter, text = folders
+    report, *_ = planted_report()
+    (tmp_path / "eval.json").write_text(json.dumps({"rows": list(report.rows)} | recorded))
+    (tmp_path / "bench.json").write_text(json.dumps(dict(report.bench) | recorded))
+    for option in ("eval", "bench"):
+        path = tmp_path / f"{option}.json"
+        code, _, err = run(capsys, adapter, "--dataset", text, f"--{option}", path, "--out", tmp_path / "page.html")
+        (line,) = err.splitlines()
+        assert code == 2 and line.startswith(f"error: --{option} {path}: was measured ") and said in line
+
+
+def test_the_speed_of_other_budgets_than_one_is_measured(folders, tmp_path, capsys):
+    adapter, text = folders
+    measured = ("--dataset", text, "--length", 16, "--blocks", 2, "--samples", 1, "--repeats", 1)
+    for budgets, said in (("0.5,1", False), ("1", True)):
+        out = tmp_path / "page.html"
+        code, _, err = run(capsys, adapter, *measured, "--budgets", budgets, "--out", out)
+        assert code == 0, err
+        assert ("Speed was not measured: no budget is below 1." in out.read_text()) == said
+        assert ('id="speed-table"' in out.read_text()) != said
+
+
 def test_an_adapter_without_budgets_gets_a_page(folders, tmp_path, capsys):
     _, text = folders
     model = routed(transformers.AutoModelForCausalLM.from_pretrained(folders[0].parent / "base"), threshold=0.0)

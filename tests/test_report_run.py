@@ -89,6 +89,14 @@ def test_the_view_holds_the_trace(fields):
     assert view.data["texts"][0]["runs"][0]["loss"] == [None, *(round(v, 4) for v in expected.tolist())]
 
 
+def test_the_view_shows_what_decoding_ran_in_full_where_only_prompts_are_routed():
+    model, ids = routed(build_base("llama"), phases="prefill"), tokens(1, 8)[0]
+    data = collect_tokens(model, word_tokenizer(), [Sample("p", ids, 6)], [0.5])
+    for layer in data["texts"][0]["runs"][0]["layers"]:
+        assert layer["mask"][7:13] == "1" * 6  # the prompt's last token, and every one that was read after it
+    assert any("0" in layer["mask"][:7] for layer in data["texts"][0]["runs"][0]["layers"])
+
+
 def test_pairs_of_tokens_and_experts_are_shown_as_several_decisions():
     model = routed(build_base("olmoe"), "experts")
     with record_routes(model) as trace, torch.no_grad():

@@ -21,11 +21,12 @@ import pytest
 import torch
 from models import VOCABULARY, randomised, routed
 from text_models import save_base, word_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils.import_utils import is_serve_available
 
 from hf_depthroute.cli.serve import link_model
 from hf_depthroute.cli.serve_limits import Guard, Limits, limited_managers
+from hf_depthroute.cli.serve_settings import wrong_settings
 
 POSITIONS = 1 << 17
 OPTIONS = ["--max-prompt-tokens", "64", "--max-output-tokens", "100000", "--max-requests", "20"]
@@ -113,6 +114,10 @@ WRONG: dict[str, tuple[str, Any, int]] = {
     "no template": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the"}], "max_tokens": 3}, 400),
     "no role": ("/v1/chat/completions", {"messages": [{"content": "the"}], "max_tokens": 3}, 400),
     "beams": ("/v1/completions", SHORT | {"generation_config": json.dumps({"num_beams": 1000})}, 400),
+    "no beam": ("/v1/completions", SHORT | {"generation_config": json.dumps({"num_beams": 0})}, 400),
+    "cache": ("/v1/completions", SHORT | {"generation_config": json.dumps({"cache_implementation": "quantized"})}, 400),
+    "end": ("/v1/completions", SHORT | {"generation_config": json.dumps({"forced_eos_token_id": 999_999})}, 400),
+    "long stop": ("/v1/completions", SHORT | {"stop": "ab" * 10_000}, 400),
     "other model": ("/v1/completions", SHORT | {"model": "gpt2"}, 400),
     "load another": ("/load_model", {"model": "gpt2"}, 400),
     "load none": ("/load_model", {}, 400),
@@ -130,11 +135,44 @@ def test_what_a_client_gets_wrong_is_its_error(case: str, server: Server) -> Non
     assert len(json.dumps(said)) < 1000
 
 
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ({}, None),
+        ({"stop": "x" * 256, "generation_config": None}, None),
+        ({"stop": ["x"] * 16}, None),
+        ({"stop": "x" * 257}, "stop: each must be a string of 1 to 256 characters"),
+        ({"stop": ["x"] * 17}, "stop must be a string, or a list of 1 to 16"),
+        ({"stop": ["x", 5]}, "stop: each"),
+        ({"stop": {}}, "stop must be"),
+        ({"stop": ""}, "stop: each"),
+        ({"generation_config": '{"stop_strings": ["' + "x" * 257 + '"]}'}, "stop_strings: each"),
+        ({"generation_config": "{"}, "must be the text of a JSON object"),
+        ({"generation_config": {"top_k": 1}}, "must be the text of a JSON object"),
+        ({"generation_config": "[1]"}, "must be the text of a JSON object"),
+        ({"generation_config": '{"do_sample": true, "temperature": 0.5, "top_k": 4, "max_new_tokens": 3}'}, None),
+        ({"generation_config": '{"num_beams": 1, "top_p": null}'}, None),
+        ({"generation_config": GenerationConfig(do_sample=True, max_new_tokens=8).to_json_string()}, None),
+        ({"generation_config": '{"num_beams": 0}'}, "num_beams must be a whole number from 1 to 1"),
+        ({"generation_config": '{"cache_implementation": "quantized"}'}, "'cache_implementation' is not served"),
+        ({"generation_config": '{"do_sample": "a"}'}, "do_sample must be true or false"),
+        ({"generation_config": '{"temperature": NaN}'}, "temperature must be a number from 0 to 100"),
+        ({"generation_config": '{"max_new_tokens": 1000000000}'}, "max_new_tokens must be a whole number from 1 to 8"),
+    ],
+)
+def test_a_request_sets_only_what_is_known_to_be_bounded(body: dict[str, Any], said: str | None) -> None:
+    wrong = wrong_settings(body, 8)
+    assert wrong == said if said is None else said in str(wrong)
+
+
 @needs_serve
 def test_the_served_model_answers_and_loads(server: Server) -> None:
     status, said = server.post("/v1/completions", SHORT | {"model": "adapter"})
     assert status == 200 and said["usage"]["completion_tokens"] == 3
     assert server.post("/load_model", {"model": "adapter"})[0] == 200
+    settings = {"do_sample": True, "temperature": 0.5, "top_k": 4}
+    status, said = server.post("/v1/completions", SHORT | {"generation_config": json.dumps(settings)})
+    assert status == 200, said
 
 
 @needs_serve

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import functools
 import json
 import multiprocessing
 import random
@@ -328,6 +329,25 @@ def test_iso_compute_takes_its_steps_from_a_ratio_that_is_measured_once(folder, 
     before = stamps(folder / "out")
     assert run(folder, "out", "timed", "bare", "g1", seeds=[7, 42], only=["timed"]) == {}
     assert stamps(folder / "out") == before and "takes" not in capsys.readouterr().out
+
+
+def test_iso_compute_follows_the_configs_that_it_compares(folder, monkeypatch):
+    """A config that is timed changes: its time is measured again, and what was trained for the old time is refused."""
+    ratios = iter([2.0, 3.0])
+    monkeypatch.setattr(step_ratio, "step_ratio", lambda *_: {"ratio": next(ratios)})
+    steps = lambda: json.loads((folder / "out/runs/timed/42/summary.json").read_text())["steps"]  # noqa: E731
+    only_timed = functools.partial(run, folder, "out", "timed", "bare", "g1", seeds=[42], only=["timed"])
+    assert only_timed() == {} and steps() == 12
+    ratio_file = folder / "out/step_ratios.json"
+    known = json.loads(ratio_file.read_text())
+    assert [spec["steps"] for spec in known["g1 / bare"].pop("specs")] == [6, 6]
+    ratio_file.write_text(json.dumps(known))  # as earlier versions wrote it
+    assert only_timed() == {} and steps() == 12
+    ratio_file.write_text(json.dumps({"g1 / bare": {"ratio": 2.0, "specs": [{}, {}]}}))
+    with pytest.raises(StudyError, match=r"timed/42: made with another specification \(steps 12 -> 18\)"):
+        only_timed()
+    shutil.rmtree(folder / "out/runs/timed/42")
+    assert only_timed() == {} and steps() == 18
 
 
 def test_a_failing_run_leaves_the_others_alone(folder, capsys):

@@ -41,7 +41,7 @@ class Score:
     """One task's metric in one run of lm-eval. `dense` is the base's value; `dataset` the Hub's id, where known.
 
     A group of tasks has the `documents` of all of them, and the `dataset` that they share. `whole`: nothing of the
-    test set was left out.
+    test set was left out. `phases`: what was routed, where that needs to be said.
     """
 
     task: str
@@ -56,6 +56,12 @@ class Score:
     dataset: str | None
     whole: bool = False
     shots: int | None = None
+    phases: str | None = None
+
+    @property
+    def condition(self) -> str:
+        """The run, and its phases where they need to be said."""
+        return self.run if self.phases is None else f"{self.run}, phases {self.phases}"
 
 
 @dataclass(frozen=True)
@@ -80,16 +86,17 @@ class Results:
     benches: list[tuple[dict[str, Any], list[Speed]]] = field(default_factory=list)
 
 
-def read_results(sources: Iterable[Any], weights_hash: str | None) -> Results:
+def read_results(sources: Iterable[Any], weights_hash: str | None, phases: str = "all") -> Results:
     """Read results of one adapter.
 
     Args:
         sources: Each a JSON file that `eval --out` or `bench --out` wrote, its content, or what `evaluate_budgets`,
             `evaluate_tasks` or `bench` returned.
         weights_hash: The hash of the adapter's weights. A result that names another is refused.
+        phases: The adapter's. Where these or a result's are not `"all"`, the result names its own.
 
     Raises:
-        ResultError: One of them cannot be read, or is of another adapter.
+        ResultError: One of them cannot be read, or is of another adapter or on another base.
     """
     results = Results()
     for number, source in enumerate(sources, 1):
@@ -98,13 +105,15 @@ def read_results(sources: Iterable[Any], weights_hash: str | None) -> Results:
         measured = content.get("weights_hash")
         if measured is not None and weights_hash is not None and measured != weights_hash:
             raise ResultError(f"{name}: was measured with other weights than this adapter's; measure it again")
+        if content.get("base_mismatch"):
+            raise ResultError(f"{name}: was measured on another base than this adapter's; measure it on its own")
         try:
             if "rows" in content:
                 results.losses.append(read_losses(content))
             elif "runs" in content:
-                results.scores += _scores(content["runs"])
+                results.scores += _scores(content["runs"], phases)
             elif any(part in content for part in ("measurements", "prefill", "decode", "memory")):
-                results.benches.append(_bench(content))
+                results.benches.append(_bench(content, phases))
             else:
                 raise ResultError("is neither a result of hf-depthroute eval nor of hf-depthroute bench")
         except ResultError as error:
@@ -140,7 +149,7 @@ def read_losses(content: Mapping[str, Any]) -> Losses:
     )
 
 
-def _scores(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[Score]:
+def _scores(runs: Mapping[str, Mapping[str, Any]], phases: str) -> Iterator[Score]:
     found = {name: read_scores(run["lm_eval"]) for name, run in runs.items()}
     if "dense" not in found:
         raise ResultError("has no run of the dense base to compare with")
@@ -170,15 +179,26 @@ def _scores(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[Score]:
                 dataset=datasets.pop() if len(datasets) == 1 and not local else None,
                 whole=all("original" in n and n["original"] == n.get("effective") for n in counts),
                 shots=shots if isinstance(shots, int) else None,
+                phases=_said(run.get("phases"), phases),
             )
 
 
-def _bench(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[Speed]]:
+def _said(measured: Any, phases: str) -> str | None:
+    """The phases of a result, where they or the adapter's are not all."""
+    return None if measured is None or measured == phases == "all" else str(measured)
+
+
+def _bench(content: Mapping[str, Any], phases: str) -> tuple[dict[str, Any], list[Speed]]:
     from ..bench.measurements import TIMED, measurements, short_label
+
+    def case(measured: Mapping[str, Any]) -> str:
+        setting = measured["setting"]
+        said = _said(setting.get("phases", "all"), phases)
+        return f"{short_label(measured)}, {setting.get('dtype')}" + ("" if said is None else f", phases {said}")
 
     rows = [
         Speed(
-            case=f"{short_label(m)}, {m['setting'].get('dtype')}",
+            case=case(m),
             budget=float(budget),
             full_ratio=_number(routed["full_ratio"]),
             dense_ms=_number(m["dense_ms"]),
@@ -215,7 +235,7 @@ def _plain(source: Any) -> dict[str, Any]:
         if hasattr(source[0], "rule"):
             return {"rows": [asdict(part) for part in source]}
         if hasattr(source[0], "results"):
-            names = ("budget", "full_ratio", "seconds")
+            names = ("budget", "phases", "full_ratio", "seconds")
             return {
                 "runs": {part.name: {n: getattr(part, n) for n in names} | {"lm_eval": part.results} for part in source}
             }

@@ -31,15 +31,16 @@ from .measured import Losses, Results, Score
 TAGS = ("depth-routing", "hf_depthroute")
 OURS = f"{EVAL_RESULTS_FOLDER}/depth_routing_*.yaml"  # what others have put there stays
 
-# (task, metric) of lm-eval -> (benchmark's dataset, its task).
+# (task, metric) of lm-eval -> (benchmark's dataset, its task). Of a metric with several filters, it is the strict one
+# that a leaderboard means: it takes an answer only in the form that the examples show. An entry's notes name it.
 BENCHMARKS = {
-    ("gsm8k", "exact_match"): ("openai/gsm8k", "gsm8k"),
-    ("gsm8k_cot", "exact_match"): ("openai/gsm8k", "gsm8k"),
+    ("gsm8k", "exact_match,strict-match"): ("openai/gsm8k", "gsm8k"),
+    ("gsm8k_cot", "exact_match,strict-match"): ("openai/gsm8k", "gsm8k"),
     ("mmlu_pro", "exact_match"): ("TIGER-Lab/MMLU-Pro", "mmlu_pro"),
     ("gpqa_diamond_zeroshot", "acc"): ("Idavidrein/gpqa", "gpqa_diamond"),
     ("gpqa_diamond_n_shot", "acc"): ("Idavidrein/gpqa", "gpqa_diamond"),
-    ("gpqa_diamond_cot_zeroshot", "exact_match"): ("Idavidrein/gpqa", "gpqa_diamond"),
-    ("gpqa_diamond_cot_n_shot", "exact_match"): ("Idavidrein/gpqa", "gpqa_diamond"),
+    ("gpqa_diamond_cot_zeroshot", "exact_match,strict-match"): ("Idavidrein/gpqa", "gpqa_diamond"),
+    ("gpqa_diamond_cot_n_shot", "exact_match,strict-match"): ("Idavidrein/gpqa", "gpqa_diamond"),
 }
 
 
@@ -111,12 +112,18 @@ def _scores(measured: Sequence[Score]) -> list[EvalResult]:
             dataset_type=clean(score.dataset or score.task),
             dataset_name=clean(score.task),
             metric_type=clean(score.metric),
-            metric_name=clean(score.metric) + ("" if score.budget is None else f" (budget {score.budget:g})"),
+            metric_name=clean(score.metric + _condition(score)),
             metric_value=round(score.value, 4),
         )
         for score in measured
         if score.run != "dense" and math.isfinite(score.value)
     ]
+
+
+def _condition(score: Score) -> str:
+    parts = [] if score.budget is None else [f"budget {score.budget:g}"]
+    parts += [] if score.phases is None else [f"phases {score.phases}"]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def write_entries(folder: Path, scores: Sequence[Score]) -> None:
@@ -126,12 +133,14 @@ def write_entries(folder: Path, scores: Sequence[Score]) -> None:
         dataset, task = BENCHMARKS.get((score.task, score.metric), (None, ""))
         if dataset is not None and score.dataset == dataset and score.whole and score.run != "dense":
             shots = "" if score.shots is None else f", {score.shots}-shot"
-            name = re.sub(r"[^A-Za-z0-9.]+", "_", f"depth_routing {score.task} {score.run}")
+            kind = score.metric.partition(",")[2]
+            used = f", filter {kind}" if kind else ""
+            name = re.sub(r"[^A-Za-z0-9.]+", "_", f"depth_routing {score.task} {score.condition}")
             wanted[f"{name}.yaml"] = EvalResultEntry(
                 dataset_id=dataset,
                 task_id=task,
                 value=round(100 * score.value, 2),
-                notes=f"depth routing, {score.run}; lm-eval task {score.task}{shots}",
+                notes=f"depth routing, {score.condition}; lm-eval task {score.task}{shots}{used}",
             )
     place = folder / EVAL_RESULTS_FOLDER
     if place.is_symlink():

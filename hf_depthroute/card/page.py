@@ -58,7 +58,7 @@ def make_card(
         datasets: Hub ids of the training data; by default what the record says.
 
     Raises:
-        ResultError: A result cannot be read, or was measured with other weights.
+        ResultError: A result cannot be read, or was measured with other weights or on another base.
         AdapterMismatchError: There is no routed adapter, or its files are not whole.
     """
     if not isinstance(adapter, (str, Path)):
@@ -75,7 +75,7 @@ def make_card(
             )  # fmt: skip
     facts = read_facts(Path(adapter), adapter_name, training)
     config, record = facts.config, facts.training
-    found = read_results(results, facts.weights_hash)
+    found = read_results(results, facts.weights_hash, config.phases)
     changed = record.get("weights_hash") not in (None, facts.weights_hash)
     if record.get("evaluation") and not changed and not found.losses:
         found.losses.append(read_losses(_evaluation(record)))

@@ -111,7 +111,7 @@ def score_table(scores: Sequence[Score]) -> list[Safe]:
     """Task by task, dense first."""
     body = [
         (
-            code(s.task) if first else "", code(s.metric) if first else "", code(s.run), _figure(s.value),
+            code(s.task) if first else "", code(s.metric) if first else "", code(s.condition), _figure(s.value),
             "" if s.stderr is None else _figure(s.stderr), "" if s.run == "dense" else f"{s.value - s.dense:+.4f}",
             _share(s.full_ratio), "" if s.documents is None else f"{s.documents:,}",
         )

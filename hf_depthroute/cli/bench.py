@@ -14,14 +14,17 @@ import typer
 from ..files.shown import say
 from . import options as o
 from .errors import CliError
-from .output import ResultFile, write_result
+from .output import ResultFile, print_table, write_result
 
 _OF_SHAPE = ("layers", "target", "gate", "depth", "vocabulary")  # an adapter has its own
+_NOT_OF_SUITE = ("cases", "budgets", "masked", "tune", "batch", "length", "decode_batch", "decode_steps", "loss")
+_OF_COMPARE = ("compare", "json_file", "config", "debug")
 _SINGLE = ("prefill", "decode", "memory")
 
 
 @dataclass(kw_only=True)
 class BenchOptions:
+    context: typer.Context
     adapter: o.AnyAdapter = None
     model: o.BaseModel = None
     shape: Annotated[
@@ -96,6 +99,11 @@ def bench(options: BenchOptions) -> None:
     misplaced = [name for name in _OF_SHAPE if getattr(options, name) is not None and name not in of_suite]
     if options.shape is None and misplaced:
         raise CliError(f"bench: --{' and --'.join(misplaced)} go with --shape; {chosen[0]} brings its own")
+    if options.suite is not None:
+        o.refuse_unused(options.context, _NOT_OF_SUITE, "no effect with --suite, whose file says it for each case")
+    if options.compare is not None:
+        others = [name for name in o.given(options.context) if name not in _OF_COMPARE]
+        o.refuse_unused(options.context, sorted(others), "no effect with --compare, which measures nothing")
     from . import loading
 
     if options.compare is not None:
@@ -108,7 +116,7 @@ def bench(options: BenchOptions) -> None:
 
     if not write_result(options.json_file, result):
         for table in tables(result):
-            loading.print_table(table.head, table.rows, wide=True)
+            print_table(table.head, table.rows, wide=True)
     if options.plot is not None:
         from ..bench.result_plots import plot_result
 
@@ -119,7 +127,6 @@ def bench(options: BenchOptions) -> None:
 def _compare(old: Path, new: Path, out: Path | None) -> None:
     from ..bench.measurements import compare_results, read_result
     from ..bench.result_tables import comparison_table
-    from . import loading
 
     try:
         comparison = compare_results(read_result(old), read_result(new))
@@ -133,7 +140,7 @@ def _compare(old: Path, new: Path, out: Path | None) -> None:
         say(f"note: {note}")
     table = comparison_table(comparison)
     if table.rows:
-        loading.print_table(table.head, table.rows, wide=True)
+        print_table(table.head, table.rows, wide=True)
     else:
         say("the results have no measurement in common")
 
@@ -165,6 +172,8 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
             raise CliError(f"--suite {error}") from error
         return _run(listed, name=name)
     kinds = o.parse_names("--cases", options.cases, _SINGLE if options.shape is None else (*_SINGLE, "train", "load"))
+    if set(kinds) == {"decode"} and not options.decode_steps:
+        raise CliError(f"bench: --decode-steps 0 leaves nothing of --cases {options.cases}")
     budgets = tuple(budget for budget in o.parse_budgets(options.budgets) if budget < 1)  # 1 always is
     fields |= {name: getattr(options, name) for name in ("shape", "target", "gate", "masked", "tune")}
     fields |= {"layers": o.parse_layers(options.layers), "budgets": budgets, "rounds": options.repeats or 15}
@@ -226,7 +235,7 @@ def _load(options: BenchOptions, modes: tuple[str, ...] | None, positions: int) 
     first = next(base.parameters())
     if wants_base_dtype(first.device, modes):
         hold_adapter_in(routed, first.dtype)
-    return source.origin, Given(routed, untouched)
+    return source.origin(routed), Given(routed, untouched)
 
 
 def _run(cases: list[Any], **how: Any) -> dict[str, Any]:

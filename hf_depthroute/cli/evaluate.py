@@ -13,16 +13,21 @@ import typer
 from ..files.shown import reason
 from . import options as o
 from .errors import CliError
-from .output import ResultFile, write_result
+from .output import ResultFile, print_table, write_result
 
 if TYPE_CHECKING:
     from .loading import Source
 
+_OF_TASKS = ("include_path", "num_fewshot", "limit")
+_OF_LOSS = (
+    "dataset_name", "split", "column", "streaming", "calibrate_on", "calibration_blocks", "blocks", "length",
+)  # fmt: skip
 Measured = tuple[dict[str, Any], tuple[str, ...], Sequence[tuple[str, ...]]]  # a result, and its table: header and rows
 
 
 @dataclass(kw_only=True)
 class EvalOptions:
+    context: typer.Context
     adapter: o.Adapter = ""
     dataset: Annotated[str | None, "Text to take the loss on: as for train. Or give --tasks."] = None
     tasks: Annotated[
@@ -75,6 +80,10 @@ def evaluate(options: EvalOptions) -> None:
         raise CliError("eval: give one of --dataset and --tasks")
     if options.phases is not None and options.tasks is None:
         raise CliError("--phases needs --tasks: no phase changes the loss of a text, whose last token predicts nothing")
+    if options.tasks is None:
+        o.refuse_unused(options.context, _OF_TASKS, "no effect without --tasks")
+    else:
+        o.refuse_unused(options.context, _OF_LOSS, "no effect with --tasks, which bring their own texts")
     budgets = o.parse_budgets(options.budgets)
     from . import loading
 
@@ -82,8 +91,8 @@ def evaluate(options: EvalOptions) -> None:
     source = loading.find_source(options)
     measure = _by_loss if options.tasks is None else _by_tasks
     content, header, rows = measure(source, options, budgets)
-    if not write_result(options.json_file, source.origin | content):
-        loading.print_table(header, rows)
+    if not write_result(options.json_file, content):
+        print_table(header, rows)
 
 
 def _by_loss(source: Source, options: EvalOptions, budgets: list[float]) -> Measured:
@@ -96,6 +105,8 @@ def _by_loss(source: Source, options: EvalOptions, budgets: list[float]) -> Meas
     batches = source.batches(tokenizer, options.split, options.blocks)
     calibration = None if on is None else source.batches(tokenizer, on, options.calibration_blocks)
     routed = source.routed(source.base_model())
+    if calibration is None:
+        source.check_fitted(routed, budgets)
     rows = evaluate_budgets(routed, batches, calibration, budgets)
     check_losses(routed, [row.loss for row in rows], batches)
     settings = {name: getattr(options, name) for name in ("dataset", "dataset_name", "split", "calibrate_on")}
@@ -105,7 +116,7 @@ def _by_loss(source: Source, options: EvalOptions, budgets: list[float]) -> Meas
     for row in rows:
         numbers = f"{row.loss:.4f}", f"{row.perplexity:.3f}", f"{row.full_ratio:.3f}"
         cells.append((f"{row.budget:g}", row.rule, *numbers, "" if row.gap is None else f"{row.gap:+.4f}"))
-    return settings | size | {"rows": [asdict(row) for row in rows]}, header, cells
+    return source.origin(routed) | settings | size | {"rows": [asdict(row) for row in rows]}, header, cells
 
 
 def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Measured:
@@ -121,6 +132,7 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     routed = source.routed(source.base_model())
+    source.check_fitted(routed, budgets)
     if options.phases is not None:
         set_phases(routed, options.phases)
     how: dict[str, Any] = {key: getattr(options, key) for key in ("include_path", "num_fewshot", "limit", "batch_size")}
@@ -132,11 +144,9 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
         raise CliError(f"--tasks {options.tasks}: {reason(error)}") from error
     from lm_eval.utils import handle_non_serializable
 
-    parts = {
-        run.name: {"budget": run.budget, "full_ratio": run.full_ratio, "seconds": run.seconds, "lm_eval": run.results}
-        for run in runs
-    }
-    content = json.loads(json.dumps({"runs": parts}, default=handle_non_serializable))
+    figures = ("budget", "phases", "full_ratio", "seconds")
+    parts = {run.name: {n: getattr(run, n) for n in figures} | {"lm_eval": run.results} for run in runs}
+    content = json.loads(json.dumps(source.origin(routed) | {"runs": parts}, default=handle_non_serializable))
     header = ("task", "metric", "run", "value", "stderr", "delta", "full ratio", "dense s / s")
     cells, dense = [], scores(runs[0])
     for key in dense:

@@ -70,7 +70,6 @@ def generate(options: GenerateOptions) -> None:
 
     from ..inference.calibration import set_budget, set_phases
     from ..inference.non_finite import finite_logits
-    from ..routing.trace import count_routes
 
     source = loading.find_source(options)
     _check_budgets(options, source.config)
@@ -87,6 +86,8 @@ def generate(options: GenerateOptions) -> None:
     total = length + options.max_new_tokens
     loading.check_length(total, source.base_config, f"prompt of {length} tokens + --max-new-tokens =")
     routed = source.routed(source.base_model())
+    searched = 0.5 if options.draft_search else None  # one of those that the search tries
+    source.check_fitted(routed, [b for b in (options.budget, options.draft_budget, searched) if b is not None])
     if options.budget is not None:
         set_budget(routed, options.budget)
     if options.phases is not None:
@@ -103,15 +104,26 @@ def generate(options: GenerateOptions) -> None:
         ids, report = _lossless(routed, inputs.to(routed.device), None if options.draft_search else draft, settings)
     else:
         dense = routed.disable_adapter() if options.full else nullcontext()
-        with dense, torch.no_grad(), finite_logits(routed), count_routes(routed) as counter:
+        with dense, torch.no_grad(), finite_logits(routed):
             start = time.perf_counter()
             ids = routed.generate(**inputs.to(routed.device), **settings)
             seconds = time.perf_counter() - start
-        shares = list(counter.full_ratio().values()) or [1.0]
-        new = ids.shape[1] - length
-        report = f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio {sum(shares) / len(shares):.3f}"
+        new, share = ids.shape[1] - length, 1.0 if options.full else _full_ratio(routed, ids, length)
+        report = f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio {share:.3f}"
     say_content(tokenizer.decode(ids[0], skip_special_tokens=True))
     say(report, sys.stderr)
+
+
+def _full_ratio(routed: Any, ids: torch.Tensor, prompt: int) -> float:
+    """The share that ran full, seen in passes of its own: counting takes time, which decoding is measured without."""
+    from ..evaluation.generated import read_generated
+    from ..routing.trace import count_routes
+
+    with count_routes(routed) as counter:
+        for _ in read_generated(routed, ids[:, :-1], prompt, logits_to_keep=1):  # the last token was not read
+            pass
+    shares = counter.full_ratio().values()
+    return sum(shares) / len(shares)
 
 
 def _check_budgets(options: GenerateOptions, config: Any) -> None:

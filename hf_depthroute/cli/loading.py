@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import registration as registration
 from ..files.remote_code import code_repositories, refused_code, trusts_remote_code
-from ..files.shown import reason, say, shown
+from ..files.shown import reason, say
 from .errors import ADAPTER, USAGE, CliError
 from .output import restore_hidden
 
@@ -142,10 +142,17 @@ class Source:
     base: str
     base_config: Any
 
-    @property
-    def origin(self) -> dict[str, Any]:
-        """What a result says about them."""
-        return {"model": self.base, "adapter": self.options.adapter, "weights_hash": self.config.weights_hash}
+    def origin(self, routed: Any) -> dict[str, Any]:
+        """What a result says about them, and whether the adapter, loaded as `routed`, was made for another base."""
+        from ..adapter.base_check import check_base
+        from ..adapter.files import AdapterMismatchError
+
+        origin = {"model": self.base, "adapter": self.options.adapter, "weights_hash": self.config.weights_hash}
+        try:
+            check_base(routed.get_base_model(), self.config.base_architecture or {})
+        except AdapterMismatchError:  # which --allow-base-mismatch let in
+            return origin | {"base_mismatch": True}
+        return origin | {"base_mismatch": False}
 
     def tokenizer(self) -> Any:
         """The base's tokenizer."""
@@ -192,6 +199,14 @@ class Source:
         with explained(f"adapter {adapter}", adapter, code=ADAPTER), mismatch:
             return peft.PeftModel.from_pretrained(base, adapter, is_trainable=is_trainable).eval()
 
+    def check_fitted(self, routed: PeftModel, budgets: Sequence[float]) -> None:
+        """Refuse budgets below 1 where the thresholds were never fitted, so that no share could be asked for."""
+        from ..inference.calibration import is_calibrated
+
+        if min(budgets, default=1.0) < 1 and self.config.takes_budget() and not is_calibrated(routed):
+            why = "its thresholds were never fitted, so it keeps no budget; train it, or calibrate it and save it again"
+            raise CliError(f"adapter {self.options.adapter}: {why}")
+
 
 def find_source(options: Any) -> Source:
     """As `load_adapter_config` and `find_base`."""
@@ -226,25 +241,6 @@ def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[st
     ids = [row["input_ids"] for row in rows]
     batches = [torch.tensor(ids[start : start + batch_size]) for start in range(0, len(ids), batch_size)]
     return [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in batches]
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool = False) -> None:
-    """A table on stdout, numbers to the right; a `wide` one has no frame, and is wrapped in a narrow terminal."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=240 if wide else 120)  # a pipe or a file has no width to cut numbers for
-    table = Table(*header, box=box.SIMPLE_HEAD if wide else box.HEAVY_HEAD)
-    for number, column in enumerate(table.columns):
-        text = wide and (number == 0 or not any(row[number][:1].isdigit() for row in rows))
-        column.justify, column.no_wrap = "left" if text else "right", not wide
-    for row in rows:
-        table.add_row(*(Text(shown(cell)) for cell in row))
-    console.print(table)
 
 
 def quiet(debug: bool) -> None:

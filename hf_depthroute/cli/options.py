@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -41,7 +41,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         if value is None:
             continue
         option = options[name]
-        typed = defaults[str(option.name)] = _as_typed(path, key, value, flag=bool(getattr(option, "is_flag", False)))
+        typed = defaults[str(option.name)] = _as_typed(path, key, value, option)
         try:  # checked here too: a value that the command line overrides must not be wrong either
             option.process_value(context, typed)
         except typer.BadParameter as error:
@@ -50,13 +50,16 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def _as_typed(path: Path, key: str, value: Any, flag: bool) -> Any:
+def _as_typed(path: Path, key: str, value: Any, option: Any) -> Any:
     """What would have been typed on the command line, so that YAML and command line are checked alike."""
+    flag = bool(getattr(option, "is_flag", False))
     if flag != isinstance(value, bool):
         hint = "true or false" if flag else "a value, not true or false (quote it if you mean the word)"
         raise CliError(f"{path}: {key}={value!r} must be {hint}")
     if flag:
         return value
+    if getattr(option, "multiple", False):  # given once for each value
+        return [_as_typed(path, key, each, None) for each in (value if isinstance(value, list) else [value])]
     if isinstance(value, list) and all(isinstance(x, int | float) and not isinstance(x, bool) for x in value):
         return ",".join(map(str, value))
     if not isinstance(value, str | int | float):
@@ -108,6 +111,24 @@ def given(context: typer.Context) -> set[str]:
     """Names of the options that the command line or the YAML file sets."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+
+
+def given_words(context: typer.Context) -> dict[str, str]:
+    """The names in `given`, with what the command line calls them: `{"eval_file": "--eval"}`."""
+    set_here, words = given(context), {}
+    for parameter in context.command.params:
+        if parameter.name in set_here:
+            off = context.params[parameter.name] is False
+            words[parameter.name] = ((off and parameter.secondary_opts) or parameter.opts)[0]
+    return words
+
+
+def refuse_unused(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """`CliError` where one of these options is given, which the command would not look at."""
+    words = given_words(context)
+    unused = [words[name] for name in names if name in words]
+    if unused:
+        raise CliError(f"{context.info_name}: {' and '.join(unused)} {'has' if len(unused) == 1 else 'have'} {why}")
 
 
 def command_words(context: typer.Context, leave_out: Sequence[str] = ()) -> list[str]:

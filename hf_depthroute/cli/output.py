@@ -1,4 +1,4 @@
-"""The output of a command, a file or a folder: checked before the work, written whole or not at all."""
+"""The output of a command: a file or a folder, checked before the work, written whole or not at all; a table."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..files import staged
-from ..files.shown import reason, say, say_block
+from ..files.shown import reason, say, say_block, shown
 from .errors import ADAPTER, RESOURCES, CliError
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
@@ -132,3 +132,22 @@ def write_text(path: Path, text: str) -> None:
     """As `staged.write_text`; the folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staged.write_text(path, text)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool = False) -> None:
+    """A table on stdout, numbers to the right; a `wide` one has no frame, and is wrapped in a narrow terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=240 if wide else 120)  # a pipe or a file has no width to cut numbers for
+    table = Table(*header, box=box.SIMPLE_HEAD if wide else box.HEAVY_HEAD)
+    for number, column in enumerate(table.columns):
+        text = wide and (number == 0 or not any(row[number][:1].isdigit() for row in rows))
+        column.justify, column.no_wrap = "left" if text else "right", not wide
+    for row in rows:
+        table.add_row(*(Text(shown(cell)) for cell in row))
+    console.print(table)

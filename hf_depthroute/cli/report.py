@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,17 +13,19 @@ import typer
 
 from ..files.shown import say
 from . import options as o
+from .earlier_results import check_origin, read_bench, read_losses
 from .errors import CliError
-from .output import write_text
+from .output import print_table, write_text
 
 _OF_ADAPTER = {name: name for name in ("adapter", "dataset", "prompt", "budgets", "model")}
 _OF_ADAPTER |= {"eval_file": "eval", "bench_file": "bench"}
-_TIMES = ("routed_ms", "ratio", "speedup", "eta", "full_ratio", "flops_routed_over_dense", "tokens_per_s")
+_OF_STUDY = ("source", "out", "config", "debug")
 _TIMED_BLOCKS = 4  # sequences of the prefill that is timed, as in bench
 
 
 @dataclass(kw_only=True)
 class ReportOptions:
+    context: typer.Context
     source: Annotated[
         str | None,
         typer.Argument(metavar="ADAPTER|STUDY", help="Hub id or folder of an adapter, or result folder of a study."),
@@ -85,8 +87,9 @@ def report(options: ReportOptions) -> None:
             raise CliError(f"report: {source} and --adapter {options.adapter} are two adapters; give one")
         options.adapter = source
     elif source is not None:
-        if for_adapter:
-            raise CliError(f"report: {for_adapter[0]} is for an adapter, and {source} is no adapter's folder")
+        unused = [word for name, word in o.given_words(options.context).items() if name not in _OF_STUDY]
+        if unused:
+            raise CliError(f"report: {unused[0]} is for an adapter, and {source} is no adapter's folder")
         _report_study(Path(source), options.out, options.debug)
         return
     if not options.adapter:
@@ -112,7 +115,7 @@ def _report_study(directory: Path, out: Path | None, debug: bool) -> None:
         raise CliError(str(error)) from error
     losses = loss_table(study, summarize(study))
     losses = losses.drop(columns=["steps", "tokens"], errors="ignore")  # a terminal's width
-    loading.print_table(tuple(losses), losses.to_numpy().tolist())
+    print_table(tuple(losses), losses.to_numpy().tolist())
     if study.missing():
         say(count_missing(study))
     say(folder / "report.html")
@@ -121,13 +124,16 @@ def _report_study(directory: Path, out: Path | None, debug: bool) -> None:
 def _report_adapter(given: ReportOptions) -> Path:
     """Measure, and write the page; its path. What can be refused is refused before the weights are loaded."""
     path = _page_path(given)
-    rows = None if given.eval_file is None else _read_rows(given.eval_file)
-    timed = None if given.bench_file is None else _read_bench(given.bench_file)
+    known = None if given.eval_file is None else read_losses(given.eval_file)
+    rows = None if known is None else known["rows"]
+    timed = None if given.bench_file is None else read_bench(given.bench_file)
     wanted = _wanted_budgets(given, rows)
     from . import loading
 
     loading.quiet(given.debug)
     source = loading.find_source(given)
+    for option, file, result in (("--eval", given.eval_file, known), ("--bench", given.bench_file, timed)):
+        check_origin(f"{option} {file}", result or {}, source.config.weights_hash, given.allow_base_mismatch)
     loading.check_length(given.length, source.base_config)
     tokenizer = source.tokenizer()
     batches = source.batches(tokenizer, given.split, given.blocks)
@@ -142,6 +148,7 @@ def _report_adapter(given: ReportOptions) -> Path:
     base = source.base_model()
     untouched = dense_view(base)
     routed = source.routed(base)
+    source.check_fitted(routed, wanted)
     follows = source.config.takes_budget()
     budgets = wanted if follows else [float(source.config.budget)]
     if rows is None:
@@ -161,7 +168,7 @@ def _report_adapter(given: ReportOptions) -> Path:
     shape = (min(_TIMED_BLOCKS, len(batches[0]["input_ids"])), given.length)
     page = RunReport(
         title=given.title or f"Depth routing: {_name(given.adapter)}",
-        facts=_facts(given, source.base, routed, sum(len(batch["input_ids"]) for batch in batches), timed or {}),
+        facts=_facts(given, source.base, routed, sum(len(batch["input_ids"]) for batch in batches), known, timed or {}),
         rows=rows,
         budgets=budgets,
         follows_budget=follows,
@@ -202,41 +209,6 @@ def _wanted_budgets(given: ReportOptions, rows: list[dict[str, Any]] | None) -> 
     return budgets
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        for row in rows:
-            row |= {name: float(row[name]) for name in ("budget", "loss", "perplexity", "full_ratio")}
-            row["rule"] = str(row["rule"])
-    except OSError as error:
-        raise CliError(f"--eval {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CliError(f"--eval {path}: not a result of hf-depthroute eval --out ({error!r} is wrong)") from error
-    return list(rows)
-
-
-def _read_bench(path: Path) -> dict[str, Any]:
-    from ..bench.measurements import read_result
-
-    try:
-        result = read_result(path)
-    except ValueError as error:
-        raise CliError(f"--bench {error}") from error
-    if "prefill" not in result and "decode" not in result:
-        raise CliError(f"--bench {path}: has no single prefill or decode; measure one size with hf-depthroute bench")
-    try:
-        setting = result["setting"]
-        for part, batch in (("prefill", "batch"), ("decode", "decode_batch")):
-            if part in result:
-                result[part] = {"batch": setting[batch], "length": setting["length"], **result[part]}
-                result[part]["dense_ms"] = float(result[part]["dense_ms"])
-                for row in result[part]["budgets"].values():
-                    row |= {name: float(row[name]) for name in _TIMES if (name, row[name]) != ("eta", None)}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CliError(f"--bench {path}: not a result of hf-depthroute bench --out ({error!r} is wrong)") from error
-    return result
-
-
 def _check_rows(given: ReportOptions, rows: list[dict[str, Any]], budgets: list[float], follows: bool) -> None:
     """One dense row, and one of the inference rule per budget, all with a loss that is a number."""
     rule = "threshold" if follows else "fixed"
@@ -275,13 +247,18 @@ def _measure_speed(
     """The measured speed on the first blocks of the text; `ValueError` where it cannot be measured."""
     from ..bench.suite import bench
 
+    budgets = [budget for budget in budgets if budget < 1]  # nothing is skipped at 1
+    if not budgets:
+        raise ValueError("no budget is below 1")
     prompts = batches[0]["input_ids"][:_TIMED_BLOCKS]
     room = getattr(routed.config, "max_position_embeddings", None) or math.inf
     steps = int(min(16, room - prompts.shape[1]))
     return bench(routed, base=untouched, input_ids=prompts, budgets=budgets, decode_steps=steps, repeats=repeats)
 
 
-def _facts(given: ReportOptions, model: str, routed: Any, blocks: int, timed: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(
+    given: ReportOptions, model: str, routed: Any, blocks: int, losses: Mapping[str, Any] | None, timed: dict[str, Any]
+) -> list[tuple[str, str]]:
     from ..files.versions import versions
 
     config = routed.active_peft_config
@@ -290,14 +267,21 @@ def _facts(given: ReportOptions, model: str, routed: Any, blocks: int, timed: di
     facts = [
         ("Base model", f"{_name(model)}, {routed.config.model_type}, {size:,} parameters"),
         ("Adapter", f"{adapter}, branch {config.branch}, trained at budget {config.budget:g}"),
-        ("Text", f"{_name(given.dataset)}, split {given.split}, {blocks} blocks of {given.length} tokens"),
+        ("Text", _text(given.dataset, given.split, blocks, given.length)),
     ]
+    if losses is not None:  # they may be of another text
+        recorded = [losses.get(name) for name in ("dataset", "split", "blocks", "length")]
+        facts.append(("Text of the losses", "not recorded" if None in recorded else _text(*recorded)))
     if machine := timed.get("machine"):
         dtype = timed.get("setting", {}).get("dtype", "")
         facts.append(("Machine", f"{machine['device']}, {machine['threads']} threads, {dtype}"))
     return [*facts, ("Versions", ", ".join(f"{name} {version}" for name, version in versions().items()))]
 
 
+def _text(dataset: Any, split: Any, blocks: Any, length: Any) -> str:
+    return f"{_name(str(dataset))}, split {split}, {blocks} blocks of {length} tokens"
+
+
 def _name(source: str) -> str:
-    """A Hub id as it is; of a local path its last part, since a page is for other machines."""
-    return Path(source).resolve().name if Path(source).exists() else source
+    """A Hub id as it is; of a path its last part, since a page is for other machines."""
+    return Path(source).resolve().name if Path(source).exists() or Path(source).is_absolute() else source

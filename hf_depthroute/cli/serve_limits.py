@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..files.shown import shown
+from .serve_settings import wrong_settings
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -119,6 +120,9 @@ class Guard:
             value, most = content.get(name), self.limits.output_tokens
             if value is not None and not (isinstance(value, int) and value is not True and 1 <= value <= most):
                 raise BadRequest(400, f"{name} must be a whole number from 1 to {most}")
+        wrong = wrong_settings(content, self.limits.output_tokens)
+        if wrong is not None:
+            raise BadRequest(400, wrong)
         return body
 
     async def _run(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
@@ -206,7 +210,7 @@ def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> Non
         raise HTTPException(400, f"the prompt has {length} tokens; this server takes {limits.prompt_tokens}")
     if room < 1:
         raise HTTPException(400, f"the prompt has {length} tokens; the model has {limits.positions} positions")
-    for name in ("num_beams", "num_return_sequences"):
+    for name in ("num_beams", "num_return_sequences"):  # of the model's own settings: a request's were checked
         if (getattr(generation_config, name, None) or 1) > 1:
             raise HTTPException(400, f"{name} is not served; a request has one answer")
     wanted = generation_config.max_new_tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from lm_eval.tasks import TaskManager
 from ..adapter.base_check import allow_base_mismatch as allowed
 from ..files.hub import explained
 from ..inference.calibration import active_routings, set_budget, set_phases
-from ..routing.trace import count_routes
+from ..routing.trace import RouteCounter, overridden
+from .generated import read_generated
 from .harness_scores import read_scores
 from .perplexity import restored
 
@@ -83,13 +84,27 @@ class DepthRouteLM(HFLM):
         if any(config.granularity == "sequence" or config.phases == "prefill" for config in configs):
             kwargs["batch_size"] = 1
         self.seconds = 0.0  # inside the model
+        self.counter: RouteCounter | None = None  # of what runs full, if that is wanted
         super().__init__(pretrained=model, trust_remote_code=trust_remote_code, **kwargs)
 
     def _model_call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._timed(lambda: super(DepthRouteLM, self)._model_call(*args, **kwargs))
+        with self._counting():
+            return self._timed(lambda: super(DepthRouteLM, self)._model_call(*args, **kwargs))
 
-    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self._timed(lambda: super(DepthRouteLM, self)._model_generate(*args, **kwargs))
+    def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        ids = self._timed(lambda: super(DepthRouteLM, self)._model_generate(context, *args, **kwargs))
+        if self.counter is not None:  # counting makes decoding slower, so it is done afterwards
+            after = ids[:, context.shape[1] : -1]  # what generating has read of it, padding behind answers too
+            for prompt, real, new in zip(context, kwargs["attention_mask"].bool(), after):
+                kept = (new != self.tokenizer.pad_token_id).nonzero()[-1:] + 1  # [1, 1], or [0, 1] for none
+                text = torch.cat([prompt[real], new[: int(kept.sum())]])[None]
+                with self._counting():
+                    for _ in read_generated(self.model, text, int(real.sum()), logits_to_keep=1):
+                        pass
+        return ids
+
+    def _counting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.counter is None else overridden(self.model, "recorders", [self.counter])
 
     def _timed(self, run: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -107,9 +122,10 @@ class TaskRun:
     Attributes:
         budget: None for the dense base, and for an adapter that follows no budget.
         full_ratio: Share of the tokens that ran full, over layers and requests; 1 for the dense base.
-        seconds: Inside the model, for all requests; one run, after a call to warm up. `hf-depthroute bench` measures
-            speed as such.
+        seconds: Inside the model, for all requests; one run, after a call to warm up. What a generation decided is
+            counted outside of it. `hf-depthroute bench` measures speed as such.
         results: As lm-eval returns and saves them.
+        phases: What was routed; None for the dense base.
     """
 
     name: str
@@ -117,6 +133,7 @@ class TaskRun:
     full_ratio: float
     seconds: float
     results: dict[str, Any] = field(repr=False)
+    phases: str | None = None
 
 
 def evaluate_tasks(
@@ -159,11 +176,11 @@ def evaluate_tasks(
             lm = DepthRouteLM(model, budget=budget, tokenizer=tokenizer, batch_size=batch_size)
             with model.disable_adapter() if name == "dense" else nullcontext():
                 _warm_up(lm)
-                with count_routes(model) as counter:
-                    results = lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager, **settings)
-            ratios = counter.full_ratio().values()
-            ratio = sum(ratios) / len(ratios) if ratios else 1.0
-            runs.append(TaskRun(name, budget, ratio, lm.seconds, dict(results or {})))
+                lm.counter = None if name == "dense" else RouteCounter()
+                results = lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager, **settings)
+            ratios = [1.0] if lm.counter is None else list(lm.counter.full_ratio().values())
+            phases = None if name == "dense" else config.phases
+            runs.append(TaskRun(name, budget, sum(ratios) / len(ratios), lm.seconds, dict(results or {}), phases))
     return runs
 
 

@@ -128,9 +128,10 @@ def evaluate_budgets(
         if not config.takes_budget():
             return [*rows, routed(config.budget, "fixed")]
         for budget in budgets:
-            set_budget(model, budget)
-            if calibration is not None:
-                calibrate(model, calibration)
+            if calibration is None:
+                set_budget(model, budget)
+            else:
+                calibrate(model, calibration, budget)
             topk_loss = None
             if config.ranks_tokens():
                 with use_selection(model, "topk"):

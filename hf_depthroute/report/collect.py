@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..evaluation.cost import route_cost
+from ..evaluation.generated import read_generated
 from ..evaluation.perplexity import restored
 from ..inference.calibration import active_routings, set_budget
 from ..routing.trace import RouteRecord, RouteTrace, record_routes
@@ -205,8 +206,8 @@ def count_costs(
 def collect_tokens(model: Any, tokenizer: Any, samples: Sequence[Sample], budgets: Sequence[float]) -> dict[str, Any]:
     """The token view's data: every sample at every budget, with the losses of the routed and of the dense model.
 
-    A sample with new tokens is continued greedily. Then its decisions are recorded over the prompt and, with the
-    prompt's cache, over the rest, which is what decoding decided.
+    A sample with new tokens is continued greedily. Then its decisions are recorded in passes that decide as decoding
+    did.
     """
     texts: list[dict[str, Any]] = [{"label": sample.label, "runs": []} for sample in samples]
     last: RouteTrace | None = None
@@ -244,12 +245,10 @@ def _continued(model: Any, tokenizer: Any, prompt: torch.Tensor, new_tokens: int
 
 def _decided(model: Any, ids: torch.Tensor, prompt: int) -> tuple[RouteTrace, torch.Tensor]:
     """The decisions about `ids` `[1, T]` and the logits, with the prompt decided before what follows it."""
-    traces, logits, cache = [], [], None
-    for part in (ids[:, :prompt], ids[:, prompt:]):
-        if part.shape[1]:
-            trace, out = _recorded(model, {"input_ids": part}, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            traces.append(trace)
+    traces, logits = [], []
+    with record_routes(model) as trace:
+        for out in read_generated(model, ids, prompt):
+            traces.append(RouteTrace(trace))
             logits.append(out.logits)
     return RouteTrace.cat(traces), torch.cat(logits, dim=1)
 

@@ -104,8 +104,8 @@ def is_finished(out: Path, spec: RunSpec, fingerprint: str) -> bool:
     if made is None or read_json(folder / "summary.json") is None:
         return False
     wanted = json.loads(json.dumps(dataclasses.asdict(spec)))
-    if spec.iso_compute is not None:
-        del wanted["steps"]  # follow from a measurement
+    if spec.steps is None:
+        del wanted["steps"]  # have yet to follow from a measurement
     other = differences({name: made.get(name) for name in wanted}, wanted)
     if made.get("fingerprint") != fingerprint:
         other.append("the fingerprint of the study")

@@ -102,6 +102,9 @@ def run_study(
             pass
         say(f"{study.name}: reading the data and measuring the dense base", sys.stderr)
         start = _prepare(study, out, jobs, engine, debug, tuple(run_folder(out, spec) for spec in specs))
+        for spec in specs:
+            is_finished(out, spec, start.fingerprint)  # what was made otherwise is refused before times are measured
+        specs = [in_equal_time(start, spec) for spec in specs]
         pending = [spec for spec in specs if not is_finished(out, spec, start.fingerprint)]
         say(
             f"{study.name}: {len(specs) - len(pending)} of {len(specs)} runs are complete; "
@@ -111,7 +114,7 @@ def run_study(
             if folder.exists():
                 shutil.rmtree(folder)
         failures: dict[str, Failure] = {}
-        _run_all([in_equal_time(start, spec) for spec in pending], start, jobs, failures)
+        _run_all(pending, start, jobs, failures)
     return failures
 
 

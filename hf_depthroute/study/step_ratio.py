@@ -6,6 +6,7 @@ A run's own seconds will not do: runs share the machine with each other, and one
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import tempfile
 import time
@@ -50,7 +51,10 @@ class Stopwatch(TrainerCallback):
 
 
 def in_equal_time(start: Start, spec: RunSpec) -> RunSpec:
-    """A run with `iso_compute` gets its steps, by a ratio of times that is measured once, before anything runs."""
+    """A run with `iso_compute` gets its steps, by a ratio of times that is measured once, before anything runs.
+
+    It is measured again where one of its two configs was changed.
+    """
     if spec.iso_compute is None:
         return spec
     study = start.study
@@ -60,12 +64,19 @@ def in_equal_time(start: Start, spec: RunSpec) -> RunSpec:
     )
     assert timed.steps is not None
     file, name = start.out / "step_ratios.json", f"{timed.config} / {counted.config}"
-    known = read_json(file) or {}
-    if name not in known:
-        known[name] = step_ratio(start, read_blocks(start.out / "blocks.safetensors"), timed, counted)
+    known, trained = read_json(file) or {}, [_trained(timed), _trained(counted)]
+    if name not in known or known[name].get("specs", trained) != trained:  # earlier versions wrote none
+        measured = step_ratio(start, read_blocks(start.out / "blocks.safetensors"), timed, counted)
+        known[name] = measured | {"specs": trained}
         write_json(file, known)
         say(f"{study.name}: a step of {timed.config} takes {known[name]['ratio']:.3f} of one of {counted.config}")
     return dataclasses.replace(spec, steps=max(1, round(timed.steps * known[name]["ratio"])))
+
+
+def _trained(spec: RunSpec) -> dict[str, Any]:
+    """What the time of a config's steps depends on, as JSON has it."""
+    content: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(spec)))
+    return {name: content[name] for name in ("steps", "adapter", "training", "joint")}
 
 
 def step_ratio(start: Start, blocks: Blocks, spec: RunSpec, other: RunSpec) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class RoutingObjective:
     def _adapt(self, labels: UtilityLabels) -> torch.Tensor:
         """The counterfactual temperature: a moving average over steps of the mean `|dl|`, that of all processes.
 
-        Of a step of several batches, those so far count together.
+        Where a step has several batches, those so far count together.
         """
         sums_2 = torch.stack([(labels.utility.abs() * labels.valid).sum(), labels.valid.sum().float()])
         self._sizes = self._sizes.to(sums_2) + sum_over_processes(sums_2)
