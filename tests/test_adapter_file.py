@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_depthroute import allow_base_mismatch
+from hf_depthroute.adapter.base_check import sampled_weights
 from hf_depthroute.adapter.files import (
     CONFIG_NAME,
     WEIGHTS_NAME,
@@ -177,6 +178,25 @@ def copies(module: str, tensor: str | None = None, shape: tuple[int, ...] = ()) 
     return damage
 
 
+def sampled(change: Callable[[dict[str, float]], Any]) -> Damage:
+    """Other weights of the base that the adapter asks for."""
+
+    def changed(text: str) -> str:
+        config = json.loads(text)
+        config["base_architecture"]["sampled_weights"] = change(config["base_architecture"]["sampled_weights"])
+        return json.dumps(config)
+
+    return text(changed)
+
+
+def no_tensor_of(layers: str) -> Damage:
+    def damage(folder: Path) -> None:
+        tensors(lambda t: {})(folder)
+        fields(layers=layers)(folder)
+
+    return damage
+
+
 WEIGHT_FAULTS: dict[str, tuple[Damage, str]] = {
     "truncated": (cut(lambda b: b[:-100]), "corrupt"),
     "half": (cut(lambda b: b[: len(b) // 2]), "corrupt"),
@@ -226,6 +246,9 @@ MODEL_FAULTS: dict[str, tuple[Damage, str]] = {
     "gate beyond all bounds": (fields(gate_hidden=2000), "at most 256"),
     "another gate": (fields(gate="jepa"), "tensor"),
     "another branch": (fields(branch="none"), "unexpected tensor"),
+    "a number of sampled weights": (sampled(lambda weights: 5), "sampled_weights is no list"),
+    "weights beyond all floats": (sampled(lambda weights: dict.fromkeys(weights, 10**400)), "sampled weights differ"),
+    "rule for layers and no tensor": (no_tensor_of("last:3"), "is missing"),
     "another width": (
         text(lambda t: t.replace('"hidden_size": 32', '"hidden_size": 64')),
         "hidden_size is 64",
@@ -244,8 +267,9 @@ MODEL_FAULTS: dict[str, tuple[Damage, str]] = {
 }
 # Nothing in the files says so; loading compares them with the model.
 SEEN_BY_THE_MODEL_ALONE = (
-    "another vocabulary", "another family", "layer beyond the model", "a copy of the model", "a copy of all layers",
-    "a copy of no module", "a copy without tensors", "half a copy", "a copy of another shape",
+    "weights beyond all floats", "another vocabulary", "another family", "layer beyond the model",
+    "a copy of the model", "a copy of all layers", "a copy of no module", "a copy without tensors", "half a copy",
+    "a copy of another shape",
 )  # fmt: skip
 FAULTS = CONFIG_FAULTS | WEIGHT_FAULTS | MODEL_FAULTS
 
@@ -464,6 +488,14 @@ def test_an_adapter_belongs_to_the_base_it_was_trained_with(saved: tuple[Path, P
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_base_in_another_dtype_is_the_same_base(saved: tuple[Path, Path], dtype: torch.dtype) -> None:
     PeftModel.from_pretrained(build_base("llama").to(dtype), saved[1])
+
+
+def test_a_piece_of_a_weight_that_fsdp_holds_is_not_its_sample() -> None:
+    base = build_base("llama")
+    names = set(sampled_weights(base))
+    weight = decoder_layers(base)[0].mlp.up_proj.weight
+    weight._fsdp_flattened = True  # what FSDP1 leaves on its pieces, with use_orig_params
+    assert names - set(sampled_weights(base)) == {"layers.0.mlp.up_proj.weight"}
 
 
 def test_a_base_with_lora_on_it_is_the_same_base(saved: tuple[Path, Path]) -> None:

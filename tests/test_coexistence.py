@@ -134,6 +134,55 @@ def test_switching_lora_does_not_switch_routing_off(family: str) -> None:
     assert {holder.adapter() for holder in routings(lora)} == {"depth_route"}
 
 
+def lora_with_head() -> tuple[PeftModel, torch.Tensor]:
+    """LoRA that has changed its copy of the head, and its logits."""
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    lora = peft.get_peft_model(build_base("llama"), config, adapter_name="tuned").eval()
+    with torch.no_grad():
+        lora.base_model.model.lm_head.modules_to_save["tuned"].weight.mul_(1.5)
+    return lora, logits(lora)
+
+
+def test_loras_copies_of_base_modules_go_on_below_a_router() -> None:
+    lora, expected = lora_with_head()
+    head = lora.base_model.model.lm_head.modules_to_save["tuned"].weight
+    model = get_depth_routed_model(lora.get_base_model(), DepthRouteConfig(budget=1.0), adapter_name="router").eval()
+    assert head.requires_grad and torch.equal(logits(model), expected)
+    model.add_adapter("second", DepthRouteConfig(budget=1.0, layers=[0]))
+    for name in ("second", "router"):
+        model.set_adapter(name)
+        assert head.requires_grad and torch.equal(logits(model), expected)
+    assert torch.equal(logits(model.unload()), expected)
+    assert torch.allclose(logits(lora.merge_and_unload()), expected, atol=1e-5)
+
+
+def test_loras_copies_of_base_modules_go_on_above_a_router() -> None:
+    expected = lora_with_head()[1]
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(budget=1.0), adapter_name="router").eval()
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    lora = peft.get_peft_model(model.get_base_model(), config, adapter_name="tuned").eval()
+    with torch.no_grad():
+        lora.base_model.model.lm_head.modules_to_save["tuned"].weight.mul_(1.5)
+    model.set_adapter("router")
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_routers_copies_of_base_modules_are_refused_beside_lora(tmp_path: Path) -> None:
+    config = DepthRouteConfig(modules_to_save=["lm_head"])
+    lora, expected = lora_with_head()
+    with pytest.raises(ConfigError, match=r"modules_to_save=\['lm_head'\].* beside a lora adapter"):
+        get_depth_routed_model(lora.get_base_model(), config, adapter_name="router")
+    assert torch.equal(logits(lora), expected)
+    model = routed(build_base("llama"), adapter_name="router", modules_to_save=["lm_head"])
+    expected = logits(model)
+    with pytest.raises(ConfigError, match=r"modules_to_save=\['lm_head'\].* another method"):
+        peft.get_peft_model(model.get_base_model(), lora_config("llama"), adapter_name="tuned")
+    assert torch.equal(logits(model), expected)
+    model.save_pretrained(tmp_path)
+    merged = lora.merge_and_unload()
+    assert torch.equal(logits(get_depth_routed_model(merged, config, adapter_name="router")), logits(merged))
+
+
 @every_model
 def test_two_adapters_with_different_layers_switch(family: str, gate: str) -> None:
     model = build_routed(family, gate, layers=[1, 2])
@@ -267,6 +316,8 @@ def test_an_adapter_goes_onto_a_base_that_does_not_fit(family: str, place: str, 
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert torch.equal(logits(loaded), expected)
     assert torch.equal(loaded.generate(ids, max_new_tokens=4, do_sample=False), text)
+    loaded.load_adapter(tmp_path / "adapter", "default")
+    assert torch.equal(logits(loaded), expected)
     assert base.hf_device_map is spread
     assert torch.equal(logits(loaded.unload()), base_logits)
     auto = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", offload_folder=tmp_path / "two", **how)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import tempfile
 import time
@@ -23,6 +24,7 @@ from safetensors.torch import load_file, save_file
 import hf_depthroute.adapter.peft_hooks
 from hf_depthroute import cli
 from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError, read_tensors
+from hf_depthroute.adapter.saving import settle
 from hf_depthroute.card import make_card, push_folder, write_card
 from hf_depthroute.card.readme import parse_readme
 from hf_depthroute.files.hub import without_tokens
@@ -292,6 +294,52 @@ def test_a_config_out_of_bounds_reaches_no_parser(adapter: Path, name: str, monk
         with pytest.raises(AdapterMismatchError, match=r"larger than 1,048,576 bytes|nested more than 8 deep"):
             read(str(adapter))
     assert parsed == [] and time.process_time() - began < 2.0
+
+
+HIDDEN = {
+    "an escape in the key": '"peft_type": "LORA", "peft\\u005ftype": "DEPTH_ROUTE"',
+    "an escape in the value": '"peft_type": "LORA", "peft_type": "DEPTH\\u005FROUTE"',
+    "a long gap": '"peft_type": "LORA", "peft_type"' + " " * 200 + ': "DEPTH_ROUTE"',
+    "a long gap behind a megabyte": '"peft_type": "LORA", "x": "' + "a" * (1 << 20) + '", "peft_type"'
+    + " " * 200 + ': "DEPTH_ROUTE"',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_method_that_is_hidden_behind_another_is_found(adapter: Path, name: str) -> None:
+    path = adapter / CONFIG_NAME
+    path.write_text(path.read_text().replace('"peft_type": "DEPTH_ROUTE"', HIDDEN[name]))
+    with pytest.raises(AdapterMismatchError, match=r"larger than 1,048,576 bytes|'peft_type' is there twice"):
+        PeftConfig.from_pretrained(str(adapter))
+
+
+@pytest.mark.parametrize("link", ["stage", "config", "place"])
+def test_a_save_in_another_folder_is_not_finished_through_a_link(adapter: Path, tmp_path: Path, link: str) -> None:
+    victim, hostile = Path(shutil.copytree(adapter, tmp_path / "victim")), tmp_path / "hostile"
+    content = {file.name: file.read_bytes() for file in victim.iterdir()}
+    if link == "place":  # a config of the stranger's for the victim's weights
+        shutil.copytree(adapter, hostile / ".saving-x" / "named")
+        (hostile / "named").symlink_to(victim)
+        config = json.loads(content[CONFIG_NAME]) | {"budget": 0.125}
+        (hostile / ".saving-x" / "named" / CONFIG_NAME).write_text(json.dumps(config))
+    else:  # the victim's config, for the same weights
+        shutil.copytree(adapter, hostile)
+        (hostile / CONFIG_NAME).unlink()
+        if link == "stage":
+            (hostile / ".saving-x").symlink_to(victim)
+        else:
+            (hostile / ".saving-x").mkdir()
+            (hostile / ".saving-x" / CONFIG_NAME).symlink_to(victim / CONFIG_NAME)
+    settle(hostile)
+    assert {file.name: file.read_bytes() for file in victim.iterdir()} == content
+    assert not (hostile / CONFIG_NAME).exists()
+
+
+def test_a_link_to_itself_costs_no_load(adapter: Path) -> None:
+    (adapter / ".saving-x" / "named").mkdir(parents=True)
+    (adapter / ".saving-x" / "named" / CONFIG_NAME).write_bytes((adapter / CONFIG_NAME).read_bytes())
+    (adapter / "named").symlink_to("named")
+    settle(adapter)
 
 
 def test_large_configs_of_other_methods_are_pefts(tmp_path: Path) -> None:

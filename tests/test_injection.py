@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -27,6 +28,7 @@ from models import (
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.routing import holder
 from hf_depthroute.routing.holder import Routing
 from hf_depthroute.routing.trace import routings
 
@@ -174,6 +176,53 @@ def test_refused_second_adapter_leaves_the_first(capsys: pytest.CaptureFixture[s
         model.add_adapter("second", DepthRouteConfig(layers=[9]))
     assert list(model.peft_config) == ["default"]
     assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("part", ["LowRankBranch", "ScoreQuantiles"])
+def test_an_injection_that_fails_half_way_is_undone(part: str, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = build_base("llama")
+    model: Any = routed(base, adapter_name="first", layers=[0, 2]) if beside else base
+    trains = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
+    before, expected = fingerprint(model), logits(model)
+    config, make, made = DepthRouteConfig(layers=[1, 2, 3]), getattr(holder, part), []
+
+    def fail_in_the_second_layer(*args: Any, **kwargs: Any) -> Any:
+        made.append(args)
+        if len(made) == 2:
+            raise RuntimeError("out of memory")
+        return make(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(holder, part, fail_in_the_second_layer)
+        get_depth_routed_model(base, config, adapter_name="second")
+    assert torch.equal(logits(model), expected)
+    assert not any(".second." in name for name, _ in model.named_parameters())
+    assert [(name, parameter.requires_grad) for name, parameter in model.named_parameters()] == trains
+    if beside:
+        assert list(model.peft_config) == ["first"] and model.active_adapters == ["first"]
+    else:
+        assert fingerprint(model) == before
+    get_depth_routed_model(base, config, adapter_name="second")
+
+
+def test_copies_that_do_not_fit_into_memory_undo_an_injection(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = build_base("llama")
+    before = fingerprint(base)
+    monkeypatch.setattr("hf_depthroute.adapter.tuner.set_additional_trainable_modules", lambda **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        get_depth_routed_model(base, DepthRouteConfig(modules_to_save=["lm_head"]))
+    assert fingerprint(base) == before
+    assert all(parameter.requires_grad for parameter in base.parameters())
+
+
+def test_a_deleted_adapter_leaves_no_empty_holder_to_transformers(tmp_path: Path) -> None:
+    base = build_base("llama")
+    base.add_adapter(DepthRouteConfig(layers=[0, 1]), "first")
+    base.delete_adapter("first")
+    base.add_adapter(DepthRouteConfig(layers=[2, 3]), "second")
+    assert base.active_adapters() == ["second"]
+    base.save_pretrained(tmp_path)
 
 
 @every_family

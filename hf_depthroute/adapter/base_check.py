@@ -57,9 +57,10 @@ def describe_base(model: Any, files: Iterable[Path] | None = None) -> dict[str, 
 
 def remember_base(model: Any, config: Any) -> None:
     """Note in `config` which base its adapter is saved with: its weights may have been trained since injection."""
-    described = config.base_architecture or {}
+    before = (config.base_architecture or {}).get(SAMPLED) or {}
+    now = describe_base(model)
     # What cannot be read now, because it is sharded or offloaded, stays as it was.
-    config.base_architecture = {**described, SAMPLED: {**(described.get(SAMPLED) or {}), **sampled_weights(model)}}
+    config.base_architecture = {**now, SAMPLED: {**before, **now[SAMPLED]}}
 
 
 def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None = None) -> None:
@@ -77,8 +78,10 @@ def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None 
                 f"this adapter was made for another base model: {key[:64]} is {reprlib.repr(value)}, "
                 f"this model has {here.get(key)!r}"
             )
-    expected = wanted.get(SAMPLED)
-    if _allowed.get() or not isinstance(expected, dict):
+    expected = wanted.get(SAMPLED, {})
+    if not isinstance(expected, dict):
+        raise AdapterMismatchError(f"base_architecture: {SAMPLED} is no list of weights by name; copy the config again")
+    if _allowed.get():
         return
     common = [name for name in expected if name in here[SAMPLED]]
     if files is not None and expected and not common:
@@ -104,6 +107,8 @@ def sampled_weights(model: Any) -> dict[str, float]:
     for name, weight in _sampled(model):
         data = weight.data
         if type(data) is not torch.Tensor or data.is_meta or not data.numel() or data.dtype not in _READABLE:
+            continue
+        if getattr(weight, "_fsdp_flattened", False):  # FSDP1: this process's piece of it
             continue
         found[name] = _rounded(data.reshape(-1)[_position(name, data.numel())])
     return {name: value for name, value in found.items() if math.isfinite(value)}
@@ -169,4 +174,7 @@ def _alike(one: Any, other: Any) -> bool:
     """Equal up to the rounding of a model that is loaded in another of the 16-bit dtypes."""
     if not isinstance(one, (int, float)) or isinstance(one, bool):
         return False
-    return math.isclose(one, other, rel_tol=2**-7, abs_tol=1e-6)
+    try:
+        return math.isclose(one, other, rel_tol=2**-7, abs_tol=1e-6)
+    except OverflowError:  # an integer beyond all floats
+        return False

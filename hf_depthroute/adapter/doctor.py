@@ -16,6 +16,7 @@ from ..parts.gates import GATES
 from ..parts.memory import NgramMemory
 from ..parts.targets import TARGETS
 from ..routing.thresholds import NOT_FITTED
+from .base_check import SAMPLED
 from .files import (
     CONFIG_NAME,
     PEFT_TYPE,
@@ -60,10 +61,14 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
     yield "ok", f"{CONFIG_NAME}: format {config.format_version}, saved by hf_depthroute {saved_by}"
     static = f"; static, without one: {config.static_layers}" if config.static_layers else ""
     yield "ok", f"routes {config.target} of layers {config.layers} with gate {config.gate}{static}"
+    sampled = (config.base_architecture or {}).get(SAMPLED, {})
+    if not isinstance(sampled, dict):
+        yield "fault", f"{CONFIG_NAME}: base_architecture: {SAMPLED} is no list of weights by name"
+        return
     if base := config.base_architecture:
         sizes = ", ".join(f"{name} {value}" for name, value in base.items() if isinstance(value, (str, int)))
         name = config.base_model_name_or_path or "a base without a name"
-        yield "ok", f"base: {name} ({sizes}; {len(base.get('sampled_weights') or ())} sampled weights)"
+        yield "ok", f"base: {name} ({sizes}; {len(sampled)} sampled weights)"
     else:
         yield "note", "does not say which base it belongs to; a wrong one of the same shape would load"
     yield from _examine_weights(folder / WEIGHTS_NAME, config)
@@ -107,6 +112,9 @@ def _examine_layers(tensors: dict[str, torch.Tensor], config: DepthRouteConfig) 
         if found is not None and found[2] != "target":  # in the first routed layer only
             parts[int(found[1])][f"{found[2]}.{found[3]}"] = tuple(value.shape)
     routed = config.layers if isinstance(config.layers, list) else sorted(parts)
+    if not routed:
+        yield "fault", f"{WEIGHTS_NAME}: holds no tensor of any layer; copy it again"
+        return
     gated = [layer for layer in routed if layer not in (config.static_layers or ())] or routed
     first = parts[gated[0]]
     ungated = {part for part in first if not part.startswith(("gate.", "controller."))}

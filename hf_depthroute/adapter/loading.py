@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..config.adapter import DepthRouteConfig
+from ..config.fields import MEMORY_FIELDS, RoutingFields
 from ..routing.holder import HOLDER, Routing
 from .files import AdapterMismatchError, read_tensors, tensors_hash
 from .injection import leave
@@ -28,6 +30,8 @@ PREFIX = "depth_route_"
 _OWN_KEY = re.compile(rf"\.{HOLDER}\.{PREFIX}[a-z]+\.")
 _WRAPPER = "base_model.model."
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}  # one for another
+_SETTINGS = ("budget", "phases", "selection")  # may be others than when the adapter was saved
+_SEEN_IN_TENSORS = ("layers", "static_layers", "branch_rank", "gate_hidden", "modules_to_save")
 _READER = "_load_pretrained_model"  # the static method with which transformers reads an adapter file
 
 
@@ -86,6 +90,21 @@ def match_tensors(
     return matched
 
 
+def check_same(config: DepthRouteConfig, saved: DepthRouteConfig) -> None:
+    """Raise `AdapterMismatchError` where weights of the adapter `saved` would do something else in that of `config`."""
+    unused = () if config.has_memory and saved.has_memory else ("seed", *MEMORY_FIELDS)
+    skipped = {*_SETTINGS, *_SEEN_IN_TENSORS, *unused}
+    for name in [field.name for field in fields(RoutingFields) if field.name not in skipped]:
+        here, there = getattr(config, name), getattr(saved, name)
+        if name == "threshold":  # None is "budget"
+            here, there = config.fixed_threshold, saved.fixed_threshold
+        if here != there:
+            raise AdapterMismatchError(
+                f"the adapter in the files has {name}={there!r}, the one in the model {here!r}; load it under a name "
+                "of its own"
+            )
+
+
 def discard(model: nn.Module, adapter_name: str) -> None:
     """Take out an adapter that could not be loaded; without another one, the model is as it was before."""
     base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
@@ -126,16 +145,12 @@ def _read_strictly(
     if ours:
         name = ours[0].target_patterns[0].removeprefix(r"\1.")
         config: Any = model.peft_config[name]
-        try:
-            state_dict = state_dict or {  # not read again after the checks
-                key: value
-                for path in checkpoint_files or ()
-                for key, value in read_tensors(Path(path), config.to_dict()).items()
-            }
-            match_tensors(model, config, name, state_dict)
-        except AdapterMismatchError:
-            discard(model, name)
-            raise
+        state_dict = state_dict or {  # not read again after the checks
+            key: value
+            for path in checkpoint_files or ()
+            for key, value in read_tensors(Path(path), config.to_dict()).items()
+        }
+        match_tensors(model, config, name, state_dict)
         load_config = replace(load_config, device_map=_kept_in_place(model, load_config.device_map))
     return getattr(type(model), _READER)(model, state_dict, checkpoint_files, load_config, **kwargs)
 

@@ -32,6 +32,13 @@ def check_modules_to_save(model: nn.Module, layers: Iterable[nn.Module], names: 
                 raise ConfigError(f"modules_to_save: {name!r} means {path}, which cannot be copied; name parts of it")
 
 
+def set_copies(model: nn.Module, routed: set[str], active: list[str], inference_mode: bool) -> None:
+    """Use the copies of the `active` ones of the `routed` adapters; what holds none of theirs is another method's."""
+    for module in model.modules():
+        if isinstance(module, AuxiliaryTrainingWrapper) and not routed.isdisjoint(module._adapters):
+            module.set_adapter([name for name in active if name in module._adapters], inference_mode=inference_mode)
+
+
 def key_in_file(key: str, adapter_name: str) -> str:
     """A model's key of a tensor of such a copy, as a file has it; other keys stay."""
     return key.replace(f".modules_to_save.{adapter_name}.", ".")

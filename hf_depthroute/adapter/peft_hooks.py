@@ -1,9 +1,11 @@
 """Reading, loading and saving, where PEFT asks the whole library and not the method.
 
 `PeftConfig.from_json_file` is what every path reads a config with before it touches a model; here it is strict.
-`PeftModel.from_pretrained` and `load_adapter` inject before they read the weights; here what fails is taken out again.
-`PeftModel.save_pretrained` writes in place; here it stages and renames. `print_trainable_parameters` counts; here it
-says what is routed too. A tuner of another method takes over the config of an adapter that has its name; here it is
+`PeftModel.from_pretrained` and `load_adapter`, PEFT's and transformers', inject before they read the weights; here what
+fails is taken out again, and what is loaded into an adapter that is there has to be the same adapter.
+`PeftModel.save_pretrained` writes in place; here it stages and renames. `get_peft_model_state_dict` adds embeddings
+that were resized; here it does not. `print_trainable_parameters` counts; here it says what is routed too. A tuner of
+another method takes over the config of an adapter that has its name, and switches its `modules_to_save` off; here it is
 refused. All are wrapped once, on import; adapters of other methods pass through unchanged.
 """
 
@@ -18,21 +20,25 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import peft
 from peft import PeftConfig, PeftModel
 from peft.config import PeftConfigMixin
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import save_and_load
 from safetensors import SafetensorError
+from transformers.integrations import PeftAdapterMixin
 
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..files.shown import reason, say
 from ..routing.description import routed_lines
 from ..routing.holder import Routing
+from .base_check import check_base
 from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config
-from .loading import discard
+from .loading import check_same, discard
 from .saving import save_whole, settle
 
-_METHOD = re.compile(rb'"peft_type"\s{0,99}:\s{0,99}"([A-Z0-9_]{1,99})"')
+# The second group is empty where the method cannot be told: spelt with escapes, or with long gaps.
+_METHOD = re.compile(rb'"peft_type"(\s{0,99}:\s{0,99}"([A-Z0-9_]{1,99})")?|\\u00[4-7]')
 _LONGEST = 512  # more than the pattern takes
 _LOADING: ContextVar[tuple[Any, str] | None] = ContextVar("_LOADING", default=None)  # a model and an adapter's name
 _HUB = ("subfolder", "revision", "cache_dir", "token")
@@ -48,9 +54,12 @@ def install() -> None:
     _wrap(PeftModel, "save_pretrained", save_whole)
     _wrap(PeftModel, "from_pretrained", _from_pretrained)
     _wrap(PeftModel, "load_adapter", _load_adapter)
+    _wrap(PeftAdapterMixin, "load_adapter", _load_natively)
     _wrap(PeftModel, "print_trainable_parameters", _print_trainable_parameters)
     _wrap(PeftConfigMixin, "from_json_file", _from_json_file)
     _wrap(save_and_load, "torch_load", _torch_load)
+    for module in (peft, peft.peft_model, peft.utils, save_and_load):  # each holds the function itself
+        _wrap(module, "get_peft_model_state_dict", _state_dict_of)
     _wrap(BaseTuner, "__init__", _init_tuner)
 
 
@@ -83,23 +92,90 @@ def _init_tuner(
             f"adapter name {adapter_name!r} is taken by the depth-routed adapter on this model, and PEFT keeps one "
             f"config per name; give the other one another: adapter_name='tuned'"
         )
+    copied = None if isinstance(config, DepthRouteConfig) else _copied_by_routed(model)
+    if copied is not None:
+        raise ConfigError(
+            f"the depth-routed adapter on this model has modules_to_save={copied}, and PEFT would switch the copies "
+            "off beside an adapter of another method; unload it first, or give modules_to_save to the other one"
+        )
     start(self, model, peft_config, adapter_name, *args, **kwargs)
 
 
 def _from_pretrained(
     make: Any, cls: Any, model: Any, model_id: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
 ) -> Any:
-    with _kept_where_it_is(model, model_id, kwargs), _undone(model, model_id, adapter_name):
+    with (
+        _loading(model, adapter_name),
+        _kept_where_it_is(model, model_id, kwargs),
+        _undone(model, model_id, adapter_name),
+    ):
         return make(cls, model, model_id, adapter_name, *args, **kwargs)
 
 
 def _load_adapter(load: Any, self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    loading = _LOADING.set((self, adapter_name))
-    try:
-        with _undone(self, model_id, adapter_name):
+    config = None if is_loading() else self.peft_config.get(adapter_name)  # None: it has just been injected for this
+    base = self.base_model.model if isinstance(self.base_model, BaseTuner) else self.base_model
+    with _loading(self, adapter_name), _kept_where_it_is(base, model_id, kwargs), _undone(self, model_id, adapter_name):
+        if not isinstance(config, DepthRouteConfig):
             return load(self, model_id, adapter_name, *args, **kwargs)
+        config.weights_hash = _check_reload(model_id, config, base, self._split_kwargs(kwargs)[0])
+        try:
+            return load(self, model_id, adapter_name, *args, **kwargs)
+        finally:
+            config.weights_hash = None
+
+
+def _load_natively(
+    load: Any, self: Any, peft_model_id: Any = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    name = "default" if adapter_name is None else adapter_name
+    with _loading(self, name), _undone(self, peft_model_id, name):
+        return load(self, peft_model_id, adapter_name, *args, **kwargs)
+
+
+def _check_reload(source: Any, config: DepthRouteConfig, base: Any, hub: Mapping[str, Any]) -> str | None:
+    """The hash of the weights of the adapter in `source`, which is the one in the model, of another moment."""
+    saved = PeftConfig.from_pretrained(source, **hub)
+    if not isinstance(saved, DepthRouteConfig):
+        raise AdapterMismatchError(f"{source}: is no depth-routed adapter, and the one of that name in the model is")
+    try:
+        check_same(config, saved)
+        check_base(base, saved.base_architecture or {})
+    except AdapterMismatchError as error:
+        raise AdapterMismatchError(f"{source}: {error}") from error
+    return saved.weights_hash
+
+
+def is_loading() -> bool:
+    """Whether an adapter is being read from files, on any path."""
+    return _LOADING.get() is not None
+
+
+@contextmanager
+def _loading(model: Any, adapter_name: str) -> Iterator[None]:
+    token = _LOADING.set((model, adapter_name))
+    try:
+        yield
     finally:
-        _LOADING.reset(loading)
+        _LOADING.reset(token)
+
+
+def _state_dict_of(
+    read: Any,
+    model: Any,
+    state_dict: Any = None,
+    adapter_name: str = "default",
+    unwrap_compiled: bool = False,
+    save_embedding_layers: bool | str = "auto",
+) -> Any:
+    if isinstance(model.peft_config[adapter_name], DepthRouteConfig):
+        if save_embedding_layers not in ("auto", False):
+            raise ConfigError(
+                f"save_embedding_layers={save_embedding_layers!r}: the file of a routed adapter holds no weights of "
+                "the base; name the embeddings in modules_to_save, or save the base too"
+            )
+        save_embedding_layers = False
+    return read(model, state_dict, adapter_name, unwrap_compiled, save_embedding_layers)
 
 
 def _torch_load(read: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,6 +234,15 @@ def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
         raise
 
 
+def _copied_by_routed(model: Any) -> list[str] | None:
+    """`modules_to_save` of a routed adapter of the model; None where there are none."""
+    for holder in [module for module in model.modules() if isinstance(module, Routing)]:
+        for name in holder.depth_route_gate:
+            if holder.config(name).modules_to_save:
+                return holder.config(name).modules_to_save
+    return None
+
+
 def _has(model: Any, adapter_name: str) -> bool:
     return any(isinstance(m, Routing) and adapter_name in m.depth_route_gate for m in model.modules())
 
@@ -184,11 +269,18 @@ def _methods_in(path: Path) -> set[str]:
     bounds of `read_config`.
     """
     found: set[str] = set()
-    rest = b""
+    data, more = b"", True
     with contextlib.suppress(OSError), open(path, "rb") as file:  # `read_config` says why
-        while chunk := file.read(1 << 20):
-            found |= {method.decode() for method in _METHOD.findall(rest + chunk)}
-            rest = (rest + chunk)[-_LONGEST:]
+        while more:
+            chunk = file.read(1 << 20)
+            data, more = data + chunk, bool(chunk)
+            end = max(len(data) - _LONGEST, 0) if more else len(data)  # what the next chunk may go on with waits for it
+            for match in _METHOD.finditer(data):
+                if match.start() < end and match[2] is None:
+                    return set()
+                if match.start() < end:
+                    found.add(match[2].decode())
+            data = data[end:]
     return found
 
 

@@ -38,6 +38,7 @@ from .files import (
     AdapterMismatchError,
     read_config,
     read_readme,
+    read_tensors,
     tensors_hash,
 )
 
@@ -160,6 +161,8 @@ def _finish(root: Path) -> None:
     """Put a staged config beside the weights that it was staged with, where those have taken their place already."""
     for staged in sorted(root.glob(f"{STAGE_PREFIX}*/**/{CONFIG_NAME}")):
         place = root.joinpath(*staged.relative_to(root).parts[1:])
+        if _goes_through_link(staged, root) or _goes_through_link(place.parent, root):
+            continue  # no save leaves one
         weights = place.with_name(WEIGHTS_NAME)
         with contextlib.suppress(ValueError, OSError, SafetensorError):
             wanted = read_config(staged).get("weights_hash")
@@ -167,11 +170,19 @@ def _finish(root: Path) -> None:
                 os.replace(staged, place)
 
 
+def _goes_through_link(path: Path, root: Path) -> bool:
+    return Path(os.path.realpath(path)) != Path(os.path.realpath(root), path.relative_to(root))
+
+
 def _seal(path: Path, weights: Path) -> None:
-    """Write the hash of the staged weights into the staged config, if it is of a depth-routed adapter."""
+    """Write the hash of the staged weights into the staged config, if it is of a depth-routed adapter.
+
+    Raises:
+        AdapterMismatchError: Loading would refuse the weights; they do not take the place of others.
+    """
     content = json.loads(path.read_text(encoding="utf-8"))
     if content.get("peft_type") == PEFT_TYPE and weights.is_file():
-        write_json(path, content | {"weights_hash": tensors_hash(load_file(weights))}, sort_keys=True)
+        write_json(path, content | {"weights_hash": tensors_hash(read_tensors(weights, content))}, sort_keys=True)
 
 
 def _commit(stage: Path, folder: Path) -> None:

@@ -30,7 +30,6 @@ from .base_check import check_base, describe_base
 from .injection import enter, leave
 from .loading import (
     PREFIX,
-    AdapterMismatchError,
     discard,
     guard,
     match_tensors,
@@ -38,8 +37,8 @@ from .loading import (
     unguard,
     without_adapter_name,
 )
-from .modules_to_save import check_modules_to_save, unwrap
-from .peft_hooks import install
+from .modules_to_save import check_modules_to_save, set_copies, unwrap
+from .peft_hooks import install, is_loading
 
 _MEMORY_NUMBERS = 1 << 30  # in the tables of all layers
 _SMALL_WIDTH = 256  # parts of any model may be this wide; above it, four times the model's width
@@ -50,7 +49,7 @@ def get_depth_routed_model(
 ) -> PeftModel:
     """Inject routers and cheap branches into `model`; only they train.
 
-    The same as `peft.get_peft_model(model, config, adapter_name)`, except that `config` is copied.
+    The same as `peft.get_peft_model(model, config, adapter_name)`, except that `config` stays as it is.
 
     Args:
         model: A transformers model of a supported family. It is changed in place.
@@ -111,24 +110,41 @@ class DepthRouteModel(BaseTuner):
                 stacklevel=2,
             )
         width = width_of(layers[0], family)
+        config = self.peft_config[adapter_name] = copy.deepcopy(config)  # the caller's fits other bases too
         config.layers = routed
         config.static_layers = sorted(config.static_layers or ()) or None
         config.branch_rank = config.branch_rank or max(1, width // 8)
         config.gate_hidden = config.gate_hidden or default_hidden(width)
         config.base_architecture = describe_base(model)
+        if not is_loading():
+            config.weights_hash = None  # of weights that this adapter does not start from
 
+        trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        added = adapter_name not in self.active_adapters  # beside an active one, which goes on as it was
+        try:
+            self._enter(model, adapter_name, config, family, layers)
+        except BaseException:
+            self.peft_config.pop(adapter_name)
+            discard(model, adapter_name)
+            _restore(trains)
+            raise
+        if added:
+            _restore(trains)
+
+    def _enter(self, model: nn.Module, name: str, config: DepthRouteConfig, family: Family, layers: Any) -> None:
+        """Change the model, after all checks."""
         enter(model)
         guard(model)
-        self._fill(model, adapter_name, config, family, layers)
-        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+        self._fill(model, name, config, family, layers)
         self._mark_only_adapters_as_trainable(model)
         set_additional_trainable_modules(
             model=model,
             peft_config=config,
             model_config=BaseTuner.get_model_config(self),
-            adapter_name=adapter_name,
-            activate_adapter=adapter_name in self.active_adapters,
+            adapter_name=name,
+            activate_adapter=name in self.active_adapters,
         )
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def _check(self, model: nn.Module, name: str, config: PeftConfig, family: Family, layers: Any) -> list[int]:
         """The indices of the layers to route; `ConfigError` or `AdapterMismatchError` where that cannot be done."""
@@ -143,6 +159,12 @@ class DepthRouteModel(BaseTuner):
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
             raise ConfigError(f"adapter name {name!r} must be 1 to 64 letters, digits, '_' or '-'")
         _check_name_is_free(model, name)
+        other = next((module for module in model.modules() if _is_of_another_method(module)), None)
+        if config.modules_to_save and other is not None:
+            raise ConfigError(
+                f"modules_to_save={config.modules_to_save}: PEFT would switch the copies off beside a {_kind(other)} "
+                "adapter; give modules_to_save to that adapter, or merge it first with merge_and_unload()"
+            )
         if config.base_architecture is not None:
             check_base(model, config.base_architecture)
         routed = config.routed_layers(len(layers))
@@ -154,6 +176,7 @@ class DepthRouteModel(BaseTuner):
         gate = traits_of(config.gate)
         holders: list[Routing] = []
         owner: Routing | None = None
+        _drop_empty_holders(layers)
         for index in cast("list[int]", config.layers):
             layer = layers[index]
             if HOLDER not in layer._modules:
@@ -176,6 +199,16 @@ class DepthRouteModel(BaseTuner):
         verifies = getattr(kwargs.get("assistant_model"), "verified_at_full_depth", False)
         with full_depth(self.model) if verifies else nullcontext():
             return self.model.generate(*args, **kwargs)
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        """Activate routed adapters, with their copies of base modules; other methods' copies stay as they are."""
+        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        for module in self.model.modules():
+            if isinstance(module, Routing):
+                module.set_adapter(names, inference_mode=inference_mode)
+        routed = {name for name, config in self.peft_config.items() if isinstance(config, DepthRouteConfig)}
+        set_copies(self.model, routed, names, inference_mode)
+        self.active_adapter = adapter_name
 
     def unload(self) -> nn.Module:
         """Remove every routed adapter; the model as it was before injection, other PEFT methods included."""
@@ -218,14 +251,10 @@ class DepthRouteModel(BaseTuner):
         """Checkpoint keys to model keys.
 
         Raises:
-            AdapterMismatchError: A tensor is missing, left over, of another shape, or not finite; the adapter is taken
-                out of the model again.
+            AdapterMismatchError: A tensor is missing, left over, of another shape, or not finite; the model is as it
+                was before the call.
         """
-        try:
-            return match_tensors(model, config, adapter_name, state_dict)
-        except AdapterMismatchError:
-            discard(model, adapter_name)
-            raise
+        return match_tensors(model, config, adapter_name, state_dict)
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("depth-routed adapters are injected by inject_adapter")
@@ -277,10 +306,31 @@ def _check_name_is_free(model: nn.Module, name: str) -> None:
             if name in module.depth_route_gate:
                 raise ConfigError(f"there already is a depth-routed adapter named {name!r}; choose another name")
         elif isinstance(module, BaseTunerLayer) and name in module._get_available_adapters():
-            kind = type(module).__module__.split(".")[-2]
             raise ConfigError(
-                f"adapter name {name!r} is taken by a {kind} adapter on this model; pass adapter_name='router'"
+                f"adapter name {name!r} is taken by a {_kind(module)} adapter on this model; pass adapter_name='router'"
             )
+
+
+def _is_of_another_method(module: nn.Module) -> bool:
+    return isinstance(module, BaseTunerLayer) and not isinstance(module, Routing)
+
+
+def _kind(layer: nn.Module) -> str:
+    """The name of the PEFT method that a layer is of, such as `"lora"`."""
+    return type(layer).__module__.split(".")[-2]
+
+
+def _drop_empty_holders(layers: Any) -> None:
+    """Take out what deleted adapters left: transformers asks the first holder which adapter is active."""
+    for layer in layers:
+        holder = layer._modules.get(HOLDER)
+        if holder is not None and not holder.depth_route_gate:
+            del layer._modules[HOLDER]
+
+
+def _restore(trains: list[tuple[nn.Parameter, bool]]) -> None:
+    for parameter, trained in trains:
+        parameter.requires_grad_(trained)
 
 
 def register() -> None:

@@ -339,9 +339,8 @@ def _has_budget(inputs: LossInputs) -> bool:
 
 def _held(inputs: LossInputs, per_layer_C: torch.Tensor) -> torch.Tensor:
     """What the budget holds: every layer, or their mean."""
-    scope = inputs.budget_scope
-    if scope is None and inputs.trace.holders:
-        scope = inputs.trace.holders[0].active_config().budget_scope
+    active = (holder.active_config() for holder in inputs.trace.holders if holder.layer_index in inputs.trace)
+    scope = inputs.budget_scope or next((config.budget_scope for config in active), "layer")
     return per_layer_C.mean() if scope == "global" else per_layer_C
 
 

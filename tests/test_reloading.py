@@ -1,0 +1,222 @@
+"""Weights read into an adapter that is there: those of the same adapter, or nothing changes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build_base, logits, routed, tokens
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from training import rows
+from transformers import AutoModelForCausalLM
+
+from hf_depthroute import (
+    DepthRouteConfig,
+    DepthRouteTrainer,
+    DepthRouteTrainingArguments,
+    allow_base_mismatch,
+    get_depth_routed_model,
+)
+from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError
+from hf_depthroute.config.adapter import ConfigError
+
+MEMORY = {"branch": "memory", "memory_slots": 8192, "memory_width": 2, "memory_heads": 1}
+
+
+def assert_untouched(model: Any, expected: torch.Tensor, folder: Path) -> None:
+    assert list(model.peft_config) == ["default"]
+    assert torch.equal(logits(model), expected)
+    model.save_pretrained(folder)
+    assert torch.equal(logits(PeftModel.from_pretrained(build_base("llama"), folder)), expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"layers": [0, 1, 2]}, "tensor"),
+        ({"gate": "jepa"}, "has gate='jepa', the one in the model 'mlp'"),
+        ({"target": "attention"}, "has target='attention'"),
+        ({"threshold": 0.25, "selection": "threshold"}, "has threshold=0.25"),
+        ({"branch_rank": 2}, "has shape"),
+    ],
+)
+def test_a_refused_reload_leaves_the_adapter_as_it_was(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+    routed(build_base("llama"), **fields).save_pretrained(tmp_path / "other")
+    model = routed(build_base("llama"), seed=3)
+    expected = logits(model)
+    with pytest.raises(AdapterMismatchError, match=said):
+        model.load_adapter(tmp_path / "other", "default")
+    assert_untouched(model, expected, tmp_path / "again")
+
+
+def test_a_state_dict_without_a_tensor_leaves_the_adapter_as_it_was(tmp_path: Path) -> None:
+    model = routed(build_base("llama"))
+    expected, state = logits(model), get_peft_model_state_dict(model)
+    state.popitem()
+    with pytest.raises(AdapterMismatchError, match="is missing"):
+        set_peft_model_state_dict(model, state)
+    assert_untouched(model, expected, tmp_path)
+
+
+def test_a_reload_asks_for_the_base_and_the_hash(tmp_path: Path) -> None:
+    routed(build_base("llama", seed=1)).save_pretrained(tmp_path / "other base")
+    model = routed(build_base("llama"))
+    model.save_pretrained(tmp_path / "same")
+    expected = logits(model)
+    with pytest.raises(AdapterMismatchError, match=r"made for another base model.*sampled weights differ"):
+        model.load_adapter(tmp_path / "other base", "default")
+    shutil.copy(tmp_path / "other base" / WEIGHTS_NAME, tmp_path / "same")
+    with pytest.raises(AdapterMismatchError, match="its hash is not the one there"):
+        model.load_adapter(tmp_path / "same", "default")
+    assert_untouched(model, expected, tmp_path / "again")
+    with allow_base_mismatch():
+        model.load_adapter(tmp_path / "other base", "default")
+    assert not torch.equal(logits(model), expected)
+
+
+def test_a_reload_is_compared_with_the_hash_of_its_own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the weights are exchanged after the config was read."""
+    model = routed(build_base("llama"))
+    model.save_pretrained(tmp_path)
+    save_file({name: value + 1 for name, value in load_file(tmp_path / WEIGHTS_NAME).items()}, tmp_path / WEIGHTS_NAME)
+    monkeypatch.setattr("hf_depthroute.adapter.peft_hooks.check_folder", lambda folder, config: None)
+    with pytest.raises(AdapterMismatchError, match="not those that the config was saved with"):
+        model.load_adapter(tmp_path, "default")
+    assert model.peft_config["default"].weights_hash is None
+
+
+@pytest.mark.parametrize(("fields", "refused"), [(MEMORY, True), ({}, False)])
+def test_a_reload_with_another_seed_is_refused_where_it_makes_the_hashes(
+    fields: dict[str, Any], refused: bool, tmp_path: Path
+) -> None:
+    saved, model = (routed(build_base("llama"), seed=seed, **fields) for seed in (1, 2))
+    saved.save_pretrained(tmp_path)
+    if refused:
+        with pytest.raises(AdapterMismatchError, match="has seed=1, the one in the model 2"):
+            model.load_adapter(tmp_path, "default")
+    else:
+        model.load_adapter(tmp_path, "default")
+        assert torch.equal(logits(model), logits(saved))
+
+
+def test_another_methods_files_are_not_read_into_a_routed_adapter(tmp_path: Path) -> None:
+    get_peft_model(build_base("llama"), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
+    model = routed(build_base("llama"))
+    expected = logits(model)
+    with pytest.raises(AdapterMismatchError, match="is no depth-routed adapter"):
+        model.load_adapter(tmp_path / "lora", "default")
+    assert_untouched(model, expected, tmp_path / "again")
+
+
+def test_a_saved_config_begins_a_new_adapter_whose_checkpoints_load(tmp_path: Path) -> None:
+    routed(build_base("llama")).save_pretrained(tmp_path / "saved")
+    config = PeftConfig.from_pretrained(tmp_path / "saved")
+    assert config.weights_hash is not None
+    config.inference_mode = False
+    model = get_depth_routed_model(build_base("llama"), config)
+    state = get_peft_model_state_dict(model)
+    set_peft_model_state_dict(model, state)  # of another hash than the saved one
+    arguments = DepthRouteTrainingArguments(
+        output_dir=str(tmp_path / "run"), max_steps=2, save_steps=1, eval_steps=1, eval_strategy="steps",
+        per_device_train_batch_size=2, load_best_model_at_end=True, report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    data = rows(4)
+    trainer = DepthRouteTrainer(model, arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    best = PeftModel.from_pretrained(build_base("llama"), trainer.state.best_model_checkpoint)
+    assert torch.equal(logits(model.eval()), logits(best))
+
+
+def test_native_loading_compares_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    routed(build_base("llama")).save_pretrained(tmp_path)
+    state = {name: value + 1 for name, value in load_file(tmp_path / WEIGHTS_NAME).items()}
+    base = build_base("llama")
+    with pytest.raises(AdapterMismatchError, match="not those that the config was saved with"):
+        base.load_adapter(adapter_state_dict=state, peft_config=PeftConfig.from_pretrained(tmp_path))
+    assert torch.equal(logits(base), logits(build_base("llama")))
+
+
+# Resized embeddings -------------------------------------------------------------------------------------------------
+
+
+def resized(folder: Path) -> Any:
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    base.resize_token_embeddings(70, mean_resizing=False)
+    return base
+
+
+@pytest.mark.parametrize("how", ["PEFT", "transformers", "resized after injection"])
+def test_an_adapter_of_resized_embeddings_loads(how: str, tmp_path: Path) -> None:
+    build_base("llama").save_pretrained(tmp_path / "base")
+    if how == "resized after injection":
+        model = routed(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+        torch.manual_seed(0)
+        model.get_base_model().resize_token_embeddings(70, mean_resizing=False)
+    else:
+        model = routed(resized(tmp_path / "base"))
+    if how == "transformers":
+        model.get_base_model()._hf_peft_config_loaded = True
+        model.get_base_model().save_pretrained(tmp_path / "adapter")
+    else:
+        model.save_pretrained(tmp_path / "adapter")
+    assert all(".routing." in name for name in load_file(tmp_path / "adapter" / WEIGHTS_NAME))
+    loaded = PeftModel.from_pretrained(resized(tmp_path / "base"), tmp_path / "adapter")
+    assert torch.equal(logits(loaded), logits(model))
+    with pytest.raises(AdapterMismatchError, match="vocab_size is 70, this model has 64"):
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+
+
+def test_embeddings_that_are_asked_for_are_refused_and_the_earlier_save_stays(tmp_path: Path) -> None:
+    model = routed(build_base("llama"))
+    model.save_pretrained(tmp_path)
+    before = {name: (tmp_path / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME)}
+    with pytest.raises(ConfigError, match="name the embeddings in modules_to_save"):
+        model.save_pretrained(tmp_path, save_embedding_layers=True)
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
+
+
+def test_loras_embeddings_are_saved_as_peft_does(tmp_path: Path) -> None:
+    lora = get_peft_model(build_base("llama"), LoraConfig(target_modules=["q_proj"]))
+    lora.save_pretrained(tmp_path, save_embedding_layers=True)
+    assert any("embed_tokens" in name for name in load_file(tmp_path / WEIGHTS_NAME))
+
+
+def test_what_no_load_takes_does_not_replace_a_good_adapter(tmp_path: Path) -> None:
+    model = routed(build_base("llama"))
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        next(value for name, value in model.named_parameters() if "depth_route_gate" in name).fill_(torch.nan)
+    with pytest.raises(AdapterMismatchError, match="not finite"):
+        model.save_pretrained(tmp_path)
+    assert torch.equal(logits(PeftModel.from_pretrained(build_base("llama"), tmp_path)), expected)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".saving-")]
+
+
+# What is beside it --------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_loaded_for_inference_leaves_the_one_that_trains(tmp_path: Path) -> None:
+    routed(build_base("llama"), layers=[0, 2], modules_to_save=["lm_head"]).save_pretrained(tmp_path)
+    model = routed(build_base("llama"), adapter_name="mine", modules_to_save=["lm_head"]).train()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any("lm_head.modules_to_save.mine" in name for name in trained)
+    model.load_adapter(tmp_path, "reference")
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
+    model.train()
+    model(input_ids=tokens(2, 8), labels=tokens(2, 8)).loss.backward()
+
+
+def test_a_config_makes_adapters_of_several_bases() -> None:
+    config = DepthRouteConfig(layers="last:2")
+    before = config.to_dict()
+    for seed in (0, 1):
+        model = get_peft_model(build_base("llama", seed=seed), config, adapter_name="router")
+        assert model.peft_config["router"].layers == [2, 3]
+    assert {**config.to_dict(), "base_model_name_or_path": None} == {**before, "base_model_name_or_path": None}
