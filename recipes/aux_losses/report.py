@@ -14,7 +14,7 @@ from pathlib import Path
 from paper.page import write_report
 from paper.tables import loss_table
 
-from hf_depthroute.cli.loading import print_table
+from hf_depthroute.cli.output import print_table
 from hf_depthroute.report.study_results import ResultsError
 from hf_depthroute.report.study_table import count_missing
 
