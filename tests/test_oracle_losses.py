@@ -20,6 +20,7 @@ from hf_depthroute import DepthRouteCallback
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing.trace import RouteTrace
 from hf_depthroute.training import objective as objective_module
+from hf_depthroute.training.label_scale import LabelScale
 from hf_depthroute.training.losses import derangement, routing_losses, shuffled
 from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
 from hf_depthroute.training.oracle import UtilityLabels
@@ -225,24 +226,24 @@ def test_labels_do_not_depend_on_checkpointing_or_on_the_trainer(tmp_path: Path)
 
 
 def test_the_counterfactual_temperature_is_a_moving_average_of_the_mean_size() -> None:
-    objective = RoutingObjective(RoutingArguments(cgs_weight=0.5), build_routed("llama"))
+    scale = LabelScale()
     first, second = made_labels(1)[1], made_labels(2)[1]
 
     def size(labels: UtilityLabels) -> float:
         return labels.utility[VALID].abs().mean().item()
 
-    assert objective._adapt(first).item() == pytest.approx(size(first), abs=1e-6)
-    objective.schedule(1)
+    assert scale.update(first).item() == pytest.approx(size(first), abs=1e-6)
+    scale.begin_step()
     expected = 0.99 * size(first) + 0.01 * size(second)
-    assert objective._adapt(second).item() == pytest.approx(expected, abs=1e-6)
+    assert scale.update(second).item() == pytest.approx(expected, abs=1e-6)
     # Two batches of one step count once, together; one without a label does not.
-    objective.schedule(2)
-    objective._adapt(first)
+    scale.begin_step()
+    scale.update(first)
     expected = 0.99 * expected + 0.01 * (size(first) + size(second)) / 2
-    assert objective._adapt(second).item() == pytest.approx(expected, abs=1e-6)
-    objective.schedule(3)
+    assert scale.update(second).item() == pytest.approx(expected, abs=1e-6)
+    scale.begin_step()
     nothing = UtilityLabels(first.utility, torch.zeros_like(first.valid))
-    assert objective._adapt(nothing).item() == pytest.approx(expected, abs=1e-6)
+    assert scale.update(nothing).item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_missing_labels_and_logits_are_named() -> None:

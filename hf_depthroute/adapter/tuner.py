@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from contextlib import nullcontext
 from typing import Any, cast
@@ -11,7 +10,7 @@ from typing import Any, cast
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import register_peft_method
 from peft.utils.other import set_additional_trainable_modules
 from torch import nn
@@ -21,12 +20,12 @@ from ..base.readout import ReadOut
 from ..base.sublayers import width_of
 from ..config.adapter import ConfigError, DepthRouteConfig, register_peft_type
 from ..parts.gates import default_hidden
-from ..parts.memory import embedding_width, hash_count
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..routing.holder import HOLDER, Routing
 from ..routing.trace import full_depth
-from .base_check import check_base, describe_base
+from .base_check import describe_base
+from .checks import check_injection, check_name_is_free
 from .injection import enter, leave
 from .loading import (
     PREFIX,
@@ -37,11 +36,8 @@ from .loading import (
     unguard,
     without_adapter_name,
 )
-from .modules_to_save import check_modules_to_save, set_copies, unwrap
+from .modules_to_save import set_copies, unwrap
 from .peft_hooks import install, is_loading
-
-_MEMORY_NUMBERS = 1 << 30  # in the tables of all layers
-_SMALL_WIDTH = 256  # parts of any model may be this wide; above it, four times the model's width
 
 
 def get_depth_routed_model(
@@ -87,7 +83,7 @@ class DepthRouteModel(BaseTuner):
                 "the model is wrapped in a PeftModel already; inject into its base: "
                 "get_depth_routed_model(model.get_base_model(), config, adapter_name=...)"
             )
-        _check_name_is_free(model, adapter_name)  # first: PEFT overwrites the config of an adapter of the same name
+        check_name_is_free(model, adapter_name)  # first: PEFT overwrites the config of an adapter of the same name
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
         # Our own reference: another method that is unloaded from the model deletes the model's.
         self.__dict__["peft_config"] = self.peft_config
@@ -98,7 +94,7 @@ class DepthRouteModel(BaseTuner):
         try:
             family = find_family(model)
             layers = getattr(find_decoder(model, family), family.layers)
-            routed = self._check(model, adapter_name, config, family, layers)
+            routed = check_injection(model, adapter_name, config, family, layers)
         except ValueError:
             del self.peft_config[adapter_name]
             raise
@@ -145,31 +141,6 @@ class DepthRouteModel(BaseTuner):
             activate_adapter=name in self.active_adapters,
         )
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
-
-    def _check(self, model: nn.Module, name: str, config: PeftConfig, family: Family, layers: Any) -> list[int]:
-        """The indices of the layers to route; `ConfigError` or `AdapterMismatchError` where that cannot be done."""
-        if any(hasattr(parameter, "ds_id") for parameter in layers[0].parameters()):
-            raise ConfigError(
-                "DeepSpeed ZeRO-3 has split the base's weights already, so the adapter cannot be sized by them; "
-                "load it and inject before the Accelerator or the TrainingArguments are made (after that transformers "
-                "splits what it loads, with zero3_init_flag: false too), and let ZeRO-3 split both"
-            )
-        if not isinstance(config, DepthRouteConfig):
-            raise ConfigError(f"adapter {name!r}: expected a DepthRouteConfig, got {type(config).__name__}")
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-            raise ConfigError(f"adapter name {name!r} must be 1 to 64 letters, digits, '_' or '-'")
-        _check_name_is_free(model, name)
-        other = next((module for module in model.modules() if _is_of_another_method(module)), None)
-        if config.modules_to_save and other is not None:
-            raise ConfigError(
-                f"modules_to_save={config.modules_to_save}: PEFT would switch the copies off beside a {_kind(other)} "
-                "adapter; give modules_to_save to that adapter, or merge it first with merge_and_unload()"
-            )
-        if config.base_architecture is not None:
-            check_base(model, config.base_architecture)
-        routed = config.routed_layers(len(layers))
-        _check_parts(model, family, layers, routed, config)
-        return routed
 
     def _fill(self, model: nn.Module, name: str, config: DepthRouteConfig, family: Family, layers: Any) -> None:
         """Add the adapter's parts to the layers that it routes, and connect what reads elsewhere."""
@@ -258,66 +229,6 @@ class DepthRouteModel(BaseTuner):
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("depth-routed adapters are injected by inject_adapter")
-
-
-def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], config: DepthRouteConfig) -> None:
-    """Raise `ConfigError` where a layer lacks what the configuration routes, or a part would be absurdly wide."""
-    width = width_of(layers[0], family)
-    widest = max(4 * width, _SMALL_WIDTH)
-    for name in ("gate_hidden", "branch_rank", "context_dim", "summary_dim", "action_dim"):
-        if (getattr(config, name) or 0) > widest:
-            raise ConfigError(f"{name}={getattr(config, name)} must be at most {widest} on a model of width {width}")
-    if config.has_memory:
-        _check_memory(config, len(routed), widest)
-    check_modules_to_save(model, layers, config.modules_to_save or ())
-    if traits_of(config.gate).reads_logits and model.get_output_embeddings() is None:
-        raise ConfigError(f"gate={config.gate!r} needs a model with an LM head")
-    for place, index in enumerate(routed if TARGETS[config.target].per_pair else ()):
-        experts = getattr(getattr(layers[index], family.ffn), family.experts, None)
-        count = getattr(experts, "num_experts", 0)
-        if not count:
-            raise ConfigError(
-                f"target={config.target!r}: layer {index} has no experts; use target='ffn' or other layers"
-            )
-        for expert in (config.dropped_experts or [[]] * len(routed))[place]:
-            if expert >= count:
-                raise ConfigError(f"dropped_experts: layer {index} has experts 0 to {count - 1}, not {expert}")
-
-
-def _check_memory(config: DepthRouteConfig, layers: int, widest: int) -> None:
-    """Raise `ConfigError` where a memory would look up too much for a token, or hold too much in all its layers."""
-    embedding = embedding_width(config)
-    if embedding > widest:
-        raise ConfigError(
-            f"memory_width={config.memory_width}: {hash_count(config)} hashes look up {embedding} numbers for a token; "
-            f"on this model at most {widest}"
-        )
-    numbers = layers * config.memory_slots * config.memory_width
-    if numbers > _MEMORY_NUMBERS:
-        raise ConfigError(
-            f"memory_slots={config.memory_slots}: {numbers:,} numbers in {layers} layers; at most {_MEMORY_NUMBERS:,}, "
-            "4 GiB in float32"
-        )
-
-
-def _check_name_is_free(model: nn.Module, name: str) -> None:
-    for module in model.modules():
-        if isinstance(module, Routing):
-            if name in module.depth_route_gate:
-                raise ConfigError(f"there already is a depth-routed adapter named {name!r}; choose another name")
-        elif isinstance(module, BaseTunerLayer) and name in module._get_available_adapters():
-            raise ConfigError(
-                f"adapter name {name!r} is taken by a {_kind(module)} adapter on this model; pass adapter_name='router'"
-            )
-
-
-def _is_of_another_method(module: nn.Module) -> bool:
-    return isinstance(module, BaseTunerLayer) and not isinstance(module, Routing)
-
-
-def _kind(layer: nn.Module) -> str:
-    """The name of the PEFT method that a layer is of, such as `"lora"`."""
-    return type(layer).__module__.split(".")[-2]
 
 
 def _drop_empty_holders(layers: Any) -> None:

@@ -20,13 +20,13 @@ from ..routing.trace import RouteRecord, RouteTrace, overridden, record_routes, 
 from .arguments import RoutingArguments
 from .base_routers import observe_routers
 from .forks import Prefix, observe_prefix
+from .label_scale import LabelScale
 from .losses import LossInputs, diagnostics, observe_exits, routing_losses
-from .oracle import UtilityLabels, prefix_utility
+from .oracle import prefix_utility
 from .trace_statistics import stack
 
 __all__ = ["RoutingArguments", "RoutingObjective"]
 
-_TEMPERATURE_DECAY = 0.99  # of the counterfactual temperature's moving average
 _WATCHED_BATCHES = 64  # of one optimizer step; what a loop without a callback leaves does not pile up
 
 
@@ -53,9 +53,7 @@ class RoutingObjective:
         self._frozen = [p for gate in gates for p in gate.parameters() if p.requires_grad]
         self.freeze()
         self._step = 0
-        self._temperature: torch.Tensor | None = None
-        self._temperature_before: torch.Tensor | None = None  # this step
-        self._sizes = torch.zeros(2)  # of this step's labels: the sum of `|dl|`, and how many
+        self._label_scale = LabelScale()
         self._sums: dict[str, tuple[torch.Tensor, int]] = {}
         self._load: dict[int, torch.Tensor] = {}
         self._full: dict[int, torch.Tensor] = {}  # by the thresholds: tokens full and seen, since the last log entry
@@ -138,26 +136,16 @@ class RoutingObjective:
             layers = [holder.layer_index for holder in gated_routings(self.model)]
             layer = layers[(step - a.cgs_warmup) // a.cgs_interval % len(layers)]
             difference = prefix_utility(prefix, labels, "on_policy", window=1, layers=[layer])
-            due |= {"counterfactual": difference, "counterfactual_temperature": self._adapt(difference[layer])}
+            due |= {
+                "counterfactual": difference,
+                "counterfactual_temperature": self._label_scale.update(difference[layer]),
+            }
         return due
-
-    def _adapt(self, labels: UtilityLabels) -> torch.Tensor:
-        """The counterfactual temperature: a moving average over steps of the mean `|dl|`, that of all processes.
-
-        Where a step has several batches, those so far count together.
-        """
-        sums_2 = torch.stack([(labels.utility.abs() * labels.valid).sum(), labels.valid.sum().float()])
-        self._sizes = self._sizes.to(sums_2) + sum_over_processes(sums_2)
-        if self._sizes[1] > 0:
-            size = self._sizes[0] / self._sizes[1]
-            before = size if self._temperature_before is None else self._temperature_before
-            self._temperature = torch.lerp(size, before, _TEMPERATURE_DECAY).clamp(min=1e-6)
-        return sums_2.new_ones(()) if self._temperature is None else self._temperature
 
     def schedule(self, step: int) -> None:
         """Set the budget and the temperature of optimizer step `step`."""
         self._step, a = step, self.arguments
-        self._temperature_before, self._sizes = self._temperature, torch.zeros(2)
+        self._label_scale.begin_step()
         for holder in active_routings(self.model):
             budget, temperature = holder.active_config().budget, holder.active_config().gate_temperature
             assert temperature is not None
@@ -214,13 +202,13 @@ class RoutingObjective:
 
     def state(self) -> dict[str, float]:
         """What a checkpoint has to keep beside the model: the counterfactual temperature."""
-        return {} if self._temperature is None else {"temperature": float(self._temperature)}
+        return {} if self._label_scale.value is None else {"temperature": float(self._label_scale.value)}
 
     def load_state(self, state: dict[str, float]) -> None:
         """Undo `state`."""
-        value = state.get("temperature")
-        self._temperature = None if value is None else torch.tensor(value, device=next(self.model.parameters()).device)
-        self._temperature_before = self._temperature
+        value, device = state.get("temperature"), next(self.model.parameters()).device
+        self._label_scale.value = None if value is None else torch.tensor(value, device=device)
+        self._label_scale.begin_step()
 
     def _count(self, holder: Routing, record: RouteRecord) -> None:
         """Tokens run full and tokens seen since the last step, where a controller wants to know."""
