@@ -3,7 +3,14 @@
 import pytest
 import torch
 from models import build_base
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, route_cost
 from hf_depthroute.config.adapter import ConfigError
@@ -35,6 +42,19 @@ def test_dense_flops_are_two_per_weight_and_token_plus_attention():
     expected = 2 * tokens * matrices * 4 + 4 * 4 * 2 * pairs * width + 2 * 2 * width * 64
     model = get_depth_routed_model(base, DepthRouteConfig())
     assert route_cost(model, batch_size=2, length=8).flops_dense == expected
+
+
+@pytest.mark.parametrize("cached", [0, 2, 9])
+def test_a_query_meets_the_keys_in_its_window(cached):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = {"num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 5}
+    base = MistralForCausalLM(MistralConfig(**sizes, **config))
+    matrices = sum(p.numel() for p in base.model.layers.parameters() if p.ndim == 2)
+    model = get_depth_routed_model(base, DepthRouteConfig())
+    pairs = sum(min(5, cached + 1 + query) for query in range(7))
+    cost = route_cost(model, length=7, cached=cached)
+    assert cost.flops_dense == 2 * 7 * matrices + 2 * 4 * pairs * 32 + 2 * 32 * 64
+    assert cost.kv_bytes == 2 * 4 * 2 * 32 * 4  # what four tokens leave, in layers, keys and values, width, bytes
 
 
 def test_a_full_budget_saves_nothing_and_still_pays_the_gate():

@@ -109,7 +109,7 @@ def test_counted_cost_is_what_runs(family: str) -> None:
     """FLOPs of the base's matrix products at one position, and bytes of its KV cache."""
     model = shared(family, "ffn")
     with model.disable_adapter(), torch.no_grad():
-        cache = model(IDS[:, :3], use_cache=True).past_key_values
+        caches = {length: model(IDS[:, :length], use_cache=True).past_key_values for length in (3, 7)}  # window: 4
         if hasattr(model.config, "num_experts_per_tok"):
             model.get_base_model().set_experts_implementation("eager")
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -118,4 +118,5 @@ def test_counted_cost_is_what_runs(family: str) -> None:
     # Transformers 5.17 computes the rotary angles by a matrix product, which is no weight's.
     angles = sum(flops for name, flops in counts.items() if name.endswith("rotary_emb"))
     assert route_cost(model, batch_size=3, length=1).flops_dense == counter.get_total_flops() - angles
-    assert route_cost(model, batch_size=3, length=3).kv_bytes == kv_cache_bytes(cache)
+    for length, cache in caches.items():
+        assert route_cost(model, batch_size=3, length=length).kv_bytes == kv_cache_bytes(cache)

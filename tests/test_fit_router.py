@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from command_line import run
-from models import build_base, decoder_layers, tokens
+from models import build_base, build_routed, decoder_layers, tokens
 from peft import PeftModel
 from protocol import gap
 from text_models import save_base, write_text
@@ -86,6 +86,29 @@ def test_a_walk_gives_every_layer_what_the_model_gives_it() -> None:
     for index, (out,) in seen.items():
         if index + 1 < len(decoder_layers(model)):  # the last of `hidden_states` is normed
             assert gap(out[real], wanted[index + 1][real]) < 1e-5
+
+
+@pytest.mark.parametrize("branch", ["lowrank", "memory"])
+def test_a_walk_reads_the_documents_of_a_packed_row_apart(branch: str) -> None:
+    """Attention, positions and n-grams begin anew with each."""
+    sizes: dict[str, Any] = {"memory_slots": 8192, "memory_width": 4} if branch == "memory" else {}
+    model = build_routed("llama", branch=branch, layers=[1, 2], **sizes)
+    ids, positions = tokens(1, 20, seed=3), torch.cat([torch.arange(12), torch.arange(8)])[None]
+
+    def cheap(batch: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        found = {}
+
+        def visit(index: int, calls: list[Any]) -> list[torch.Tensor]:
+            found[index] = calls[0].finish(calls[0].cheap())
+            return [calls[0].finish(calls[0].full())]
+
+        walk_layers(LayerWalk(model, [batch]), visit)
+        return found
+
+    packed = cheap({"input_ids": ids, "position_ids": positions})
+    for part in (slice(0, 12), slice(12, 20)):
+        for index, out in cheap({"input_ids": ids[:, part]}).items():
+            assert gap(packed[index][:, part], out) < 1e-5
 
 
 def test_reduced_rank_regression_is_the_best_map_of_its_rank() -> None:

@@ -786,6 +786,12 @@ def test_occupancy_and_collisions_are_counted() -> None:
         assert use.collided == sum(len(held) for held in by_slot.values() if len(held) > 1) > 0
 
 
+def test_no_slot_is_counted_for_an_n_gram_across_packed_documents() -> None:
+    model, ids = memory_model(layers=[1]), tokens(1, 6)
+    twice = {"input_ids": ids.repeat(1, 2), "position_ids": torch.arange(6).repeat(1, 2)}
+    assert slot_use(model, [twice]) == slot_use(model, [{"input_ids": ids}])
+
+
 def test_two_memories_and_another_adapter_switch() -> None:
     base = build_base("llama")
     model = routed(base, "memory", adapter_name="one", layers=[1])

@@ -181,6 +181,15 @@ def test_labels_of_packed_documents_are_those_of_each_alone(kind: str) -> None:
             assert torch.equal(labels[layer].valid[:, part], expected[layer].valid)
 
 
+def test_a_batch_of_packed_documents_is_read_as_such() -> None:
+    model, inputs = build_routed("llama", selection="threshold"), packed()
+    expected = labels_of(model, inputs, "all_full")
+    labels = utility_labels(model, inputs, "all_full", WINDOW, GAMMA)
+    for layer in LAYERS:
+        assert torch.equal(labels[layer].utility, expected[layer].utility)
+        assert torch.equal(labels[layer].valid, expected[layer].valid)
+
+
 def attend_within(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """As FlashAttention with packed rows: all rows in a line, cut at `cu_seq_lens_q`; what no cut covers is NaN."""
     heads = q.shape[1] // k.shape[1]

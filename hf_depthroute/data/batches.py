@@ -10,16 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
+
+INPUTS = ("input_ids", "attention_mask", "position_ids")  # what a forward pass without labels takes of a batch
 
 
 def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str, torch.Tensor]]:
-    """What a forward pass without labels takes of each batch: `input_ids` and `attention_mask`, on the model's device.
+    """What a forward pass without labels takes of each batch (`INPUTS`), on the model's device.
 
     Args:
         model: The model.
-        batches: Dicts with `input_ids` and optionally `attention_mask`: tensors or lists `[B, T]`, lists of rows of
-            different lengths, or one row `[T]`. Or a single one of them, such as a tokenizer returns.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`: tensors or lists `[B, T]`,
+            lists of rows of different lengths, or one row `[T]`. Or a single one of them, such as a tokenizer returns.
+            In rows of several documents (packed) `position_ids` begin anew with each, and there is no mask.
 
     Raises:
         ValueError: A batch has no `input_ids`, or they are neither tensors nor lists of ids.
@@ -31,7 +35,7 @@ def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str,
             raise ValueError(
                 f"batch {number} holds no input_ids, but {held}; batches are dicts of what a tokenizer returns"
             )
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if batch.get(name) is not None}
+        inputs = {name: batch[name] for name in INPUTS if batch.get(name) is not None}
         if "attention_mask" not in inputs and _is_ragged(batch["input_ids"]):
             inputs["attention_mask"] = [[1] * len(row) for row in batch["input_ids"]]
         yield {name: _rows(name, value).to(device) for name, value in inputs.items()}
@@ -50,6 +54,14 @@ def token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Bool `[B, T]`, true at real tokens: where `attention_mask` is set, and everywhere without one."""
     mask = batch.get("attention_mask")
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
+
+
+def document_starts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Bool `[B, T]`, true where a document starts behind another: where `position_ids` do not grow; None without."""
+    positions = batch.get("position_ids")
+    if positions is None:
+        return None
+    return pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).expand_as(batch["input_ids"])
 
 
 def _rows(name: str, value: Any) -> torch.Tensor:

@@ -27,6 +27,7 @@ from .roofline import (
     memory_weights,
     runs_full,
     skips_sequences,
+    windows_of,
 )
 
 
@@ -43,7 +44,8 @@ class RouteCost:
         parameters_base: The number of the base model's parameters.
         parameters_adapter: The adapter's, the frozen projection included.
         parameters_trainable: The part of the adapter that trains.
-        kv_bytes: KV cache after the pass, all layers. Only whole sequences whose attention is skipped leave it smaller.
+        kv_bytes: KV cache after the pass, all layers; those with a sliding window hold what the next token still meets.
+            Only whole sequences whose attention is skipped leave it smaller.
         remark: One line where the adapter cannot pay for itself: why not, and what to make smaller; None where it can.
     """
 
@@ -99,8 +101,9 @@ def route_cost(
     adapter = {id(p): p for h in holders for p in h.parameters()}
     everything = {id(p): p for p in model.parameters()}
     dtype_bytes = next(p.element_size() for p in everything.values() if id(p) not in adapter)
-    per_layer = float(batch_size * (cached + length) * attention_sizes(config)[1] * dtype_bytes)
-    kv_bytes = per_layer * len(layers)
+    per_token = float(batch_size * attention_sizes(config)[1] * dtype_bytes)
+    windows = windows_of(config, cached + length + 1)  # of the next token, which meets itself
+    kv_bytes = per_token * sum(window - 1 for window in windows)
     ratios, gates, branches = [], 0.0, 0.0
     for holder in holders:
         if runs_full(holder, length):
@@ -112,7 +115,7 @@ def route_cost(
         ratios.append(share + (branch + gate) / max(part, 1.0))
         gates, branches = gates + 2.0 * gate, branches + 2.0 * branch
         if skips_sequences(holder, config):
-            kv_bytes -= (1 - share) * per_layer
+            kv_bytes -= (1 - share) * per_token * (windows[holder.layer_index] - 1)
     return RouteCost(
         flops_dense=dense,
         flops_routed=work.total_flops,

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from ..base.contexts import evaluating
 from ..base.readout import predicting, token_losses
 from ..config.adapter import check_budget
-from ..data.batches import device_of
+from ..data.batches import INPUTS, device_of
 from ..inference.calibration import active_routings, calibrate, set_budget, use_selection
 from ..routing.trace import count_routes
 
@@ -55,8 +55,8 @@ def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
 
     Args:
         model: A causal language model. It is evaluated in eval mode and left in the mode it was in.
-        blocks: Dicts with `input_ids` and optionally `attention_mask` and `labels`, each `[B, T]`. A token counts when
-            it and the one before it are real, and its label is not -100.
+        blocks: Dicts with `input_ids` and optionally `attention_mask`, `position_ids` and `labels`, each `[B, T]`. A
+            token counts when it and the one before it are real, and its label is not -100.
 
     Raises:
         ValueError: There is no token to predict.
@@ -79,7 +79,7 @@ def _losses(model: nn.Module, block: dict[str, torch.Tensor]) -> torch.Tensor:
     """Cross-entropy of every token that counts, `[N]`."""
     labels_BT = block.get("labels", block["input_ids"])
     counted_BT = predicting(labels_BT, block.get("attention_mask"))
-    inputs = {name: block[name] for name in ("input_ids", "attention_mask") if name in block}
+    inputs = {name: block[name] for name in INPUTS if name in block}
     logits_BTV = model(**inputs, use_cache=False).logits[:, :-1]
     return token_losses(logits_BTV[counted_BT], labels_BT[:, 1:][counted_BT])
 

@@ -207,9 +207,15 @@ def attention_sizes(config: Any) -> tuple[float, int]:
     return 4.0 * heads * head_dim, 2 * kv_heads * head_dim
 
 
-def query_key_pairs(length: int, cached: int) -> int:
-    """How many keys the queries of one causal sequence meet in all."""
-    return length * cached + length * (length + 1) // 2
+def windows_of(config: Any, seen: int) -> list[int]:
+    """By layer, how many keys a query meets at most after `seen` tokens: all, or those of a sliding window."""
+    return [min(seen, getattr(layer, "sliding_window", seen)) for layer in DynamicCache(config=config).layers]
+
+
+def query_key_pairs(length: int, cached: int, window: int) -> int:
+    """How many keys the queries of one causal sequence meet in all, at most `window` each."""
+    growing = min(max(window - cached, 0), length)  # queries that meet every earlier token
+    return growing * cached + growing * (growing + 1) // 2 + (length - growing) * window
 
 
 def count_work(
@@ -244,6 +250,7 @@ def count_work(
     size = next(p for n, p in layers[0].named_parameters() if f"{HOLDER}." not in n).element_size()
     tokens, trains = batch * length, trained_from is not None
     per_pair, cached_values = attention_sizes(config)
+    windows = windows_of(config, cached + length)
     for index, layer in enumerate(layers):
         again = 2.0 if trained_from is not None and index >= trained_from else 1.0
         holder = holders.get(index)
@@ -255,10 +262,11 @@ def count_work(
         whole = holder is not None and skips_sequences(holder, config)
         share = rows if skips else 1.0
         read = share if length == 1 or whole or not skips else passes
-        moved = batch * cached_values * ((cached + length) * read + length * (share if whole else 1.0))
+        held = min(cached, windows[index]) + length
+        moved = batch * cached_values * (held * read + length * (share if whole else 1.0))
         moved += tokens * share * per_pair / 2  # queries in, outputs out
         twice = 2 * again - 1
-        pairs = batch * query_key_pairs(length, cached)
+        pairs = batch * query_key_pairs(length, cached, windows[index])
         work.add("attention core", twice * share * pairs * per_pair, twice * size * moved)
         if holder is not None:
             _count_router(work, holder, config, tokens, length, 1.0 if trains else 1 - rows, again)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..data.batches import model_inputs, token_mask
+from ..data.batches import document_starts, model_inputs, token_mask
 from ..inference.calibration import active_routings
 from ..parts.memory import MISSING, NgramMemory, shortest_order, suffixes
 
@@ -44,7 +44,7 @@ def slot_use(model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[st
 
     Args:
         model: A model whose active adapter has `target="memory"` or `branch="memory"`.
-        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
 
     Returns:
         `SlotUse` by layer index.
@@ -59,7 +59,7 @@ def slot_use(model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[st
     seen_GN = torch.empty(0, config.ngram_order, dtype=torch.int64)
     for batch in model_inputs(model, batches):
         real = token_mask(batch)
-        ngrams = suffixes(batch["input_ids"], config.ngram_order, real).clamp(min=MISSING)
+        ngrams = suffixes(batch["input_ids"], config.ngram_order, real, document_starts(batch)).clamp(min=MISSING)
         seen_GN = torch.cat([seen_GN, ngrams[real].cpu()]).unique(dim=0)
     found = {}
     for holder in holders:

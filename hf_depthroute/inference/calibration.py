@@ -55,9 +55,9 @@ def calibrate(
 
     Args:
         model: A model with one active depth-routed adapter.
-        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`; lists, single rows and what a
-            tokenizer returns are taken too (`batches.model_inputs`). A few thousand tokens suffice; they are kept in
-            memory for the later passes.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`; lists,
+            single rows and what a tokenizer returns are taken too (`batches.model_inputs`). A few thousand tokens
+            suffice; they are kept in memory for the later passes.
         budget: In (0, 1]; becomes the adapter's budget. Default: the adapter's.
 
     Returns:

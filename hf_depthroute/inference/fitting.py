@@ -121,7 +121,8 @@ def fit_branches(
     Args:
         model: A model with one active adapter with a branch and target ffn, attention or block. A memory is fitted to
             what the low-rank part misses, see `fit_memory`; it is worth more text.
-        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`; a few thousand tokens suffice.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`; a few
+            thousand tokens suffice.
             They are kept in memory.
         ridge: Penalty on the weights, as a fraction of the mean squared feature.
 

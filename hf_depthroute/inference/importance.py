@@ -32,7 +32,7 @@ def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) ->
 
     Args:
         model: A transformers model of a supported family, or a `PeftModel` around one.
-        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
         target: `"attention"`, `"ffn"` or `"block"`.
 
     Returns:
@@ -79,7 +79,7 @@ def expert_importance(model: nn.Module, batches: Iterable[Batch]) -> dict[int, t
 
     Args:
         model: A transformers model of a supported family with MoE layers, or a `PeftModel` around one.
-        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
 
     Returns:
         `{layer_index: importance [E]}` of the MoE layers, float64 on the CPU. A layer's sum is the mean total weight

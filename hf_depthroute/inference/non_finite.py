@@ -79,7 +79,7 @@ def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tens
 
     Args:
         model: As `finite_logits`.
-        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
     """
     base: Any = model.get_base_model()
     layers = find_layers(base)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..data.batches import INPUTS
 from ..evaluation.cost import route_cost
 from ..evaluation.generated import read_generated
 from ..evaluation.perplexity import restored
@@ -157,7 +158,7 @@ def collect_scores(
 
     Args:
         model: A `PeftModel` in eval mode with one active depth-routed adapter; left as it was.
-        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
         budgets: To look at, ascending.
     """
     found: list[dict[int, tuple[RouteRecord, torch.Tensor, torch.Tensor]]] = []
@@ -255,7 +256,7 @@ def _decided(model: Any, ids: torch.Tensor, prompt: int) -> tuple[RouteTrace, to
 
 def _recorded(model: Any, batch: Mapping[str, torch.Tensor], **cache: Any) -> tuple[RouteTrace, Any]:
     """The decisions of one forward pass, and what it gave."""
-    inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask") if name in batch}
+    inputs = {name: batch[name].to(model.device) for name in INPUTS if name in batch}
     with record_routes(model) as trace:
         return trace, model(**inputs, **cache)
 

@@ -132,7 +132,7 @@ def expert_load(model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]])
 
     Args:
         model: A mixture-of-experts model, with or without an adapter. It runs in inference mode.
-        batches: Dicts with `input_ids` and optionally `attention_mask`, each `[B, T]`.
+        batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
 
     Raises:
         ValueError: The model has no layer with experts.

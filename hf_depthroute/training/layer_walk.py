@@ -20,7 +20,7 @@ from ..base.cache import without_cache
 from ..base.contexts import hooked
 from ..base.families import find_layers
 from ..base.sublayers import hidden_of
-from ..data.batches import token_mask
+from ..data.batches import document_starts, token_mask
 from ..execution.call import RoutedCall
 from ..execution.layer import DECODE_STEPS, LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_call
 from ..parts.memory import suffixes
@@ -44,7 +44,7 @@ class LayerWalk:
     def __init__(self, model: nn.Module, batches: Sequence[dict[str, torch.Tensor]]) -> None:
         self.layers = list(find_layers(model))
         self.real = [token_mask(batch) for batch in batches]
-        self._ids = [batch["input_ids"] for batch in batches]
+        self._text = [(batch["input_ids"], document_starts(batch)) for batch in batches]
         self._first: list[torch.Tensor] = []
         self._given: list[list[dict[str, Any]]] = []
         handles = [
@@ -83,8 +83,8 @@ class LayerWalk:
         assert holder is not None
         device = next(holder.depth_route_gate.parameters()).device
         h, given = send_to_device((h, self._given[batch][index]), device)
-        order, ids = plan.config.ngram_order, self._ids[batch]
-        ngrams = suffixes(ids, order, self.real[batch]) if plan.config.has_memory else None
+        (ids, starts), order = self._text[batch], plan.config.ngram_order
+        ngrams = suffixes(ids, order, self.real[batch], starts) if plan.config.has_memory else None
         return routed_call(self.layers[index], plan, h, None, dict(given), decides=False, ngrams=ngrams)
 
 

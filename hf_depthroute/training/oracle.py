@@ -84,8 +84,9 @@ def utility_labels(
     gamma: float = 0.5,
     layers: Collection[int] | None = None,
 ) -> dict[int, UtilityLabels]:
-    """`prefix_utility` of a batch: dict with `input_ids` and optionally `attention_mask` and `labels`, each `[B, T]`.
+    """`prefix_utility` of a batch.
 
+    A dict with `input_ids` and optionally `attention_mask`, `position_ids` and `labels`, each `[B, T]`.
     In eval mode `"on_policy"` follows the causal thresholds; `calibration.use_selection(model, "topk")` changes that.
 
     Raises:
