@@ -67,6 +67,13 @@ def test_masked_labels_do_not_count() -> None:
     assert mean_loss(base, [block | {"labels": labels}]) == pytest.approx(mean_loss(base, [short]), abs=1e-5)
 
 
+def test_mean_loss_of_packed_documents_is_that_of_each_alone() -> None:
+    base, ids = build_base("llama"), tokens(1, 12)
+    packed = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])}
+    apart = [{"input_ids": ids[:, :5]}, {"input_ids": ids[:, 5:]}]
+    assert mean_loss(base, [packed]) == pytest.approx(mean_loss(base, apart), abs=1e-5)
+
+
 def test_no_text_is_an_error() -> None:
     base = build_base("llama")
     for blocks in ([], [batch(2, 1)]):

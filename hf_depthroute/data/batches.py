@@ -64,6 +64,17 @@ def document_starts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).expand_as(batch["input_ids"])
 
 
+def labels_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What a batch's positions are to predict, `[B, T]`, as in transformers: its `labels`, or the ids.
+
+    No position predicts the first of the ids of another document.
+    """
+    if (labels := batch.get("labels")) is not None:
+        return labels
+    ids, starts = batch["input_ids"], document_starts(batch)
+    return ids if starts is None else ids.masked_fill(starts, -100)
+
+
 def _rows(name: str, value: Any) -> torch.Tensor:
     """`[B, T]`; rows of different lengths end with zeros."""
     if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) and part.ndim for part in value):

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from ..base.contexts import evaluating
 from ..base.readout import predicting, token_losses
 from ..config.adapter import check_budget
-from ..data.batches import INPUTS, device_of
+from ..data.batches import INPUTS, device_of, labels_of
 from ..inference.calibration import active_routings, calibrate, set_budget, use_selection
 from ..routing.trace import count_routes
 
@@ -77,7 +77,7 @@ def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
 
 def _losses(model: nn.Module, block: dict[str, torch.Tensor]) -> torch.Tensor:
     """Cross-entropy of every token that counts, `[N]`."""
-    labels_BT = block.get("labels", block["input_ids"])
+    labels_BT = labels_of(block)
     counted_BT = predicting(labels_BT, block.get("attention_mask"))
     inputs = {name: block[name] for name in INPUTS if name in block}
     logits_BTV = model(**inputs, use_cache=False).logits[:, :-1]

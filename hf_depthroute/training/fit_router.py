@@ -28,7 +28,7 @@ from ..base.distributed import own_share, rows_of_all, sharing, world_size
 from ..base.families import find_layers
 from ..base.readout import predicting, token_losses
 from ..config.adapter import ConfigError, DepthRouteConfig
-from ..data.batches import model_inputs, token_mask
+from ..data.batches import labels_of, model_inputs, token_mask
 from ..files.versions import versions
 from ..inference.calibration import active_routings, calibrate, calibrate_budgets
 from ..parts.gates import GATES
@@ -210,9 +210,10 @@ def _row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
     """The mean next-token loss of each row, nats, `[R]`."""
     rows = [torch.empty(0, dtype=torch.float64)]
     for batch in batches:
-        counted = predicting(batch["input_ids"], batch.get("attention_mask"))
+        labels = labels_of(batch)
+        counted = predicting(labels, batch.get("attention_mask"))
         logits = model(**batch, use_cache=False).logits[:, :-1]
-        losses = token_losses(logits[counted], batch["input_ids"][:, 1:][counted]).double()
+        losses = token_losses(logits[counted], labels[:, 1:][counted]).double()
         sums = losses.new_zeros(counted.shape).masked_scatter(counted, losses).sum(1)
         rows.append((sums / counted.sum(1).clamp(min=1)).cpu())
     return torch.cat(rows)

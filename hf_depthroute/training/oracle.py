@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..data.batches import model_inputs
+from ..data.batches import labels_of, model_inputs
 from .arguments import ORACLES
 from .forks import Prefix, fork_losses, observe_prefix, run_forks
 
@@ -188,4 +188,4 @@ def _observed(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Iterator[t
     with observe_prefix(model) as prefix:
         with torch.no_grad():
             model(**next(model_inputs(model, batch)), use_cache=False, logits_to_keep=1)
-        yield prefix, batch.get("labels", batch["input_ids"])
+        yield prefix, labels_of(batch)
