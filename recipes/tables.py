@@ -821,8 +821,11 @@ def engram() -> Study:
         seeds = sorted(set(memory) & set(runs[kind]))
         return tell_mean([measure(runs[kind][seed]) - measure(memory[seed]) for seed in seeds], sign="+")
 
+    def of_seeds(kind: str) -> str:
+        return "" if len(runs[kind]) == len(memory) else f", {len(runs[kind])} seeds"
+
     found = "; ".join(
-        f"{engram_report.KINDS[kind].removeprefix('memory, ')} {over(kind, engram_report.loss)} (AUC "
+        f"{engram_report.KINDS[kind].removeprefix('memory, ')}{of_seeds(kind)} {over(kind, engram_report.loss)} (AUC "
         f"{over(kind, engram_report.area)})"
         for kind in runs
         if kind != "memory"

@@ -117,12 +117,25 @@ def claims_table(runs: Runs) -> list[str]:
     return markdown_table(["claim", "paper", "here (95 % of all)", "verdict"], lines)
 
 
+def past_lowest(runs: Runs) -> str:
+    """Whether the text is used up: how far the memory alone ends above the lowest loss of its curve."""
+    rises = [loss(run) - min(point["loss"] for point in run["curve"]) for run in runs["memory"].values()]
+    if max(rises) == 0:
+        return ""
+    return f" The loss of the memory alone ends {tell_mean(rises, 4)} above the lowest of its curve."
+
+
 def differences(lengths: dict[int, Runs]) -> list[str]:
     """Claims by length of the training; the intervals of each table hold together."""
     lines = []
     for steps, runs in lengths.items():
         rates = ", ".join(f"{rates_of(runs[kind])} ({KINDS[kind]})" for kind in ("memory", "cgs") if kind in runs)
-        lines += [f"After {steps:,} steps, at learning rates of {rates}:", "", *claims_table(runs), ""]
+        lines += [
+            f"After {steps:,} steps, at learning rates of {rates}.{past_lowest(runs)}",
+            "",
+            *claims_table(runs),
+            "",
+        ]
     return lines
 
 
