@@ -14,6 +14,7 @@ from torch import nn
 from ..base.cache import is_paged
 from ..base.families import find_decoder, find_family
 from ..config.adapter import ConfigError
+from ..data.batches import document_starts
 from ..execution.decode import decode_steps, decodes
 from ..execution.layer import DECODE_STEPS, LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_forward
 from ..parts.memory import suffixes
@@ -195,7 +196,7 @@ def ngrams_of(
         starts = torch.zeros_like(inputs, dtype=torch.bool)
         starts.view(-1)[ends[:-1].long()] = True
     elif positions is not None and positions.ndim == 2 and inputs.shape[1] > 1:
-        starts = nn.functional.pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).expand_as(inputs)
+        starts = document_starts({"input_ids": inputs, "position_ids": positions})
     return suffixes(inputs, order, token_mask, starts)
 
 
