@@ -16,6 +16,7 @@ from transformers import BatchEncoding
 
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, replay_routes, set_budget
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.data.batches import model_inputs
 from hf_depthroute.inference.calibration import is_calibrated
 from hf_depthroute.routing.thresholds import TABLE_SIZE, ScoreQuantiles, quantile_table
 from hf_depthroute.routing.trace import RouteTrace, routings
@@ -368,6 +369,13 @@ def test_calibrate_reads_the_documents_of_a_packed_row_apart() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_one_row_of_positions_stands_for_all_rows() -> None:
+    ids = tokens(3, 8)
+    for positions in (torch.arange(8), torch.arange(8)[None], torch.arange(8).expand(3, -1)):
+        (found,) = model_inputs(build_base("llama"), {"input_ids": ids, "position_ids": positions})
+        assert torch.equal(found["position_ids"], torch.arange(8).expand(3, -1))
+
+
 @pytest.mark.parametrize(
     "batches, message",
     [
@@ -375,6 +383,10 @@ def test_calibrate_reads_the_documents_of_a_packed_row_apart() -> None:
         ([{"text": "the cat"}], "batch 0 holds no input_ids, but text"),
         (["the cat"], "batch 0 holds no input_ids, but str"),
         (tokens(2, 8), "batch 0 holds no input_ids, but Tensor"),
+        (
+            [{"input_ids": [[5, 6, 7, 8], [5, 6, 7]], "position_ids": [[0, 1, 0, 1], [0, 1, 2]]}],
+            "batch 0 has packed rows of different lengths",
+        ),
     ],
 )
 def test_calibrate_says_what_a_batch_has_to_be(batches: Any, message: str) -> None:

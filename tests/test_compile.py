@@ -203,7 +203,7 @@ def test_a_compiled_trainer_follows_a_budget_schedule(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", ["mlp", "attention", "block"])
+@pytest.mark.parametrize("kind", ["mlp", "attention", "block", "memory"])
 def test_graph_replay_gives_the_eager_tokens(kind: str) -> None:
     """One captured step of decoding, replayed at every position, against eager steps without row ops."""
     model = shallow("llama", kind).to("cuda")
@@ -229,14 +229,20 @@ def test_graph_replay_gives_the_eager_tokens(kind: str) -> None:
 
     def replayed(cache: StaticCache) -> torch.Tensor:
         if id(cache) not in graphs:
-            kept = [(layer, layer.cumulative_length.clone()) for layer in cache.layers]
+            written = [
+                part
+                for layer in cache.layers
+                for part in (layer.cumulative_length, getattr(layer, "tokens", None))
+                if part is not None
+            ]
+            kept = [(part, part.clone()) for part in written]
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # warm-up: compiles the kernels; what it writes is written again
                 eager(cache)
             torch.cuda.current_stream().wait_stream(side)
-            for layer, length in kept:
-                layer.cumulative_length.copy_(length)
+            for part, before in kept:
+                part.copy_(before)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = eager(cache)

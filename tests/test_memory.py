@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +35,7 @@ from test_invariants_causal import CONTINUATIONS, LENGTH, Run, run
 from test_invariants_causal import continued as continued_run
 from torch import nn
 from training import backward, gradients, make_trainer, rows, stacked, step_logs
-from transformers import GPT2Config, GPT2LMHeadModel, StaticCache
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, StaticCache
 
 from hf_depthroute import (
     DepthRouteConfig,
@@ -305,6 +306,8 @@ def test_packed_documents_are_separate_ones_and_later_tokens_change_nothing() ->
     positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)])[None]
     packed = run(model, input_ids=ids, position_ids=positions, use_cache=False)
     assert_same(packed, (torch.cat([first[0], second[0]], dim=1), RouteTrace.cat([first[1], second[1]])))
+    later = run(model, input_ids=ids, position_ids=positions + 7 * (torch.arange(LENGTH) > 4), use_cache=False)
+    assert_same(later, packed)  # a piece of a longer document has higher positions
     whole = run(model, input_ids=ids)
     assert gap(whole[0][:, 5], packed[0][:, 5]) > 1e-3  # its 2-gram would reach into the first document
     assert_same((whole[0][:, :5], whole[1].positions(0, 5)), first)
@@ -369,6 +372,43 @@ def test_a_copied_cache_goes_on_like_the_original() -> None:
             assert gap(model(ids[:, 5:], past_key_values=each).logits, model(ids).logits[:, 5:]) < 1e-5
 
 
+def test_a_pickled_cache_goes_on_like_the_original() -> None:
+    model, ids = memory_model(), tokens(2, 8)
+    with torch.no_grad():
+        cache = pickle.loads(pickle.dumps(model(ids[:, :5], use_cache=True).past_key_values))
+        assert gap(model(ids[:, 5:], past_key_values=cache).logits, model(ids).logits[:, 5:]) < 1e-5
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_what_follows_padding_goes_on_with_the_last_real_tokens(static: bool) -> None:
+    model, ids = memory_model(), tokens(2, 9)
+    real = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    with torch.no_grad():
+        cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
+        model(torch.where(real.bool(), ids[:, :6], 7), attention_mask=real, past_key_values=cache)
+        for _ in range(3):
+            real = F.pad(real, (0, 1), value=1)
+            place = real.sum(1, keepdim=True) - 1
+            out = model(ids.gather(1, place), attention_mask=real, position_ids=place, past_key_values=cache).logits
+            for row, end in enumerate(place.flatten().tolist()):
+                assert gap(out[row], model(ids[row : row + 1, : end + 1]).logits[0, -1:]) < 1e-5
+
+
+def test_a_static_cache_holds_the_tokens_where_it_held_them() -> None:
+    """A captured CUDA graph reads and writes the addresses of the moment of its capture."""
+    model, ids = memory_model(layers=[1]), tokens(2, 8)
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for _ in range(2):
+            found = [model(part, past_key_values=cache).logits for part in (ids[:, :5], *ids[:, 5:].split(1, dim=1))]
+            assert gap(torch.cat(found, dim=1), expected) < 1e-5
+            held = cache.layers[1].tokens
+            assert torch.equal(held[:, 0], ids[:, -2:].flip(1))
+            cache.reset()
+            assert cache.layers[1].tokens is held and bool((held == MISSING).all())
+
+
 def test_a_cropped_cache_goes_on_from_what_is_left() -> None:
     model, ids = memory_model(), tokens(1, 8)
     with torch.no_grad():
@@ -392,6 +432,16 @@ def test_a_cache_that_was_filled_without_the_memory_is_refused() -> None:
         cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match=r"filled without the adapter's memory.*start a new cache"), torch.no_grad():
         model(ids[:, :1], past_key_values=cache)
+
+
+def test_a_cache_of_a_memory_with_longer_n_grams_is_refused() -> None:
+    model, ids = memory_model(), tokens(1, 8)
+    model.add_adapter("two", config(ngram_order=2))
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        model.set_adapter("two")
+        with pytest.raises(ValueError, match=r"filled without the adapter's memory.*start a new cache"):
+            model.eval()(ids[:, :1], past_key_values=cache)
 
 
 def test_embeddings_without_ids_are_refused_in_one_line() -> None:

@@ -464,10 +464,10 @@ def test_a_trainer_moves_the_table(tmp_path: Path, train_gates: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["on_policy", "all_full"])
-@pytest.mark.parametrize("family", ["llama", "falcon"])
-def test_labels_equal_passes_with_forced_decisions(family: str, kind: str) -> None:
+@pytest.mark.parametrize(("family", "batch"), [("llama", 2), ("llama", 1), ("falcon", 2)])
+def test_labels_equal_passes_with_forced_decisions(family: str, batch: int, kind: str) -> None:
     """What a decision is worth: the loss of the cheap path, memory included, minus that of the full path."""
-    layers, ids = [0, 1, 2], tokens(2, 8)
+    layers, ids = [0, 1, 2], tokens(batch, 8)
     model = branch_model(family, layers=layers)
     with torch.no_grad(), record_routes(model) as trace:
         model(ids)
@@ -478,7 +478,7 @@ def test_labels_equal_passes_with_forced_decisions(family: str, kind: str) -> No
         masks[index] = torch.full_like(masks[index], runs)
         with replay_routes(model, RouteTrace({i: replace(r, mask=masks[i]) for i, r in trace.items()})):
             out = model(ids, use_cache=False).logits
-        return F.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(2, -1)
+        return F.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(batch, -1)
 
     last = utility_labels(model, {"input_ids": ids}, kind, window=1)[2].utility[:, :-1]
     expected = loss(2, False) - loss(2, True)

@@ -127,6 +127,18 @@ def test_the_command_measures_and_writes_one_page(folders, tmp_path, capsys):
     assert "not measured" not in page and "prompt and what each budget wrote" in page
 
 
+def test_a_memory_is_said_to_skip_nothing(folders, tmp_path, capsys):
+    adapter, text = folders
+    base = transformers.AutoModelForCausalLM.from_pretrained(adapter.parent / "base")
+    routed(base, "memory").save_pretrained(tmp_path / "adapter")
+    out, measured = tmp_path / "page.html", ("--dataset", text, "--length", 16, "--blocks", 4, "--samples", 1)
+    code, _, err = run(capsys, tmp_path / "adapter", *measured, "--out", out)
+    assert code == 0, err
+    page = out.read_text()
+    assert "Memories in 3 layers (1-3) add to every token what they hold" in page and "Nothing is skipped" in page
+    assert "trained at budget" not in page and "decide for every token" not in page
+
+
 def test_earlier_results_are_used_as_they_are(folders, tmp_path, capsys):
     adapter, text = folders
     report, *_ = planted_report()

@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from models import build_base, routed, tokens
+from models import build_base, build_routed, routed, tokens
 from report_pages import HOSTILE, byte_tokenizer, fallback_tokenizer, planted_trace
 from text_models import word_tokenizer
 
@@ -125,6 +125,15 @@ def test_a_budget_of_one_has_no_finite_threshold_and_its_page_is_valid():
     view = trace.show()
     assert view.data["texts"][0]["runs"][0]["layers"][0]["threshold"] == "-Infinity"
     json.dumps(view.data, allow_nan=False)
+    assert "token-data" in view.html
+
+
+def test_a_memory_has_no_budget_and_its_page_is_valid():
+    model = build_routed("llama", "memory")
+    with record_routes(model) as trace, torch.no_grad():
+        model(tokens(1, 6))
+    view = trace.show()
+    assert view.data["texts"][0]["runs"][0]["budget"] is None
     assert "token-data" in view.html
 
 

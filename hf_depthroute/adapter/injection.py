@@ -14,7 +14,7 @@ from torch import nn
 from ..base.cache import is_paged
 from ..base.families import find_decoder, find_family
 from ..config.adapter import ConfigError
-from ..data.batches import document_starts
+from ..data.batches import breaks_of, document_starts
 from ..execution.decode import decode_steps, decodes
 from ..execution.layer import DECODE_STEPS, LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_forward
 from ..parts.memory import suffixes
@@ -108,7 +108,7 @@ def _splits_a_packed_row(decoder: nn.Module, inputs: torch.Tensor, kwargs: dict[
         return False
     if all(holder.active_config().granularity == "token" for holder in _active(decoder)):
         return False
-    return told or positions is None or bool((positions[..., 1:] <= positions[..., :-1]).any())
+    return told or positions is None or bool(breaks_of(positions).any())
 
 
 def _active(decoder: nn.Module) -> list[Routing]:
@@ -169,7 +169,7 @@ def last_tokens_of(inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs
         last[:, -1] = True
     mask = kwargs.get("attention_mask")  # one of two dimensions holds one sequence a row
     if positions is not None and positions.ndim == 2 and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
-        ends = positions[:, 1:] <= positions[:, :-1]
+        ends = breaks_of(positions)[:, 1:]
         last[:, :-1] |= ends if token_mask is None else ends & token_mask[:, :-1]
     return last
 
@@ -179,7 +179,7 @@ def ngrams_of(
 ) -> torch.Tensor:
     """`parts.memory.suffixes` of a call of the decoder stack, int64 `[B, T, order]`.
 
-    A document starts where `position_ids` do not grow, or where `cu_seq_lens_q` says so.
+    A document starts where `document_starts` or `cu_seq_lens_q` says so.
 
     Raises:
         ConfigError: The call has no token ids, or is one of continuous batching.
@@ -196,7 +196,7 @@ def ngrams_of(
         starts = torch.zeros_like(inputs, dtype=torch.bool)
         starts.view(-1)[ends[:-1].long()] = True
     elif positions is not None and positions.ndim == 2 and inputs.shape[1] > 1:
-        starts = document_starts({"input_ids": inputs, "position_ids": positions})
+        starts = document_starts({**kwargs, "input_ids": inputs})
     return suffixes(inputs, order, token_mask, starts)
 
 

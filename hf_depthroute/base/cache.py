@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 _CACHES = ("past_key_values", "layer_past")  # what families call it
 _KEPT = ("keep", "probs", "tokens")  # attributes of a layer, each with the sequences as its first dimension
+_NO_TOKEN = -1  # `parts.memory.MISSING`
 
 
 class _Keeping:
@@ -26,7 +27,8 @@ class _Keeping:
     Attributes:
         keep: Bool `[B]`, true for the sequences that run the routed part in full.
         probs: Float32 `[B]`, their `p`.
-        tokens: Int64 `[B, P, M]`, at every position the last tokens, as `parts.memory.suffixes` has them.
+        tokens: Int64 `[B, P, M]`, at every position the last tokens, as `parts.memory.suffixes` has them; `[B, 1, M]`,
+            those of the last position, in a layer of fixed size, which is written in place as its keys are.
     """
 
     keep: torch.Tensor | None = None
@@ -47,7 +49,12 @@ class _Keeping:
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
-        self.keep = self.probs = self.tokens = None
+        self.keep = self.probs = None
+        if self.tokens is not None:  # a captured graph reads where a layer of fixed size has them
+            self.tokens = None if isinstance(self, DynamicLayer) else self.tokens.fill_(_NO_TOKEN)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty_layer, (type(self).__bases__[1],), self.__dict__
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)  # type: ignore[misc]
@@ -169,26 +176,33 @@ def remembered(cache: Any, index: int) -> tuple[torch.Tensor, torch.Tensor] | No
 def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
     """Store the last tokens at every new position, int64 `[B, T, M]`, of layer `index`.
 
-    Where the layer can be cropped, those of all positions stay; else the last position's do, in a shape that stays.
+    Where the layer can be cropped, those of all positions stay; else the last position's do, where they are.
     """
     layer = _keeping_layer(cache, index)
-    grows = isinstance(layer, DynamicLayer)
-    if grows and layer.tokens is not None:
-        tokens = torch.cat([layer.tokens.to(tokens.device), tokens], dim=1)
-    layer.tokens = tokens if grows else tokens[:, -1:]
+    held, last, grows = layer.tokens, tokens[:, -1:], isinstance(layer, DynamicLayer)
+    if grows:
+        layer.tokens = tokens if held is None else torch.cat([held.to(tokens.device), tokens], dim=1)
+    elif held is not None and held.shape == last.shape:
+        held.copy_(last)
+    else:
+        layer.tokens = last.clone()
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(layer.tokens)  # as transformers marks the keys, for CUDA graphs
 
 
-def last_tokens(cache: Any, index: int) -> torch.Tensor | None:
-    """The last tokens of every sequence in layer `index`, int64 `[B, M]`; None where the cache is empty.
+def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
+    """The last `count` tokens of every sequence in layer `index`, int64 `[B, count]`; None where the cache is empty.
 
     Raises:
-        ValueError: The cache holds tokens that were not stored with it.
+        ValueError: The cache holds tokens that were not stored with it, which a layer of fixed size tells only while
+            it knows none, or another number of them.
     """
     layer = cache_layer(cache, index)
     tokens: torch.Tensor | None = getattr(layer, "tokens", None)
     known = 0 if tokens is None else tokens.shape[1]
-    missing = known == 0 or isinstance(layer, DynamicLayer)  # the others hold the last position's only
-    if layer is not None and missing and layer.get_seq_length() != known:
+    counted = known == 0 or isinstance(layer, DynamicLayer)  # the others hold the last position's only
+    missing = layer is not None and counted and layer.get_seq_length() != known
+    if missing or (tokens is not None and tokens.shape[-1] != count):
         raise ValueError(
             "this KV cache was filled without the adapter's memory, which has to know its tokens; start a new cache"
         )
@@ -224,6 +238,12 @@ def _keeping_layer(cache: Any, index: int) -> Any:
 def _keeping(base: Any) -> Any:
     """The subclass of a cache layer's class that keeps more than keys and values."""
     return type(base.__name__, (_Keeping, base), {"_layer_type": None, "__module__": base.__module__})
+
+
+def _empty_layer(base: Any) -> Any:
+    """A layer of that subclass, whose attributes follow; pickle and copy do not find the subclass by its name."""
+    cls = _keeping(base)
+    return cls.__new__(cls)
 
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

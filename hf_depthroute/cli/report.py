@@ -178,6 +178,7 @@ def _report_adapter(given: ReportOptions) -> Path:
         tokens=collect_tokens(routed, tokenizer, samples, budgets),
         bench=timed,
         notes=notes,
+        weighs=routed.active_peft_config.target == "memory",
     )
     write_text(path, render_page(page))
     return path
@@ -264,9 +265,10 @@ def _facts(
     config = routed.active_peft_config
     adapter = f"{_name(given.adapter)}: gate {config.gate}, target {config.target}, per {config.granularity}"
     size = sum(p.numel() for name, p in routed.named_parameters() if ".routing." not in name)
+    trained = "" if config.target == "memory" else f", branch {config.branch}, trained at budget {config.budget:g}"
     facts = [
         ("Base model", f"{_name(model)}, {routed.config.model_type}, {size:,} parameters"),
-        ("Adapter", f"{adapter}, branch {config.branch}, trained at budget {config.budget:g}"),
+        ("Adapter", adapter + trained),
         ("Text", _text(given.dataset, given.split, blocks, given.length)),
     ]
     if losses is not None:  # they may be of another text

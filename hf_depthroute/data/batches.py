@@ -38,7 +38,15 @@ def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str,
         inputs = {name: batch[name] for name in INPUTS if batch.get(name) is not None}
         if "attention_mask" not in inputs and _is_ragged(batch["input_ids"]):
             inputs["attention_mask"] = [[1] * len(row) for row in batch["input_ids"]]
-        yield {name: _rows(name, value).to(device) for name, value in inputs.items()}
+            if any(breaks_of(torch.as_tensor(row)).any() for row in inputs.get("position_ids", ())):
+                raise ValueError(
+                    f"batch {number} has packed rows of different lengths: transformers tells documents apart only in "
+                    "rows without padding; cut them to one length"
+                )
+        found = {name: _rows(name, value).to(device) for name, value in inputs.items()}
+        if "position_ids" in found:  # one row of them may stand for all
+            found["position_ids"] = found["position_ids"].expand_as(found["input_ids"])
+        yield found
 
 
 def device_of(*modules: nn.Module) -> torch.device:
@@ -56,12 +64,20 @@ def token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
 
 
-def document_starts(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Bool `[B, T]`, true where a document starts behind another: where `position_ids` do not grow; None without."""
-    positions = batch.get("position_ids")
-    if positions is None:
+def breaks_of(position_ids: torch.Tensor) -> torch.Tensor:
+    """Bool `[B, T]`, true where positions do not go on by one: where another document starts (packing)."""
+    return pad(position_ids.diff() != 1, (1, 0))
+
+
+def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """Bool `[B, T]`, true where a document starts behind another, as `position_ids` say (`breaks_of`).
+
+    None without them, and beside an `attention_mask` `[B, T]`, with which transformers takes a row for one document.
+    """
+    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    if positions is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2):
         return None
-    return pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).expand_as(batch["input_ids"])
+    return breaks_of(positions).expand_as(batch["input_ids"])
 
 
 def labels_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

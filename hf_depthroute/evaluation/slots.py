@@ -57,10 +57,14 @@ def slot_use(model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[st
     if not config.has_memory:
         raise ValueError(f"slot_use: target={config.target!r} has no table of slots, nor has branch={config.branch!r}")
     seen_GN = torch.empty(0, config.ngram_order, dtype=torch.int64)
+    pending: list[torch.Tensor] = []
     for batch in model_inputs(model, batches):
         real = token_mask(batch)
         ngrams = suffixes(batch["input_ids"], config.ngram_order, real, document_starts(batch)).clamp(min=MISSING)
-        seen_GN = torch.cat([seen_GN, ngrams[real].cpu()]).unique(dim=0)
+        pending.append(ngrams[real].cpu().unique(dim=0))
+        if sum(map(len, pending)) > len(seen_GN):  # each is sorted a few times, and not with every batch
+            seen_GN, pending = torch.cat([seen_GN, *pending]).unique(dim=0), []
+    seen_GN = torch.cat([seen_GN, *pending]).unique(dim=0)
     found = {}
     for holder in holders:
         memory = cast(NgramMemory, holder.depth_route_memory[holder.active_name()])

@@ -85,7 +85,7 @@ def _run(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, **kwargs: An
     holder: Routing = layer._modules[HOLDER]
     if plan.rule == "full":  # the base's layer; what is recorded has no scores
         if ngrams is not None and plan.adapter in holder.depth_route_memory:
-            continued_ngrams(holder.layer_index, ngrams, kwargs)  # later calls may look them up
+            continued_ngrams(holder.layer_index, ngrams, kwargs, token_mask)  # later calls may look them up
         out = hidden_of(layer._base_forward(hidden_states, **kwargs))
         if not plan.recorders:
             return (out,)
@@ -129,7 +129,7 @@ def routed_call(
     """
     holder: Routing = layer._modules[HOLDER]
     if plan.adapter in holder.depth_route_memory:
-        ngrams = continued_ngrams(holder.layer_index, ngrams, kwargs)
+        ngrams = continued_ngrams(holder.layer_index, ngrams, kwargs, token_mask)
     site = SITES[plan.config.target].of_call(holder, plan, hidden_states, ngrams, kwargs)
     stream = site.enter(layer, holder.family, hidden_states, kwargs)
     call = call_on_stream(layer, plan, site, stream, token_mask, kwargs, decides)

@@ -13,14 +13,18 @@ from torch import Tensor
 from ..base.cache import cache_of, last_tokens, remember_tokens
 from ..base.families import Family
 from ..base.sublayers import hidden_of
-from ..parts.memory import NgramMemory, continued
+from ..parts.memory import NgramMemory, continued, over_padding
 from ..routing.holder import Routing
 from ..routing.plan import RoutePlan
 from .call import Decision, Kwargs, RoutedCall, Site
 
 
-def continued_ngrams(layer_index: int, ngrams: Tensor | None, kwargs: Kwargs) -> Tensor:
+def continued_ngrams(
+    layer_index: int, ngrams: Tensor | None, kwargs: Kwargs, token_mask: Tensor | None = None
+) -> Tensor:
     """A layer's n-grams of a call, int64 `[B, T, N]`, with the earlier tokens of its KV cache, which then holds these.
+
+    Where `token_mask`, bool `[B, T]`, has padding, the cache holds the last real tokens before it.
 
     Raises:
         ValueError: There are none, or the cache was filled without the memory.
@@ -30,9 +34,13 @@ def continued_ngrams(layer_index: int, ngrams: Tensor | None, kwargs: Kwargs) ->
     cache = cache_of(kwargs)
     if cache is None:
         return ngrams
-    before = last_tokens(cache, layer_index)
-    ngrams = ngrams if before is None else continued(ngrams, before.to(ngrams.device))
-    remember_tokens(cache, layer_index, ngrams[..., :-1])
+    before = last_tokens(cache, layer_index, ngrams.shape[-1] - 1)
+    before = None if before is None else before.to(ngrams.device)
+    ngrams = ngrams if before is None else continued(ngrams, before)
+    held = ngrams[..., :-1]
+    if token_mask is not None and token_mask.shape[1] > 1:
+        held = over_padding(held, token_mask.to(held.device), before)
+    remember_tokens(cache, layer_index, held)
     return ngrams
 
 

@@ -9,7 +9,8 @@ N are hashed by K heads each; the slots that they hit, concatenated, are `e`:
 As a cheap branch (`branch="memory"`) the orders begin at 1, and `v` is added without a gate.
 
 An n-gram ends at its token and never reaches into padding or into the document before: what would lie there counts as
-one reserved token, as n-gram models pad a sentence's start.
+one reserved token, as n-gram models pad a sentence's start. What follows padding in a later call, over the KV cache,
+goes on with the last real token.
 
 Shapes: B batch, T positions, N longest order, S hashes, K of every order, w slot width, E = S w, d model width.
 """
@@ -95,6 +96,20 @@ def continued(ngrams_BTN: torch.Tensor, before_BM: torch.Tensor) -> torch.Tensor
         open_ = filled[:, t, t + 1 :]
         filled[:, t, t + 1 :] = torch.where(open_ == EARLIER, before_BM[:, : open_.shape[1]], open_)
     return filled
+
+
+def over_padding(held_BTM: torch.Tensor, real_BT: torch.Tensor, before_BM: torch.Tensor | None) -> torch.Tensor:
+    """The last `M` tokens at every position, where padding has those of the last real position before it.
+
+    Args:
+        held_BTM: `suffixes` of a call, the newest `M` of each.
+        real_BT: Bool, true at real tokens.
+        before_BM: The last tokens of the call before; None where there was none.
+    """
+    places_T = torch.arange(real_BT.shape[1], device=real_BT.device)
+    places_BT1 = torch.where(real_BT, places_T, -1).cummax(dim=1).values[..., None]
+    found = held_BTM.gather(1, places_BT1.clamp(min=0).expand_as(held_BTM))
+    return torch.where(places_BT1 < 0, held_BTM if before_BM is None else before_BM[:, None], found)
 
 
 class NgramMemory(nn.Module):

@@ -87,6 +87,7 @@ class RunReport:
         tokens: From `view_data`; each text has a run per budget.
         bench: What `hf-depthroute bench --out` wrote; None where speed was not measured.
         notes: What the reader must know besides.
+        weighs: Whether every token runs in full, and gates weigh what a memory adds.
     """
 
     title: str
@@ -100,6 +101,7 @@ class RunReport:
     tokens: dict[str, Any]
     bench: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+    weighs: bool = False
 
     @property
     def names(self) -> list[str]:

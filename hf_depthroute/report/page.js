@@ -97,7 +97,7 @@
     const known = tokens.filter((t) => t.loss !== null);
     const average = (key) => known.reduce((sum, t) => sum + t[key], 0) / known.reduce((n, t) => n + t.positions.length, 0);
     const run = data.texts[state.text].runs[state.budget];
-    const parts = [`Budget ${run.budget}, ${state.layer === null ? "all routed layers" : `layer ${data.layers[state.layer]}`}: ${(100 * mean).toFixed(1)}% of ${total} tokens run full`];
+    const parts = [`${run.budget === null ? "" : `Budget ${run.budget}, `}${state.layer === null ? "all routed layers" : `layer ${data.layers[state.layer]}`}: ${(100 * mean).toFixed(1)}% of ${total} tokens run full`];
     if (known.length) parts.push(`loss ${average("loss").toFixed(3)}${known.every((t) => t.dense !== null) ? ` (dense ${average("dense").toFixed(3)})` : ""}`);
     byId("summary").textContent = `${parts.join(", ")}.`;
   };

@@ -54,13 +54,16 @@ def render_page(report: RunReport) -> str:
 
 def _lead(report: RunReport) -> str:
     gated, row = report.gated(report.start), report.routed[report.start]
+    losses = f"the loss is {row['loss']:.3f}; the dense model's is {report.dense['loss']:.3f}."
+    where = f"{len(gated)} {'layer' if len(gated) == 1 else 'layers'} ({_runs(list(gated))})"
+    if report.weighs:
+        return f"Memories in {where} add to every token what they hold, weighed by a gate. Nothing is skipped; {losses}"
     static = [index for index in report.scores[report.start] if index not in gated]
     left_out = f" Layers without a gate, which every token skips: {_runs(static)}." if static else ""
     share = statistics.fmean(layer.full_ratio for layer in gated.values())
     return (
-        f"Routers in {len(gated)} {'layer' if len(gated) == 1 else 'layers'} ({_runs(list(gated))}) decide for every "
-        f"token whether it runs the full layer.{left_out} With {share:.0%} of these decisions for full, the loss is "
-        f"{row['loss']:.3f}; the dense model's is {report.dense['loss']:.3f}."
+        f"Routers in {where} decide for every token whether it runs the full layer.{left_out} With {share:.0%} of "
+        f"these decisions for full, {losses}"
     )
 
 
@@ -78,8 +81,10 @@ def _tiles(report: RunReport, number: int) -> Iterable[tuple[str, str, str]]:
             f"{static['loss'] - dense['loss']:+.3f}; the same layers for every token, fitted branches, as many calls"
         )
         yield "Loss of layers left out", f"{static['loss']:.3f}", instead
-    where = "layers with a gate" if len(shares) < len(report.scores[number]) else "layers"
-    yield "Run full", f"{statistics.fmean(shares):.1%}", f"{asked}{where} from {min(shares):.0%} to {max(shares):.0%}"
+    if not report.weighs:
+        where = "layers with a gate" if len(shares) < len(report.scores[number]) else "layers"
+        spread = f"{asked}{where} from {min(shares):.0%} to {max(shares):.0%}"
+        yield "Run full", f"{statistics.fmean(shares):.1%}", spread
     yield "Arithmetic", f"{report.costs[number].computed:.1%}", "of the dense model's FLOPs"
     times = {part: report.timed(part).get(str(report.budgets[number])) for part in PARTS}
     for part, time in times.items():

@@ -111,10 +111,10 @@ def run_data(
     """One text under one budget. Padding is left out.
 
     Returns:
-        JSON-ready: `budget`; `pieces` of text and the `counts` of their tokens; `prompt`, the tokens in front of the
-        generated ones or None; `loss` and `dense_loss` per token, in nats, None where unknown; and `layers`, for each
-        its `layer`, `threshold`, `decisions` per token (K), `mask` (a 0 or 1 per decision), and `scores`: float32,
-        little-endian, in base64.
+        JSON-ready: `budget`, None where there is none; `pieces` of text and the `counts` of their tokens; `prompt`, the
+        tokens in front of the generated ones or None; `loss` and `dense_loss` per token, in nats, None where unknown;
+        and `layers`, for each its `layer`, `threshold`, `decisions` per token (K), `mask` (a 0 or 1 per decision), and
+        `scores`: float32, little-endian, in base64.
     """
     first = trace[next(iter(trace))]
     mask = first.token_mask
@@ -128,7 +128,7 @@ def run_data(
     else:
         pieces, counts = text_pieces(tokenizer, [ids[position] for position in kept], prompt_length)
     return {
-        "budget": float(first.budget),
+        "budget": None if math.isnan(first.budget) else float(first.budget),
         "pieces": pieces,
         "counts": counts,
         "prompt": prompt_length,

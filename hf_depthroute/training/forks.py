@@ -23,6 +23,7 @@ from ..base.contexts import hooked
 from ..base.families import find_layers
 from ..base.readout import ReadOut, predicting
 from ..base.sublayers import hidden_of
+from ..data.batches import breaks_of
 from ..execution.call import RoutedCall
 from ..execution.layer import LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_call
 from ..inference.calibration import active_routings
@@ -85,7 +86,7 @@ class Prefix:
         positions = self.kwargs[0].get("position_ids")
         if positions is None or positions.ndim != 2:
             return None
-        return F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).cumsum(1)
+        return breaks_of(positions).cumsum(1)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -142,8 +143,11 @@ def run_forks(
     for layer, observed in zip(prefix.layers, prefix.kwargs):
         count = streams_FBTd.shape[0]
         kwargs = _repeated(observed, batch, count)
-        token_mask, ngrams = kwargs.pop(TOKEN_MASK, None), kwargs.pop(NGRAMS, None)
         h = streams_FBTd.flatten(0, 1)
+        token_mask, ngrams = (
+            None if found is None else found.expand(len(h), *found.shape[1:])
+            for found in (kwargs.pop(TOKEN_MASK, None), kwargs.pop(NGRAMS, None))
+        )
         holder: Routing | None = layer._modules.get(HOLDER)
         plan = None if holder is None else holder.plan(prefix.training)
         if holder is None or plan is None or (not on_policy and fork is None):
