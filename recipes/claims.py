@@ -116,7 +116,8 @@ def router_tuning() -> list[str]:
         *sizes(
             ["5.2 M, 3 of 6 layers; experts: 3.7 M, all 4 layers, base of "
              f"{experts['setting']['routing']['base']['steps']:,} steps",
-             f"{tuning_report.SAMPLES:,} sequences of 128 tokens, routers only; with LoRA 1,024",
+             f"{tuning_report.SAMPLES:,} sequences of 128 tokens, twice about half as many, routers only; "
+             "with LoRA 1,024",
              f"{seeds}; with LoRA and of experts {len(lora['seeds'])}"],
             ["Llama-3-8B, 16 of 32 layers", "5,000 sequences and more, routers only", "1"],
         ),
@@ -133,17 +134,20 @@ def router_tuning() -> list[str]:
 
 
 def gate_supervision() -> list[str]:
-    lengths = engram_report.by_steps(read("engram/results.json"))
-    steps = " / ".join(f"{steps:,}" for steps in lengths)
-    seeds = " / ".join(str(len(runs["memory"])) for runs in lengths.values())
+    steps, seeds = [], []
+    for name in engram_report.TEXTS:
+        lengths = engram_report.by_steps(read(f"engram/{name}"))
+        steps.append(" / ".join(f"{steps:,}" for steps in lengths))
+        seeds.append(" / ".join(str(len(runs["memory"])) for runs in lengths.values()))
     return [
         '## "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory"',
         "",
         *sizes(
-            ["2 M and the table, 6 layers, width 128", f"{steps} steps of 16 x 256", seeds],
+            ["2 M and the table, 6 layers, width 128",
+             f"steps of 16 x 256, of two texts: {'; '.join(steps)}", "; ".join(seeds)],
             ["333 M, 12 layers, width 768", "5,000 steps of 16, 95 M tokens", "3"],
         ),
-        *engram_report.differences(lengths)[:-1],
+        *engram_report.by_text(engram_report.differences),
     ]  # fmt: skip
 
 

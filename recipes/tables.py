@@ -435,8 +435,9 @@ def aux_losses() -> Study:
         return f"{len(one.names)} configs x {len(one.seeds)} seeds"
 
     small, paper = (steps[key] for key in ("study base, last 3 of 6 layers", "paper shape, last 4 of 12 layers"))
-    oracle, gate = (
-        [f"{case['ratios'][key]['median']:.2f}" for case in (small, paper)] for key in ("G3 all_full / G3", "G3 / G1")
+    mlp, jepa, gate = (
+        [f"{case['ratios'][key]['median']:.2f}" for case in (small, paper)]
+        for key in ("G1 all_full / G1", "G3 all_full / G3", "G3 / G1")
     )
     info = study.info
     fewer, pilot_size = (f"{sized(one)} of {one.info['steps']} steps" for one in (short, pilots))
@@ -454,8 +455,8 @@ def aux_losses() -> Study:
         f"{counted(quarter)}. [Variants](../recipes/aux_losses/variants/report.md), {sized(variants)}: "
         f"{counted(variants)}. [Pilots](../recipes/aux_losses/results/report.md), {pilot_size}: {counted(pilots)}. "
         "Top-k loss in nats, mean ± standard deviation over seeds. A training step with the oracle takes "
-        f"{oracle[0]} of the time without it, and one with the JEPA gate {gate[0]} of one with the MLP gate "
-        f"({oracle[1]} and {gate[1]} at that paper's shape).",
+        f"{mlp[0]} of the time without it with the MLP gate, {jepa[0]} with the JEPA gate, and one with the JEPA gate "
+        f"{gate[0]} of one with the MLP gate ({mlp[1]}, {jepa[1]} and {gate[1]} at that paper's shape).",
         "",
         *markdown_table(
             ["config", "what", "steps", "seeds", "loss, first half", "loss at the end", "gate probability"], rows
@@ -811,10 +812,8 @@ def peers() -> Study:
     return Study("Beside the peers", "peers", "python recipes/peers/run.py", brief, section)
 
 
-def engram() -> Study:
-    """Counterfactual gate supervision on a memory that is trained from scratch."""
-    lengths = engram_report.by_steps(read("engram/results.json"))
-    steps, runs = next(iter(lengths.items()))
+def over_memory(runs: engram_report.Runs) -> str:
+    """What kinds of training have of the memory alone, as means over the seeds that both have."""
     memory = runs["memory"]
 
     def over(kind: str, measure: engram_report.Measure) -> str:
@@ -824,29 +823,36 @@ def engram() -> Study:
     def of_seeds(kind: str) -> str:
         return "" if len(runs[kind]) == len(memory) else f", {len(runs[kind])} seeds"
 
-    found = "; ".join(
+    return "; ".join(
         f"{engram_report.KINDS[kind].removeprefix('memory, ')}{of_seeds(kind)} {over(kind, engram_report.loss)} (AUC "
         f"{over(kind, engram_report.area)})"
         for kind in runs
         if kind != "memory"
     )
+
+
+def engram() -> Study:
+    """Counterfactual gate supervision on a memory that is trained from scratch."""
+    told = []
+    for name, text in engram_report.TEXTS.items():
+        steps, runs = next(iter(engram_report.by_steps(read(f"engram/{name}")).items()))
+        told.append(f"{steps:,} steps on {text}, {len(runs['memory'])} seeds: {over_memory(runs)}")
     brief = (
-        f"a Llama of width 128 and its memory from scratch, {steps:,} steps, {len(memory)} seeds; loss, and how well "
-        f"the gate tells where the memory helps (AUC), over the memory alone: {found}"
+        "a Llama of width 128 and its memory from scratch; loss, and how well the gate tells where the memory helps "
+        f"(AUC), over the memory alone. {'. '.join(told)}"
     )
-    command = f"python recipes/engram/run.py --seeds {' '.join(map(str, memory))} --steps {steps} --kinds "
-    command += " ".join(runs)
+    command = "python recipes/engram/run.py --size packages --kinds memory cgs"
     section = [
         '"Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" '
         "again, at the width of 128, in steps of 16 x 256 tokens of Python. Mean ± standard error (seeds); AUC is how "
         "well `alpha` tells where the memory helps, by layer and their mean; hot tokens are the half whose slots are "
         "looked up most often.",
         "",
-        *engram_report.table(lengths),
+        *engram_report.by_text(engram_report.table),
         "",
         "Differences within each seed; the intervals of each table hold with 95 % for all of it together.",
         "",
-        *engram_report.differences(lengths)[:-1],
+        *engram_report.by_text(engram_report.differences),
     ]
     return Study("Counterfactual gate supervision", "engram", command, brief, section)
 

@@ -164,12 +164,15 @@ def test_claims_of_every_paper_are_made_from_the_committed_results():
     assert claims.page() == claims.PAGE.read_text()
 
 
-@pytest.mark.parametrize("name", ["engram", "peers", "router_tuning", "lora"])
-def test_page_of_a_study_is_made_from_its_results(name):
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [(name, "results") for name in ("engram", "peers", "router_tuning", "lora")] + [("engram", "packages")],
+)
+def test_page_of_a_study_is_made_from_its_results(name, file):
     folder = RECIPES / name
-    report, results = load_script(folder / "report.py"), json.loads((folder / "results.json").read_text())
+    report, results = load_script(folder / "report.py"), json.loads((folder / f"{file}.json").read_text())
     page = "\n".join([*report.table(results["systems"]), ""]) if name == "peers" else report.page(results)
-    assert page == (folder / "results.md").read_text()
+    assert page == (folder / f"{file}.md").read_text()
 
 
 def test_a_router_is_compared_with_as_much_dropped_and_in_the_right_direction():

@@ -29,6 +29,10 @@ KINDS = {
     "smooth": "memory, CGS with means of 9 labels", "curriculum": "memory, CGS in the second half",
     "curriculum_slow": "memory, CGS in the second half, at the memory's rate",
 }  # fmt: skip
+TEXTS = {  # what the trainings of a file read
+    "packages.json": "25 M tokens of Python, none read twice",
+    "results.json": "2.5 M tokens of Python, read several times by the longer trainings",
+}
 Runs = dict[str, dict[int, dict[str, Any]]]
 Measure = Callable[[dict[str, Any]], float]
 
@@ -130,13 +134,17 @@ def differences(lengths: dict[int, Runs]) -> list[str]:
     lines = []
     for steps, runs in lengths.items():
         rates = ", ".join(f"{rates_of(runs[kind])} ({KINDS[kind]})" for kind in ("memory", "cgs") if kind in runs)
-        lines += [
-            f"After {steps:,} steps, at learning rates of {rates}.{past_lowest(runs)}",
-            "",
-            *claims_table(runs),
-            "",
-        ]
-    return lines
+        length = f"After {steps:,} steps, at learning rates of {rates}.{past_lowest(runs)}"
+        lines += ["", length, "", *claims_table(runs)]
+    return lines[1:]
+
+
+def by_text(tell: Callable[[dict[int, Runs]], list[str]]) -> list[str]:
+    """What `tell` says of the committed results, text by text."""
+    lines = []
+    for name, text in TEXTS.items():
+        lines += ["", f"On {text}.", "", *tell(by_steps(json.loads((HERE / name).read_text())))]
+    return lines[1:]
 
 
 def tuning_table(results: dict[str, Any]) -> list[str]:
@@ -150,7 +158,7 @@ def tuning_table(results: dict[str, Any]) -> list[str]:
         rows = tried[steps, kind]
         best = min(rows, key=loss)
         lines.append([KINDS[kind], f"{steps:,}", f"{loss(best):.4f}", f"{best['rate']:g}", str(len(rows))])
-    return markdown_table(["what", "steps", "loss", "learning rate", "rates tried"], lines)
+    return markdown_table(["what", "steps", "loss", "learning rate", "rates tried"], lines) if lines else []
 
 
 def gradient_table(found: dict[str, Any]) -> list[str]:
@@ -198,8 +206,9 @@ def draw_length(runs: Runs, panels: Any) -> None:
 def page(results: dict[str, Any]) -> str:
     """`results.md`."""
     lengths = by_steps(results)
-    parts = [*table(lengths), "", "Differences within each seed.", "", *differences(lengths)]
-    parts += ["Where learning rates were chosen, one seed, on the text to choose on:", "", *tuning_table(results), ""]
+    parts = [*table(lengths), "", "Differences within each seed.", "", *differences(lengths), ""]
+    if tried := tuning_table(results):
+        parts += ["Where learning rates were chosen, one seed, on the text to choose on:", "", *tried, ""]
     if "gradients" in results:
         found = results["gradients"]
         labelled = f"medians over the labelled steps of the last half of {found['steps']} (seed {found['seed']})"

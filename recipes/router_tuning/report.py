@@ -192,7 +192,9 @@ def cost_table(results: dict[str, Any], cache: dict[str, Any]) -> list[str]:
     lost = fewer["at_budget"]["loss"] - whole["at_budget"]["loss"]
     rows.append([
         "5,000 sequences suffice", "5,000",
-        f"{SAMPLES:,} are the most that were run; {FEWER[-2]:,} lose {lost:+.3f} nats, one seed", OPEN,
+        f"{SAMPLES:,}, twice about half as many, are the most that were run; {FEWER[-2]:,} lose {lost:+.3f} nats, "
+        "one seed",
+        OPEN,
     ])  # fmt: skip
     return markdown_table(["claim", "paper", "here", "verdict"], rows)
 

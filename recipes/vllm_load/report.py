@@ -34,7 +34,8 @@ def read_load() -> dict[str, Any]:
     assert load["machine"]["device"] == few["machine"]["device"]
     again = {cell["prompt"] for cell in few["cells"]}
     found: dict[str, Any] = load | {
-        "cells": few["cells"] + [cell for cell in load["cells"] if cell["prompt"] not in again]
+        "cells": few["cells"] + [cell for cell in load["cells"] if cell["prompt"] not in again],
+        "rows_full_few": few["rows_full"],
     }
     return found
 
@@ -62,6 +63,9 @@ def load_lines(found: dict[str, Any]) -> list[str]:
     if "rows_full" in found:
         shares = ", ".join(f"{title} {found['rows_full'][way]:.1%}" for way, title in ways.items())
         lines += ["", f"Rows that ran the routed layers in full, over all cells of `load.json`: {shares}."]
+    if "rows_full_few" in found:
+        shares = ", ".join(f"{title} {found['rows_full_few'][way]:.1%}" for way, title in ways.items())
+        lines[-1] += f" Those of 32 tokens, which are of `load_few_rows.json`: {shares}."
     return lines
 
 
