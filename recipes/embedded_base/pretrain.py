@@ -3,7 +3,7 @@
     python recipes/embedded_base/pretrain.py --out recipes/embedded_base/model
     python recipes/embedded_base/pretrain.py --shape wide_base --out MODEL --work WORK
 
-`embedded_base` is what `make demo` uses. Its text is the Python standard library's own sources on this machine
+`embedded_base` is what most studies use. Its text is the Python standard library's own sources on this machine
 (`hf_depthroute.data.text.stdlib_files`). One run takes about half an hour on two CPU cores. `wide_base` also reads the
 sources of the installed packages, and trains at a constant rate until it is stopped: stop it, and run the same command
 with `--finish`, which lets the rate fall to zero over a quarter as many steps again and writes the model. Without
