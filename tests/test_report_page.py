@@ -135,7 +135,7 @@ def test_a_memory_is_said_to_skip_nothing(folders, tmp_path, capsys):
     code, _, err = run(capsys, tmp_path / "adapter", *measured, "--out", out)
     assert code == 0, err
     page = out.read_text()
-    assert "Memories in 3 layers (1-3) add to every token what they hold" in page and "Nothing is skipped" in page
+    assert "Gates in 3 layers (1-3) weigh what is added to every token." in page and "Nothing is skipped" in page
     assert "trained at budget" not in page and "decide for every token" not in page
 
 

@@ -178,7 +178,7 @@ def _report_adapter(given: ReportOptions) -> Path:
         tokens=collect_tokens(routed, tokenizer, samples, budgets),
         bench=timed,
         notes=notes,
-        weighs=routed.active_peft_config.target == "memory",
+        weighs=_is_soft(routed.active_peft_config),
     )
     write_text(path, render_page(page))
     return path
@@ -257,6 +257,13 @@ def _measure_speed(
     return bench(routed, base=untouched, input_ids=prompts, budgets=budgets, decode_steps=steps, repeats=repeats)
 
 
+def _is_soft(config: Any) -> bool:
+    """Whether the gate weighs what is added to every token, so that there is nothing to skip and no budget."""
+    from ..parts.traits import traits_of
+
+    return traits_of(config.gate).soft
+
+
 def _facts(
     given: ReportOptions, model: str, routed: Any, blocks: int, losses: Mapping[str, Any] | None, timed: dict[str, Any]
 ) -> list[tuple[str, str]]:
@@ -265,7 +272,7 @@ def _facts(
     config = routed.active_peft_config
     adapter = f"{_name(given.adapter)}: gate {config.gate}, target {config.target}, per {config.granularity}"
     size = sum(p.numel() for name, p in routed.named_parameters() if ".routing." not in name)
-    trained = "" if config.target == "memory" else f", branch {config.branch}, trained at budget {config.budget:g}"
+    trained = "" if _is_soft(config) else f", branch {config.branch}, trained at budget {config.budget:g}"
     facts = [
         ("Base model", f"{_name(model)}, {routed.config.model_type}, {size:,} parameters"),
         ("Adapter", adapter + trained),

@@ -87,7 +87,7 @@ class RunReport:
         tokens: From `view_data`; each text has a run per budget.
         bench: What `hf-depthroute bench --out` wrote; None where speed was not measured.
         notes: What the reader must know besides.
-        weighs: Whether every token runs in full, and gates weigh what a memory adds.
+        weighs: Whether every token runs in full, and gates weigh what is added (a memory).
     """
 
     title: str

@@ -57,7 +57,7 @@ def _lead(report: RunReport) -> str:
     losses = f"the loss is {row['loss']:.3f}; the dense model's is {report.dense['loss']:.3f}."
     where = f"{len(gated)} {'layer' if len(gated) == 1 else 'layers'} ({_runs(list(gated))})"
     if report.weighs:
-        return f"Memories in {where} add to every token what they hold, weighed by a gate. Nothing is skipped; {losses}"
+        return f"Gates in {where} weigh what is added to every token. Nothing is skipped; {losses}"
     static = [index for index in report.scores[report.start] if index not in gated]
     left_out = f" Layers without a gate, which every token skips: {_runs(static)}." if static else ""
     share = statistics.fmean(layer.full_ratio for layer in gated.values())
