@@ -277,7 +277,11 @@ def test_a_training_takes_the_rate_of_the_search_nearest_in_steps(tmp_path):
 
 def test_a_kept_training_at_another_rate_than_the_search_says_is_refused(tmp_path, monkeypatch):
     script = load_script(RECIPES / "engram" / "run.py")
-    kept = {"step": {"ratio": 1.2}, "tuning memory 250 0.004": {"steps": 250, "rate": 0.004, "curve": [{"loss": 4.0}]}}
+    kept = {
+        "step": {"ratio": 1.2},
+        "text": {},
+        "tuning memory 250 0.004": {"steps": 250, "rate": 0.004, "curve": [{"loss": 4.0}]},
+    }
     monkeypatch.setitem(script.SIZES, "small", dataclasses.replace(script.SIZES["small"], texts=dict))
     given = f"--kinds memory --seeds 0 --steps 450 --threads {torch.get_num_threads()} --out"
     monkeypatch.setattr(sys, "argv", ["run.py", *given.split(), str(tmp_path / "results.json")])

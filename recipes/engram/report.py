@@ -209,6 +209,13 @@ def page(results: dict[str, Any]) -> str:
     parts = [*table(lengths), "", "Differences within each seed.", "", *differences(lengths), ""]
     if tried := tuning_table(results):
         parts += ["Where learning rates were chosen, one seed, on the text to choose on:", "", *tried, ""]
+    if "text" in results:
+        text = results["text"]
+        sources = ", ".join(f"{name} {version}" for name, version in text["versions"].items())
+        parts += [
+            f"{text['tokens']['train']:,} tokens to train on, {text['tokens']['report']:,} to report on; {sources}.",
+            "",
+        ]
     if "gradients" in results:
         found = results["gradients"]
         labelled = f"medians over the labelled steps of the last half of {found['steps']} (seed {found['seed']})"

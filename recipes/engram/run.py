@@ -23,10 +23,12 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import importlib.metadata
 import itertools
 import json
 import math
 import os
+import platform
 import statistics
 import tempfile
 import zlib
@@ -112,6 +114,12 @@ def held_apart(train: Any, held: Any) -> Texts:
     rows, kept = (torch.tensor(pack(texts, tokenizer, 256)["input_ids"]) for texts in (train, held))
     kept = kept[torch.randperm(len(kept), generator=torch.Generator().manual_seed(0))]
     return {"train": rows, "choose": kept[:64], "report": kept[64:192]}
+
+
+def described(text: Texts, packages: tuple[str, ...]) -> dict[str, Any]:
+    """How many tokens each part of a text has, and what it is from."""
+    versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+    return {"tokens": {part: rows.numel() for part, rows in text.items()}, "versions": versions}
 
 
 def web_pages() -> Texts:
@@ -446,6 +454,7 @@ def main() -> None:
         rate = results.rate("cgs", size, args.steps)
         results.once("gradients", lambda: gradients(text, args.seeds[0], args.steps, rate, size))
         return
+    results.once("text", lambda: described(text, PACKAGES if args.size == "packages" else ()))
     more = 1.0
     if "equal" in args.kinds:
         ratio = results.once("step", lambda: step_ratio(text, size))["ratio"]
