@@ -1,4 +1,4 @@
-"""What importing the package sets up: PEFT knows the method, and rooms add themselves to what those below them do."""
+"""Registration at import: PEFT learns the method, and subpackages add their hooks."""
 
 from .adapter import peft_hooks, tuner
 from .card import peft_cards

@@ -1,4 +1,4 @@
-"""What refuses an adapter before the model is touched: its name, its sizes, its base, and who is there already."""
+"""Checks that refuse an adapter before the model is changed: its name, its sizes, its base, and other adapters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_injection(model: nn.Module, name: str, config: PeftConfig, family: Fam
     other = next((module for module in model.modules() if _is_of_another_method(module)), None)
     if config.modules_to_save and other is not None:
         raise ConfigError(
-            f"modules_to_save={config.modules_to_save}: PEFT would switch the copies off beside a {_kind(other)} "
+            f"modules_to_save={config.modules_to_save}: PEFT would switch the copies off next to a {_kind(other)} "
             "adapter; give modules_to_save to that adapter, or merge it first with merge_and_unload()"
         )
     if config.base_architecture is not None:

@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """What can be said about the adapter in `folder`; ends at the first fault that hides the rest."""
+    """Findings about the adapter in `folder`; stops at the first fault that hides the others."""
     for state, text in _examine(folder):
         yield Finding(state, shown(text))
 

@@ -131,7 +131,7 @@ def read_tensors(path: Path, config: Mapping[str, Any]) -> dict[str, torch.Tenso
                 fault = fault or _fault_of_table(name, part.get_shape(), config)
                 if fault is not None:
                     raise AdapterMismatchError(f"{path}: {fault}")
-            # Copies: what is checked is what is used, also where somebody writes into the file meanwhile.
+            # Copies: what is checked is what is used, even if the file is written to meanwhile.
             tensors = {name: file.get_tensor(name).clone() for name in names}
     except (SafetensorError, OSError) as error:
         raise AdapterMismatchError(

@@ -132,7 +132,7 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | Non
 
 
 def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Which new tokens of a call of the decoder stack are real, bool `[B, T]`; None where its mask does not say.
+    """Which new tokens of a call of the decoder stack are real, bool `[B, T]`; None if its mask does not say.
 
     Layers see a 4D mask, a boolean mask, none, or a block mask, depending on the attention implementation.
     """

@@ -1,4 +1,4 @@
-"""Strict loading: an adapter file holds exactly the adapter's tensors, or it is refused, whoever reads it.
+"""Strict loading: an adapter file holds exactly the adapter's tensors, or it is refused, on every loading path.
 
 PEFT and transformers load what fits and log the rest: a missing tensor leaves a router random, and a tensor with the
 name of a base weight overwrites it.
@@ -56,7 +56,7 @@ def match_tensors(
         AdapterMismatchError: A tensor is missing, left over, of another shape or kind, or not finite; or they are
             not those that the config was saved with.
     """
-    # Copies: what is checked is what is loaded, also where somebody writes into the file meanwhile.
+    # Copies: what is checked is what is loaded, even if the file is written to meanwhile.
     state_dict = {key: value.detach().clone() for key, value in state_dict.items()}
     given = {key_in_file(key.removeprefix(_WRAPPER), adapter_name): value for key, value in state_dict.items()}
     held = model.state_dict()
@@ -126,7 +126,7 @@ def guard(model: nn.Module) -> None:
     """Make transformers' own `model.load_adapter` and `from_pretrained(adapter_dir)` as strict as PEFT's path is.
 
     They read the file without asking the PEFT method, by a static method looked up on the instance: an attribute of
-    the instance stands in front of it. `unguard` removes it.
+    the instance shadows it. `unguard` removes it.
     """
     if isinstance(model, PreTrainedModel):
         setattr(model, _READER, _read_strictly)

@@ -43,7 +43,7 @@ _LONGEST = 512  # more than the pattern takes
 _LOADING: ContextVar[tuple[Any, str] | None] = ContextVar("_LOADING", default=None)  # a model and an adapter's name
 _HUB = ("subfolder", "revision", "cache_dir", "token")
 _MARK = "_depth_route_wrapped"
-# What else `print_trainable_parameters` says of a model: a line each, or None where there is nothing to say.
+# What else `print_trainable_parameters` says of a model: a line each, or None if there is nothing to say.
 remarks: list[Callable[[PeftModel], str | None]] = []
 
 
@@ -64,7 +64,7 @@ def install() -> None:
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put `around` in the place of `owner.name`, which it is given in front of the arguments."""
+    """Replace `owner.name` by `around`, which gets the original as its first argument."""
     found = vars(owner)[name]
     original = getattr(found, "__func__", found)
 
@@ -96,7 +96,7 @@ def _init_tuner(
     if copied is not None:
         raise ConfigError(
             f"the depth-routed adapter on this model has modules_to_save={copied}, and PEFT would switch the copies "
-            "off beside an adapter of another method; unload it first, or give modules_to_save to the other one"
+            "off next to an adapter of another method; unload it first, or give modules_to_save to the other one"
         )
     start(self, model, peft_config, adapter_name, *args, **kwargs)
 
@@ -179,9 +179,9 @@ def _state_dict_of(
 
 
 def _torch_load(read: Any, *args: Any, **kwargs: Any) -> Any:
-    """What PEFT takes for what is no safetensors file, refusing the pickle of a routed adapter.
+    """Replacement for PEFT's loader of other formats than safetensors; it refuses a routed adapter's pickle.
 
-    `check_folder` refuses one beside a config. It does not see what a repository of the Hub holds, nor what takes the
+    `check_folder` refuses one next to a config. It does not see what a repository of the Hub holds, nor what takes the
     place of the safetensors after it has looked.
     """
     loading = _LOADING.get()
@@ -235,7 +235,7 @@ def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
 
 
 def _copied_by_routed(model: Any) -> list[str] | None:
-    """`modules_to_save` of a routed adapter of the model; None where there are none."""
+    """`modules_to_save` of a routed adapter of the model; None if there are none."""
     for holder in [module for module in model.modules() if isinstance(module, Routing)]:
         for name in holder.depth_route_gate:
             if holder.config(name).modules_to_save:
@@ -263,7 +263,7 @@ def _from_json_file(read: Any, cls: Any, path_json_file: str, **kwargs: Any) -> 
 
 
 def _methods_in(path: Path) -> set[str]:
-    """What a config of any size says about its method, before a parser sees it.
+    """Read the PEFT method from a config of any size without parsing it.
 
     Lists of target modules make the configs of other methods large; what is ours, or does not say whose it is, has the
     bounds of `read_config`.

@@ -2,7 +2,7 @@
 
 PEFT writes the weights over the old ones and then the config. Here both are staged in a folder inside the adapter's,
 written to disk, and renamed: weights first, config last. The config carries the weights' hash, so the one moment in
-which new weights stand beside the old config shows, and `settle` finishes that save.
+which new weights stand next to the old config shows, and `settle` finishes that save.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SaveWarning(UserWarning):
 
 
 def warn_without_card(path: Path, error: BaseException) -> None:
-    """Weights and configuration are saved whatever happens to the files beside them."""
+    """Weights and configuration are saved whatever happens to the other files."""
     warnings.warn(f"{path}: the model card was not written: {reason(error)}", SaveWarning, stacklevel=4)
 
 
@@ -103,7 +103,7 @@ def staged_save(folder: Path) -> Iterator[Path]:
     created = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
-        _finish(folder)  # of processes that were killed: whoever holds the lock is alone
+        _finish(folder)  # of processes that were killed: the holder of the lock is alone
         for leftover in folder.glob(f"{STAGE_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
@@ -135,7 +135,7 @@ def staged_save(folder: Path) -> Iterator[Path]:
 
 
 def _bring_readme(folder: Path, stage: Path) -> bool:
-    """Copy the README for a card that keeps what somebody wrote; False where there is one that cannot be read."""
+    """Copy the README for a card that keeps the user's text; False where there is one that cannot be read."""
     try:
         (stage / CARD_NAME).write_bytes(read_readme(folder))
     except FileNotFoundError:
@@ -158,7 +158,7 @@ def settle(folder: Path) -> None:
 
 
 def _finish(root: Path) -> None:
-    """Put a staged config beside the weights that it was staged with, where those have taken their place already."""
+    """Put a staged config next to the weights that it was staged with, where those have taken their place already."""
     for staged in sorted(root.glob(f"{STAGE_PREFIX}*/**/{CONFIG_NAME}")):
         place = root.joinpath(*staged.relative_to(root).parts[1:])
         if _goes_through_link(staged, root) or _goes_through_link(place.parent, root):

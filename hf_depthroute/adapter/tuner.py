@@ -68,7 +68,7 @@ def get_depth_routed_model(
 
 
 class DepthRouteModel(BaseTuner):
-    """The tuner behind a depth-routed `PeftModel`.
+    """The tuner of a depth-routed `PeftModel`.
 
     Every decoder layer's class is switched to one subclass; layers that are routed get one child, `routing`
     (`hf_depthroute.routing.holder.Routing`), that holds all adapter state. Base weights and their names do not change.
@@ -116,7 +116,7 @@ class DepthRouteModel(BaseTuner):
             config.weights_hash = None  # of weights that this adapter does not start from
 
         trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        added = adapter_name not in self.active_adapters  # beside an active one, which goes on as it was
+        added = adapter_name not in self.active_adapters  # an active one goes on as it was
         try:
             self._enter(model, adapter_name, config, family, layers)
         except BaseException:
@@ -211,7 +211,7 @@ class DepthRouteModel(BaseTuner):
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
-        """The name stands behind `depth_route_*`, in front of a nested module, where PEFT does not look for it."""
+        """The name follows `depth_route_*` and precedes a nested module, where PEFT does not look for it."""
         bare = without_adapter_name(key, adapter_name)
         return super()._remove_adapter_name_from_key(key, adapter_name) if bare is None else bare
 

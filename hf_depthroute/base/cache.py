@@ -1,4 +1,4 @@
-"""What is kept with the KV cache: decisions about whole sequences, and the tokens that a memory has read.
+"""State kept with the KV cache: decisions about whole sequences, and the tokens that a memory has read.
 
 A sequence is decided once, when its prompt enters an empty cache; where its attention is skipped, there are no keys and
 values. What is kept has to follow whatever is then done to the cache: reordered for beam search, repeated, selected,
@@ -69,7 +69,7 @@ class SkippingLayer(DynamicLayer):
     """A cache layer that holds keys and values of the kept sequences only, and the length of all of them.
 
     Args:
-        tokens: As in a layer that keeps them; None where no memory reads them.
+        tokens: As in a layer that keeps them; None if no memory reads them.
 
     Attributes:
         keep, probs: As in a layer that keeps them; None until the prompt is decided.
@@ -191,7 +191,7 @@ def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
 
 
 def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
-    """The last `count` tokens of every sequence in layer `index`, int64 `[B, count]`; None where the cache is empty.
+    """The last `count` tokens of every sequence in layer `index`, int64 `[B, count]`; None if the cache is empty.
 
     Raises:
         ValueError: The cache holds tokens that were not stored with it, which a layer of fixed size tells only while

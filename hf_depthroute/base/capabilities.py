@@ -1,4 +1,4 @@
-"""What routing saves in each model family, read from the family table and from transformers' configurations."""
+"""The savings of routing in each model family, read from the family table and transformers' configurations."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ front of them, `o1`, `o2` the norms after them, and `c` a constant, the layouts 
     post-norm    a = h + o1(attention(h));       out = a + o2(ffn(a))
     parallel     out = h + attention(n1(h)) + ffn(n2(h))          (n1 and n2 may be one module)
 
-A skipped sublayer adds what the cheap branch makes of the stream in front of it, or nothing; its norms and `c` are
+A skipped sublayer adds what the cheap branch makes of the stream before it, or nothing; its norms and `c` are
 part of it and are skipped with it. A skipped block adds the branch's update of `h` alone.
 
-The stream in front of a sublayer is what its gate and its branch read: `h` for the attention and the block, `a` for the
+The stream before a sublayer is what its gate and its branch read: `h` for the attention and the block, `a` for the
 FFN. In a parallel layer it is `h` for the FFN too: the FFN does not see what the attention of its layer finds, and
 neither does the decision about it, so it is known before either of them runs. `gate_input="normed"` is what the
 sublayer reads; in a post-norm layer that is the stream itself.
@@ -40,9 +40,9 @@ class Family:
 
     Args:
         layers: Name of the list of decoder layers inside the decoder stack.
-        attention_norm: Norm in front of the attention; None: the attention reads the stream as it is.
+        attention_norm: Norm before the attention; None: the attention reads the stream as it is.
         attention: The attention module; its first result is the attention output.
-        ffn_norm: Norm in front of the FFN; None: the FFN reads the stream as it is.
+        ffn_norm: Norm before the FFN; None: the FFN reads the stream as it is.
         ffn: The FFN, or the whole MoE block. Called with `[B, T, d]`.
         final_norm: The decoder stack's norm after its last layer.
         queries: How the attention projects, a key of `base.projections.STYLES`. None: not known, so attention
@@ -50,7 +50,7 @@ class Family:
         experts: The fused experts inside the MoE block, called with `(x [N, d], index [N, K], weights [N, K])`.
         attention_post_norm: Norm of the attention's output, before it is added to the stream.
         ffn_post_norm: Norm of the FFN's output.
-        attention_dropout: Dropout module of the layer for the attention's output; None where it has none of its own.
+        attention_dropout: Dropout module of the layer for the attention's output; None if it has none of its own.
         ffn_dropout: The same for the FFN's output.
         residual_scale: Attribute of the layer that both updates are multiplied by.
         parallel: Whether the FFN reads the layer's input, not the stream after the attention.

@@ -81,7 +81,7 @@ def predicting(labels_BT: torch.Tensor, token_mask_BT: torch.Tensor | None) -> t
 
 
 def logit_change(model: nn.Module) -> tuple[str, float] | None:
-    """What the model does to its LM head's output, `("multiply" | "divide" | "softcap", value)`; None for nothing."""
+    """The model's change to its LM head's output, `("multiply" | "divide" | "softcap", value)`, or None."""
     row = find_family(model).logits
     value = None if row is None else getattr(model.config, row[1], None)
     return None if row is None or value is None else (row[0], float(value))

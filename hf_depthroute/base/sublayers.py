@@ -15,13 +15,13 @@ Kwargs = dict[str, Any]
 
 
 def norm_of(layer: Any, family: Family, part: str) -> Any:
-    """The norm in front of `part`, `"attention"` or `"ffn"`; where there is none, a map that changes nothing."""
+    """The norm before `part`, `"attention"` or `"ffn"`; where there is none, a map that changes nothing."""
     name = family.ffn_norm if part == "ffn" else family.attention_norm
     return (lambda x: x) if name is None else getattr(layer, name)
 
 
 def attention_update(layer: Any, family: Family, normed: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
-    """What the attention adds to the stream, `[B, T, d]`, from what it reads."""
+    """The attention's update of the stream, `[B, T, d]`, from its normed input."""
     return behind(layer, family, "attention", getattr(layer, family.attention)(normed, **kwargs)[0])
 
 
@@ -45,7 +45,7 @@ def behind(layer: Any, family: Family, part: str, update: torch.Tensor) -> torch
 def template_norm(layer: Any, family: Family, part: str) -> tuple[Any, bool]:
     """A norm of the kind that a branch in place of `part` starts with, and whether its values mean the same there.
 
-    In front of `part` where there is one. A norm after it is of the right kind, but scales something else.
+    Before `part` where there is one. A norm after it is of the right kind, but scales something else.
     """
     front = family.ffn_norm if part == "ffn" else family.attention_norm
     if front is not None:

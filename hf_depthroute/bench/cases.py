@@ -1,6 +1,6 @@
-"""What is measured: a case, and the YAML files that list many of them.
+"""Benchmark cases, and the YAML files that list many of them.
 
-A file is a mapping. Keys beside `name` and `cases` are defaults of every case; `cases` is a list of mappings:
+A file is a mapping. Keys other than `name` and `cases` are defaults of every case; `cases` is a list of mappings:
 
     name: cpu
     shape: qwen2.5-0.5b
@@ -125,7 +125,7 @@ class Case:
         return f"{self.sizes()}: {self.shape}{depth}{vocabulary} {self.dtype}, {self.target} of {layers}{phases}"
 
     def sizes(self) -> str:
-        """The part of a label in front of the model: what is run."""
+        """The part of a label before the model: the run."""
         sizes = {
             "decode": f" {self.batch} x {self.steps} steps after {self.length}",
             "train": f" {self.batch} x {self.length}, {self.loss} loss",

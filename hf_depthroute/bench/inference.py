@@ -31,7 +31,7 @@ _TELLING = 0.005  # an ideal saving below this share of the dense time gives no 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is run: a prompt, or given tokens one by one after a prompt.
+    """The work to time: a prompt, or given tokens one by one after a prompt.
 
     Attributes:
         input_ids: `[B, T]`; in decode the prompt, then the tokens.
@@ -84,7 +84,7 @@ def measure_inference(
         `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `eta_roofline`, `eta_free` (of a router that
         costs nothing and saves each skipped token's share of the FFNs' time), `full_ratio`, `full_passes`,
         `flops_routed_over_dense`, `roofline` and `tokens_per_s`; `masked` and `tuned` with the same times for the
-        mask-after-compute router and the chosen executors. Errors are standard errors of medians; an eta is None where
+        mask-after-compute router and the chosen executors. Errors are standard errors of medians; an eta is None if
         the ideal saves nothing or it was not measured.
 
     Raises:
@@ -129,7 +129,7 @@ class _Runs:
         return seconds
 
     def shares(self, budget: float) -> Mapping[int, tuple[float, float]]:
-        """What ran, from `PassCounter.shares`."""
+        """The shares that ran, from `PassCounter.shares`."""
         with self._ready(budget_name(budget), "eager") as (run, rewind), count_passes(self.variants.model) as counter:
             run()
             rewind()
@@ -161,7 +161,7 @@ class _Runs:
             yield run, rewind
 
     def _cache(self, name: str, mode: str, model: nn.Module) -> Any:
-        """The cache that this variant starts from; None where each run makes its own."""
+        """The cache that this variant starts from; None if each run makes its own."""
         work = self.workload
         if not work.steps and mode == "eager":
             return None

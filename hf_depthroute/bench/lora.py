@@ -1,4 +1,4 @@
-"""Training routers and loading them, measured beside LoRA on the same layers."""
+"""Training routers and loading them, compared with LoRA on the same layers."""
 
 from __future__ import annotations
 

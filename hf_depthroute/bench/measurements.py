@@ -84,7 +84,7 @@ def label_of(sizes: str, setting: Mapping[str, Any]) -> str:
 
 
 def short_label(measurement: Mapping[str, Any]) -> str:
-    """The part of a label in front of the model: what was run."""
+    """The part of a label before the model: the run."""
     return str(measurement["label"].split(":")[0])
 
 
@@ -100,7 +100,7 @@ class Change:
         figure: What was measured.
         old: Before.
         new: After.
-        noise: What the difference must exceed to count, in the figure's unit; None where a result does not say.
+        noise: What the difference must exceed to count, in the figure's unit; None if a result does not say.
         ratio: New over old; NaN where the old is 0.
         verdict: `lower`, `higher`, `same` (within the noise), or `noise unknown`.
     """
@@ -156,7 +156,7 @@ def _change(label: str, figure: str, old: Figure, new: Figure) -> Change:
 
 
 def _figures(m: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
-    """What is compared, by name."""
+    """The compared figures, by name."""
     if "error" in m:
         return
     if m["case"] in TIMED:

@@ -1,4 +1,4 @@
-"""Measured memory: weights, KV cache, and the peak of everything a run holds beside them."""
+"""Measured memory: weights, KV cache, and the peak of everything else that a run holds."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def check_modes(names: Sequence[str] | None, device: torch.device) -> tuple[str,
 
 
 def as_run(model: nn.Module, mode: str) -> Callable[..., Any]:
-    """What is called in this mode. A model is compiled once; its variants are told apart by the compiler's guards."""
+    """The callable for this mode. A model is compiled once; the compiler's guards tell its variants apart."""
     if mode != "compiled":
         return model
     if id(model) not in _compiled:

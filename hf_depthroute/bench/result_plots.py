@@ -162,7 +162,7 @@ def _sweep(rows: pd.DataFrame) -> Figure | None:
 
 
 def _training(found: Found) -> Figure:
-    """Time and peak memory of a training step, routers beside LoRA."""
+    """Time and peak memory of a training step, routers and LoRA."""
     shared = _shared(map(_model, found))
     figure = Figure(figsize=(11, 1.4 + 2.4 * _ROW * len(found)), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
@@ -188,7 +188,7 @@ def _memory(found: Found) -> Figure:
     ))  # fmt: skip
     shared, weights = _shared(map(_model, found)), " or ".join(sorted({f"{m['base_bytes'] / 1e6:,.0f}" for m in found}))
     title = f"{shared}{': ' if shared else ''}{weights} MB of weights"
-    figure, axes = _bars(names, title, "MB beside the weights")
+    figure, axes = _bars(names, title, "MB besides the weights")
     axes.barh(range(len(names)), cached, 0.62, color=COLORS["ideal"], label="KV cache")
     axes.barh(range(len(names)), rest, 0.62, left=cached, color=COLORS["routed"], label="the rest of prefill's peak")
     _legend(figure, axes)
@@ -206,7 +206,7 @@ def _shared(models: Iterable[str]) -> str:
 
 
 def _titles(found: Found) -> list[str]:
-    """What each measurement ran, and on which model where they differ."""
+    """A label per measurement: the run, and the model if they differ."""
     shared = _shared(map(_model, found))
     return [short_label(m) if shared else f"{short_label(m)} ({_model(m)})" for m in found]
 

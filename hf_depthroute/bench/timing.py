@@ -23,7 +23,7 @@ _MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine and the versions of the measurement."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return {
         "device": name,
@@ -80,7 +80,7 @@ def _best(run: Callable[..., Any], arguments: tuple[torch.Tensor, ...], device: 
 
 
 def relative_load() -> float | None:
-    """Processes that wanted to run in the last minute, per core; None where the system does not say."""
+    """Processes that wanted to run in the last minute, per core; None if the system does not say."""
     try:
         return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
     except OSError:

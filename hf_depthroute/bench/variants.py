@@ -1,4 +1,4 @@
-"""What is timed side by side on one set of weights: variants of a model.
+"""Variants of a model that are timed side by side on one set of weights.
 
 * `base`: the untouched model.
 * `disabled`: the adapter is there and switched off.
@@ -46,7 +46,7 @@ class Variants:
 
     Args:
         model: A `PeftModel` with an active depth-routed adapter; put into eval mode.
-        base: The untouched base, from `dense_view` before the adapter was injected; None where there is none.
+        base: The untouched base, from `dense_view` before the adapter was injected; None if there is none.
         budgets: Budgets below 1, each routed and, with `masked`, masked.
         masked: Whether to include the mask-after-compute router.
         input_ids: `[B, T]`, tokens to calibrate every budget on. None: the adapter's own thresholds are used.

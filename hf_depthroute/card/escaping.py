@@ -1,6 +1,6 @@
 """Words and values of strangers, as Markdown that shows them and does nothing else.
 
-A base model's name, a dataset's, a task's come from files that anybody may have written, and a card is shown as HTML.
+A base model's name, a dataset's, a task's come from files that may come from strangers, and a card is shown as HTML.
 Every such string goes through `clean` and stands in a code span, where neither Markdown nor HTML means anything; what
 a template prints without a filter is escaped.
 """
@@ -43,7 +43,7 @@ def code(value: object) -> Safe:
 
 
 def escape(value: Any) -> Any:
-    """What Jinja prints: numbers as they are, `Safe` as it is, any other text without Markdown or HTML in it."""
+    """Output filter for Jinja: numbers and `Safe` pass unchanged, other text is escaped for Markdown and HTML."""
     if isinstance(value, Safe) or not isinstance(value, str):
         return value
     return Safe(_SPECIAL.sub(r"\\\1", clean(value)))

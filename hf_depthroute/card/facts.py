@@ -1,6 +1,6 @@
-"""What an adapter's folder says about it, without its base model and without the network.
+"""Facts about an adapter, read from its folder without its base model and without the network.
 
-The record of its training, `training.json`, may have been written by anybody; a card shows what it understands of it.
+The record of its training, `training.json`, may come from a stranger; a card shows what it understands of it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Facts:
     """Attributes:
     config: The adapter's configuration.
     subfolder: Where it is below the folder; None for the folder itself.
-    others: Names and methods of adapters beside it.
+    others: Names and methods of the other adapters.
     depth: Decoder layers of the base, where the configuration says it.
     parameters: Trained parameters, counted in the weights or, where they are missing, as recorded; None if neither.
     thresholds: `{layer: score}`; empty where no threshold of a budget decides.
-    calibrated: Whether the thresholds have seen text; None where it is not known.
-    weights_hash: The hash of the weights; None where it is not known.
+    calibrated: Whether the thresholds have seen text; None if it is not known.
+    weights_hash: The hash of the weights; None if it is not known.
     training: The record of the run, as in `training.json`.
     """
 
@@ -77,7 +77,7 @@ def read_facts(folder: Path, adapter_name: str | None = None, training: Mapping[
     Args:
         folder: As `save_pretrained` leaves it. The weights may be missing.
         adapter_name: Which, where there are several; by default the first.
-        training: The record of the run; by default `training.json` beside the adapter.
+        training: The record of the run; by default the adapter's `training.json`.
 
     Raises:
         AdapterMismatchError: There is no routed adapter, or its files are not whole.
@@ -170,7 +170,7 @@ def read_training(folder: Path) -> dict[str, Any]:
 
 
 def understood(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a card can show of a record: fields of another kind than training writes are left out, with a warning."""
+    """The valid fields of a training record; fields of another type are left out, with a warning."""
     kept = {name: value for name, value in record.items() if name not in _KINDS or _KINDS[name](value)}
     left = [name for name, value in record.items() if name not in kept and value is not None]
     if left:

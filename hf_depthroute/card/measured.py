@@ -1,4 +1,4 @@
-"""What was measured, read from the JSON of `hf-depthroute eval` and `bench`, or from what Python's functions return.
+"""Measured results, from the JSON of `hf-depthroute eval` and `bench` or the return values of the Python functions.
 
 These files are data: what is not of the expected form is refused in one line.
 """
@@ -66,7 +66,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Speed:
-    """One case of a benchmark at one budget, times in milliseconds; `eta` is None where it means nothing."""
+    """One case of a benchmark at one budget, times in milliseconds; `eta` is None if it means nothing."""
 
     case: str
     budget: float

@@ -5,7 +5,7 @@
 this. What it cannot say, that `hf_depthroute` has to be imported, the card says.
 
 A dataset of the Hub is a benchmark where its owner registered it as one. Of those, lm-eval has tasks for three; their
-scores go into a file each, `.eval_results/*.yaml`, beside the `model-index` of the card, which holds every score.
+scores go into a file each, `.eval_results/*.yaml`; the `model-index` of the card holds every score.
 Only whole test sets count there.
 """
 

@@ -1,4 +1,4 @@
-"""From facts and results to the card's text, and into a README that somebody may have written in."""
+"""From facts and results to the card's text, and into a README that may hold text of the user's."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def write_card(folder: str | Path, results: Sequence[Any] = (), **arguments: Any
 
     Scores on benchmarks of the Hub go into files of their own, `.eval_results/depth_routing_*.yaml`, too.
 
-    The card stands between two HTML comments; what somebody wrote around them stays, and so do keys of the metadata
+    The card stands between two HTML comments; the user's text around them stays, and so do keys of the metadata
     that a card does not set. Without `results`, a card with results of the same adapter stays too.
     """
     return put_card(folder, updated_card(folder, results, **arguments))
@@ -128,7 +128,7 @@ def put_card(folder: str | Path, card: Card) -> Path:
 
 
 def routed_name(model: Any) -> str | None:
-    """The name of the model's routed adapter: the active one, where there are several; None where there is none."""
+    """The name of the model's routed adapter: the active one, where there are several; None if there is none."""
     from ..config.adapter import DepthRouteConfig
 
     names = [name for name, config in model.peft_config.items() if isinstance(config, DepthRouteConfig)]

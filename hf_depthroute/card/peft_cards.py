@@ -34,7 +34,7 @@ def install() -> None:
 def _writes_ours(update: Callable[[Any, str], None]) -> Callable[..., None]:
     """`PeftModel.create_or_update_model_card`.
 
-    PEFT calls it in front of the weights, which a card is made of: `save_card` writes that one. A Trainer calls it with
+    PEFT calls it before the weights, which a card is made of: `save_card` writes that one. A Trainer calls it with
     `card`, more arguments of `make_card`, whether or not the adapter has been saved.
     """
 

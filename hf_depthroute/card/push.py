@@ -36,7 +36,7 @@ def push_folder(
     """Send the adapter in `folder` with a card: its configuration, its weights, README.md, and no other file but the
     scores on benchmarks that the Hub reads from `.eval_results`.
 
-    What somebody wrote into the card on the Hub stays there; see `write_card`.
+    Text of the user's in the card on the Hub stays there; see `write_card`.
 
     Args:
         folder: As `save_pretrained` leaves it; its README.md is not changed.

@@ -1,7 +1,7 @@
-"""The README that stands in an adapter's folder: somebody may have written in it, and anybody may have made it.
+"""The README in an adapter's folder: it may hold text of the user's, and may come from a stranger.
 
 It is read within bounds, its metadata at most 64 KiB, and in steps that are linear in its length. Metadata that cannot
-be read is left out; the text is somebody's, and is kept.
+be read is left out; the text is the user's, and is kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Card(ModelCard):
     """A card of metadata and text; `ModelCard` itself would search the text for metadata again.
 
     Attributes:
-        scores: Those that it shows; None where it has those of the card before it.
+        scores: Those that it shows; None if it has those of the card before it.
     """
 
     def __init__(self, data: ModelCardData, text: str, scores: Sequence[Score] | None = None) -> None:
@@ -42,7 +42,7 @@ class Card(ModelCard):
 
 
 def old_card(folder: Path) -> Card | None:
-    """The README of a folder as a card; None where there is none.
+    """The README of a folder as a card; None if there is none.
 
     Raises:
         AdapterMismatchError: As `read_readme`; or its metadata is larger than 64 KiB.
@@ -77,7 +77,7 @@ def shows_results(folder: Path) -> bool:
 
 
 def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
-    """`old` with the generated part and the metadata of `new`; what somebody wrote stays."""
+    """`old` with the generated part and the metadata of `new`; the user's text stays."""
     scores = new.scores
     ours = generated_part(new.text)
     assert ours is not None
@@ -115,6 +115,6 @@ def generated_part(text: str) -> tuple[slice, str] | None:
 
 
 def _is_template(text: str) -> bool:
-    """Whether nobody has written into the empty card that PEFT saves."""
+    """Whether the card is the empty one that PEFT saves, without text of the user's."""
     found = text.split("### Framework versions")[0].split()
     return found in ([], ModelCard.from_template(ModelCardData()).text.split())

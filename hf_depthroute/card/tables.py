@@ -29,7 +29,7 @@ def _table(head: Sequence[str], body: Iterable[Sequence[object]]) -> list[Safe]:
 
 
 def routed_rows(facts: Facts) -> list[Safe]:
-    """What is routed, one property a line."""
+    """Table of the routing, one property per line."""
     c = facts.config
     layers = c.layers if isinstance(c.layers, list) else [code(c.layers)]
     depth = "" if facts.depth is None else f" of 0-{facts.depth - 1}"
@@ -88,7 +88,7 @@ def threshold_rows(facts: Facts) -> list[Safe]:
 
 
 def loss_table(losses: Losses) -> tuple[Safe, list[Safe]]:
-    """What was measured on, then the base and every budget by both rules."""
+    """Table of losses: the text, then the base and every budget by both rules."""
     config = f", {code(losses.config)}" if losses.config else ""
     split = f", split {code(losses.split)}" if losses.split else ""
     size = f", {losses.blocks:,} blocks" if losses.blocks is not None else ""
@@ -139,7 +139,7 @@ def bench_table(bench: tuple[Mapping[str, Any], Sequence[Speed]]) -> tuple[Safe,
 
 
 def training(record: Mapping[str, Any], datasets: Sequence[str]) -> dict[str, Any]:
-    """What the template says about the training; None for what was not recorded."""
+    """Template values about the training; None for values that were not recorded."""
     arguments = record.get("arguments") or {}
     command = record.get("command")
     shown = record.get("hyperparameters") or ({} if command else arguments)
@@ -166,7 +166,7 @@ def training(record: Mapping[str, Any], datasets: Sequence[str]) -> dict[str, An
 
 
 def _fitted(fit: Mapping[str, Any] | None, trained: bool) -> Safe | None:
-    """What `fit_router` found, on the text that it held out, before training if there was any."""
+    """Table of `fit_router`'s results on its held-out text, before any training."""
     if fit is None:
         return None
     loss = fit.get("loss", min(fit["loss_of_rounds"]))  # older records have those alone

@@ -247,7 +247,7 @@ def _run(cases: list[Any], **how: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """What cannot be measured is the caller's choice, and said in one line."""
+    """Turn an impossible measurement into a one-line usage error."""
     try:
         yield
     except ValueError as error:

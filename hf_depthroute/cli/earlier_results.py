@@ -13,7 +13,7 @@ _TIMES = ("routed_ms", "ratio", "speedup", "eta", "full_ratio", "flops_routed_ov
 
 
 def read_losses(path: Path) -> dict[str, Any]:
-    """What `eval --out` wrote about a text."""
+    """The results that `eval --out` wrote for a text."""
     try:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         for row in result["rows"]:
@@ -27,7 +27,7 @@ def read_losses(path: Path) -> dict[str, Any]:
 
 
 def read_bench(path: Path) -> dict[str, Any]:
-    """What `bench --out` wrote about a single prefill or decode."""
+    """The results that `bench --out` wrote for a single prefill or decode."""
     from ..bench.measurements import read_result
 
     try:

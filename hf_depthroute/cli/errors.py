@@ -70,9 +70,9 @@ def _describe(error: BaseException) -> tuple[int, str]:
 
 
 def usage_message(error: Any) -> str:
-    """What typer says about a bad command line, with the value that was given."""
+    """Typer's message about a bad command line, with the value that was given."""
     message = error.format_message().rstrip(".")
-    problems = getattr(error.__cause__, "errors", None)  # pydantic's, behind a value of the wrong type
+    problems = getattr(error.__cause__, "errors", None)  # pydantic's, for a value of the wrong type
     if callable(problems):
         message = message.replace("Invalid value for", f"Invalid value {reprlib.repr(problems()[0]['input'])} for", 1)
     return message

@@ -93,7 +93,7 @@ def find_base(adapter: str, config: DepthRouteConfig, model: str | None) -> tupl
 
 
 def changed_fields(config: DepthRouteConfig, budget: float | None, phases: str | None) -> dict[str, Any]:
-    """What `--budget` and `--phases` change of an adapter's configuration; `ConfigError` where they cannot."""
+    """The fields of the configuration that `--budget` and `--phases` change; `ConfigError` if they cannot."""
     from ..config.adapter import check_budget, check_phases
 
     changed: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def changed_fields(config: DepthRouteConfig, budget: float | None, phases: str |
 
 
 def served_name(adapter: str) -> str:
-    """What requests call a model by: the adapter's Hub id, or the name of its folder."""
+    """The model's name in requests: the adapter's Hub id, or the name of its folder."""
     return Path(adapter).resolve().name if Path(adapter).is_dir() else adapter
 
 
@@ -143,7 +143,7 @@ class Source:
     base_config: Any
 
     def origin(self, routed: Any) -> dict[str, Any]:
-        """What a result says about them, and whether the adapter, loaded as `routed`, was made for another base."""
+        """A result's description of adapter and base; it says if the adapter `routed` was made for another base."""
         from ..adapter.base_check import check_base
         from ..adapter.files import AdapterMismatchError
 

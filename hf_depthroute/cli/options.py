@@ -51,7 +51,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _as_typed(path: Path, key: str, value: Any, option: Any) -> Any:
-    """What would have been typed on the command line, so that YAML and command line are checked alike."""
+    """A YAML file's values as command-line arguments, so that both are checked alike."""
     flag = bool(getattr(option, "is_flag", False))
     if flag != isinstance(value, bool):
         hint = "true or false" if flag else "a value, not true or false (quote it if you mean the word)"

@@ -78,7 +78,7 @@ def made(folder: Path) -> Iterator[None]:
 def restore_hidden(folder: Path) -> None:
     """Put back an adapter that is not in its place: earlier versions renamed it while they replaced it.
 
-    One that was killed between its two renames left `.NAME.previous-PID` beside the folder.
+    One that was killed between its two renames left `.NAME.previous-PID` next to the folder.
     """
     pattern = f".{glob.escape(folder.name)}.previous-*"
     if folder.exists() or not folder.name or not folder.parent.is_dir():
@@ -86,7 +86,7 @@ def restore_hidden(folder: Path) -> None:
     hidden = [path for path in sorted(folder.parent.glob(pattern)) if (path / "adapter_config.json").is_file()]
     if len(hidden) > 1:
         names = ", ".join(path.name for path in hidden)
-        raise CliError(f"{folder}: is not there, but {names} beside it are adapters; rename one of them", ADAPTER)
+        raise CliError(f"{folder}: is not there, but {names} next to it are adapters; rename one of them", ADAPTER)
     if hidden:
         hidden[0].rename(folder)
         say(f"note: {folder} was left as {hidden[0].name} by a run that was killed; put back", file=sys.stderr)

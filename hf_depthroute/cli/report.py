@@ -70,7 +70,7 @@ def report(options: ReportOptions) -> None:
 
     An adapter's page has loss, speed and arithmetic by budget, what every layer ran, scores with thresholds, and a text
     coloured token by token. A study's has a table of its configs: steps, tokens, and losses over the seeds with their
-    standard error. Beside it stand report.md, results.csv with every measured number, and results.json; a folder with
+    standard error. Next to it are report.md, results.csv with every measured number, and results.json; a folder with
     only results.json is enough to write it again.
 
     \b

@@ -1,4 +1,4 @@
-"""What `train` and `fit` leave in their folder."""
+"""The files that `train` and `fit` write."""
 
 from __future__ import annotations
 

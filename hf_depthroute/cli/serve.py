@@ -1,4 +1,4 @@
-"""`hf-depthroute serve`: a routed model behind `transformers serve`, or behind vLLM (`serve_vllm`).
+"""`hf-depthroute serve`: a routed model served by `transformers serve`, or by vLLM (`serve_vllm`).
 
 `transformers serve` does not know this package, and loads no adapter by its name. It does load a folder that holds a
 complete model and an adapter, so it is given one: links to the base's files and to the adapter's two. It has no limits
@@ -134,7 +134,7 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
 def link_model(base: Path, adapter: Path, folder: Path, code: bool = False) -> None:
     """Make `folder`: links to the base's files, with `code` its Python files too, and to the two files of an adapter.
 
-    Weights, settings and tokenizer are the base's, whatever lies beside the adapter.
+    Weights, settings and tokenizer are the base's, even if the adapter's folder holds others.
     """
     from .loading import ADAPTER_FILES
 

@@ -1,7 +1,7 @@
 """The limits of `hf-depthroute serve`: what a request may be and compute, and its end when its client leaves.
 
 `transformers serve` takes every request, computes for clients that have left, loads any model it is asked for, and
-answers 500 to what a client got wrong. `Guard` stands in front of it, and its two generation managers are replaced by
+answers 500 to what a client got wrong. `Guard` wraps it, and its two generation managers are replaced by
 `limited_managers` while a server runs.
 """
 
@@ -35,7 +35,7 @@ _streamers: ContextVar[list[Any]] = ContextVar("streamers")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes.
+    """Limits of one server.
 
     Attributes:
         prompt_tokens: In one request.
@@ -64,10 +64,10 @@ class BadRequest(Exception):
 
 
 class Guard:
-    """ASGI middleware: checks requests, bounds how many there are, and ends what nobody waits for.
+    """ASGI middleware: checks requests, bounds how many there are, and ends those that no client waits for.
 
     Args:
-        app: The server behind it.
+        app: The server that it wraps.
         model: The name of the one model that is served.
         limits: What a request may ask for.
     """

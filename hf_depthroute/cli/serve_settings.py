@@ -1,7 +1,7 @@
-"""What a request to `hf-depthroute serve` may say about its generation.
+"""Checks of the generation settings in a request to `hf-depthroute serve`.
 
 `transformers serve` hands any field of `GenerationConfig` on: some values end in an error of the server, others cost
-what nobody bounded, such as a stop string that is matched against every token of the vocabulary.
+without a bound, such as a stop string that is matched against every token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIELDS = ("transformers_version", "do_sample", *_RANGES, *_WHOLE, *_COUNTS, "st
 
 
 def wrong_settings(content: Mapping[str, Any], output_tokens: int) -> str | None:
-    """Why the stop strings or the `generation_config` of a request's body are refused; None where they are not.
+    """Why the stop strings or the `generation_config` of a request's body are refused; None if they are not.
 
     Args:
         content: The body.

@@ -34,7 +34,7 @@ _LIMITS = {
 
 @dataclass(kw_only=True)
 class ServedAdapter:
-    """What every command that serves is told of the adapter."""
+    """Options about the adapter, shared by the commands that serve."""
 
     context: typer.Context
     adapter: o.Adapter = ""
@@ -94,7 +94,7 @@ def serve_vllm(options: Any, context: typer.Context) -> None:
 
 
 def _module(words: list[str]) -> list[str]:
-    """What of vLLM runs `vllm serve BASE ...`, with its arguments."""
+    """vLLM's entry point for `vllm serve BASE ...`, and its arguments."""
     _, command, base, *others = words
     try:
         version("vllm")

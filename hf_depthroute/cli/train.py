@@ -16,7 +16,7 @@ from .output import check_out
 
 @dataclass(kw_only=True)
 class RunOptions:
-    """The options of a run, beside those that define its adapter and its losses."""
+    """The options of a run, without those that define its adapter and its losses."""
 
     context: typer.Context
     dataset: o.Dataset
@@ -32,7 +32,7 @@ class RunOptions:
     init: Annotated[
         str, "What a new adapter starts from: random, or fit, which fits it to --calibration-blocks of the text first."
     ] = "random"
-    preset: Annotated[str | None, "A published method, such as router-tuning; options given beside it override it."] = (
+    preset: Annotated[str | None, "A published method, such as router-tuning; options given with it override it."] = (
         None
     )
     config: o.ConfigFile = None
@@ -82,8 +82,8 @@ class TrainOptions(RoutingArguments, RoutingFields, RunOptions):
 def train(options: TrainOptions) -> None:
     """Train a routed adapter and calibrate it.
 
-    Writes the adapter, the tokenizer and training.json to --out, all at once at the end. What an error or Ctrl-C leaves
-    behind are whole checkpoints, for --resume; they are removed when the adapter has been saved.
+    Writes the adapter, the tokenizer and training.json to --out, all at once at the end. After an error or Ctrl-C there
+    are whole checkpoints, for --resume; they are removed when the adapter has been saved.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""What `train` does: what it is asked for, the adapter to train, what that may cost, and what is saved."""
+"""The steps of `train`: check the options, make the adapter, estimate its cost, train and save it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _FOUND_BY_FIT = ("layers", "static_layers", "budget")  # what a fit finds of a c
 
 @dataclass
 class Run:
-    """What `train` was asked for, checked.
+    """The checked options of `train`.
 
     `preset` are the values that its preset sets; `blocks` are to train on, and `validation` are the batches to evaluate
     on, for which `held_out` blocks were taken out of the same text.
@@ -272,7 +272,7 @@ def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
 
 
 def _checkpoint_to_resume(out: Path) -> Path | None:
-    """The last whole checkpoint in `out`; None where there is none at all."""
+    """The last whole checkpoint in `out`; None if there is none at all."""
     try:
         found, skipped = last_complete(out) if out.is_dir() else (None, [])
     except CheckpointError as error:

@@ -1,1 +1,1 @@
-"""What a user may ask for, and which wishes exclude each other."""
+"""The adapter's configuration and its rules."""

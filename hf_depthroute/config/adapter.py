@@ -67,7 +67,7 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
         check_complete(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved. The weights' hash is written by the save that writes the weights."""
+        """The values to save. The weights' hash is written together with the weights."""
         saved = super().to_dict() | {"library_version": __version__, "weights_hash": None}
         if self.phases == "all":  # so that versions without the field read what they can run, and nothing else
             del saved["phases"]
@@ -87,7 +87,7 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
 
     @property
     def fixed_threshold(self) -> float | None:
-        """The score that every routed layer compares with; None where the layer's own table gives it."""
+        """The score that every routed layer compares with; None if the layer's own table gives it."""
         return None if isinstance(self.threshold, str) else self.threshold
 
     def gate_of(self, layer_index: int) -> str:

@@ -41,7 +41,7 @@ class RoutingFields:
         target: What an easy token skips: `"ffn"`, `"attention"`, `"block"` (both) or `"experts"`. Of the attention it
             skips its query, its softmax and the output projection; keys and values are written all the same, but for
             static layers. The experts are those of a mixture-of-experts layer, one (token, expert) pair at a time.
-            `"memory"` skips nothing of the base: what a table of hashed n-grams holds for a token is added in front of
+            `"memory"` skips nothing of the base: what a table of hashed n-grams holds for a token is added before
             the attention, times the gate's `p`; it has a gate and a rule of its own, no branch and no budget.
         granularity: What one decision covers: a `"token"`, or a `"sequence"`. A sequence is decided on its prompt, and
             the decision is kept with the KV cache; where it skips the attention, no keys and values are written.
@@ -53,7 +53,7 @@ class RoutingFields:
             `"none"`: static, the routed layers are skipped by every token. Target memory has a gate of its own,
             `"memory"`. Any other row of `gates.GATES` is a value too.
         gate_hidden: Width of the MLP gate's hidden layer; by default a quarter of the model's width.
-        gate_input: What the gate reads: `"normed"` (what the sublayer sees) or `"residual"` (the stream in front of
+        gate_input: What the gate reads: `"normed"` (what the sublayer sees) or `"residual"` (the stream before
             its norm, as in arXiv:2604.17228). On the pretrained base of `recipes/stories260k` `"normed"` ended at a
             lower loss with the MLP and with the JEPA gate. The halting gate always reads the stream.
         gate_temperature: The gate's `tau` in `p = sigmoid(u / tau)`; by default 2, for linear and halting 1. It

@@ -1,4 +1,4 @@
-"""What a `DepthRouteConfig` may hold: the values of every field, and what does not go together."""
+"""Rules of `DepthRouteConfig`: allowed values per field, and combinations that are refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ConfigError(OneLine, ValueError):
 
 
 def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
-    """What is wrong between fields, one line each."""
+    """Conflicts between fields, one line each."""
     gate, target = traits_of(c.gate), TARGETS[c.target]
     for name, value in target.fixed.items():
         if getattr(c, name) != value:
@@ -185,7 +185,7 @@ def _check_format(version: Any, library: Any) -> None:
 
 
 def check_given(c: DepthRouteConfig) -> None:
-    """What stands for itself, before defaults that depend on it are filled in; nothing in it names code to import."""
+    """Check each field alone, before dependent defaults are filled in; no field may name code to import."""
     _check_format(c.format_version, c.library_version)
     for name, longest in (("base_model_name_or_path", 4096), ("revision", 256), ("peft_version", 256)):
         value = getattr(c, name)
@@ -214,7 +214,7 @@ def check_given(c: DepthRouteConfig) -> None:
 
 
 def check_complete(c: DepthRouteConfig) -> None:
-    """What is left, with the defaults: numbers, layers, and what goes together."""
+    """The remaining checks, with defaults filled in: numbers, layers, and combinations."""
     _check_choice("selection", c.selection, SELECTIONS)
     check_budget(c.budget)
     check_phases(c.phases, c.granularity, c.target)

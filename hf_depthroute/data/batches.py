@@ -17,7 +17,7 @@ INPUTS = ("input_ids", "attention_mask", "position_ids")  # what a forward pass 
 
 
 def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str, torch.Tensor]]:
-    """What a forward pass without labels takes of each batch (`INPUTS`), on the model's device.
+    """The model inputs of each batch (`INPUTS`, without labels), on the model's device.
 
     Args:
         model: The model.
@@ -70,9 +70,9 @@ def breaks_of(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Bool `[B, T]`, true where a document starts behind another, as `position_ids` say (`breaks_of`).
+    """Bool `[B, T]`, true where a document starts after another, as `position_ids` say (`breaks_of`).
 
-    None without them, and beside an `attention_mask` `[B, T]`, with which transformers takes a row for one document.
+    None without them, and with an `attention_mask` `[B, T]`, with which transformers takes a row for one document.
     """
     positions, mask = batch.get("position_ids"), batch.get("attention_mask")
     if positions is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2):
@@ -81,7 +81,7 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def labels_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What a batch's positions are to predict, `[B, T]`, as in transformers: its `labels`, or the ids.
+    """The labels of a batch, `[B, T]`, as in transformers: its `labels`, or else its ids.
 
     No position predicts the first of the ids of another document.
     """

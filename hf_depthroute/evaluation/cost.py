@@ -1,4 +1,4 @@
-"""What a routed model costs, counted: FLOPs dense, routed and ideal, parameters, and bytes of the KV cache.
+"""Counted cost of a routed model: dense, routed and ideal FLOPs, parameters, and bytes of the KV cache.
 
 Two accountings. FLOPs are whole-model, two per weight and token plus attention. `ffn_ratio` is that of "Revisiting
 Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228): units of one full FFN (or
@@ -46,7 +46,7 @@ class RouteCost:
         parameters_trainable: The part of the adapter that trains.
         kv_bytes: KV cache after the pass, all layers; those with a sliding window hold what the next token still meets.
             Only whole sequences whose attention is skipped leave it smaller.
-        remark: One line where the adapter cannot pay for itself: why not, and what to make smaller; None where it can.
+        remark: One line where the adapter cannot pay for itself: why not, and what to make smaller; None if it can.
     """
 
     flops_dense: float
@@ -130,7 +130,7 @@ def route_cost(
 
 
 def cost_remark(model: nn.Module) -> str | None:
-    """`RouteCost.remark` of the active adapter at its own budget, in prefill; None where nothing is routed."""
+    """`RouteCost.remark` of the active adapter at its own budget, in prefill; None if nothing is routed."""
     if not any(isinstance(part, Routing) and part.adapter() is not None for part in model.modules()):
         return None
     return route_cost(model).remark

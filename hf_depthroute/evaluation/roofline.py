@@ -1,4 +1,4 @@
-"""What a forward pass computes and moves, and the time a machine needs for it at least.
+"""Roofline: the FLOPs and bytes of a forward pass, and the least time that a machine needs for them.
 
 Every part of a pass takes at least `max(bytes / bandwidth, FLOPs / matmul rate)`, and parts run one after the other.
 Counted are two FLOPs per weight and token, the attention's two products, and as bytes: every weight that is needed once
@@ -30,7 +30,7 @@ PARTS = ("attention projections", "attention core", "ffn", "router", "head")
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a machine reaches, in one dtype.
+    """A machine's peak rates in one dtype.
 
     Attributes:
         bytes_per_s: The higher rate of a copy (bytes read and written) and of a matrix-vector product (bytes read).
@@ -179,7 +179,7 @@ def branch_weights(holder: Routing, config: Any) -> float:
 
 
 def memory_weights(holder: Routing) -> float:
-    """Weights that the memory of target memory multiplies a token with, beside its gate's; 0 of another target."""
+    """Weights that the memory of target memory multiplies a token with, without its gate's; 0 of another target."""
     return 0.0 if holder.active_config().branch == "memory" else _memory_weights(holder)
 
 

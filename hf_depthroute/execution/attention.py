@@ -20,7 +20,7 @@ from .kernels.eligible import is_plain_linear
 
 _KERNELS = ("sdpa", "eager")  # attention implementations that take any subset of the queries
 # Chosen queries of a sequence that are run against one cut of the keys. Fewer read more keys than they use up, since
-# keys are repeated for every slice; more see keys that lie behind them.
+# keys are repeated for every slice; more see keys that come after them.
 _CAUSAL_SLICE = 256
 
 
@@ -136,7 +136,7 @@ def attended_update(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs:
 def _keys_values(attention: Any, make: Projections, x: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
     """Keys and values of every token seen, `[B, G, S, k]` each, with those of `x` `[B, T, d]` in the cache; embeddings.
 
-    The rotary embeddings are None where the attention does not rotate.
+    The rotary embeddings are None if the attention does not rotate.
     """
     cache = cache_of(kwargs)
     embeddings = kwargs.get("position_embeddings") if make.rotates(attention) else None

@@ -25,7 +25,7 @@ Kwargs = dict[str, Any]
 
 @dataclass
 class Decision:
-    """What the gate says of every token, or of every (token, expert) pair.
+    """The gate's decision for every token, or for every (token, expert) pair.
 
     Attributes:
         scores: Float32 `[B, T]`; of pairs `[B, T, K]`.
@@ -61,20 +61,20 @@ def without_scores(holder: Routing, plan: RoutePlan, x: Tensor, mask: Tensor, pr
 
 @dataclass(frozen=True)
 class RoutedCall:
-    """What an executor is given.
+    """The arguments of an executor.
 
     Attributes:
         layer: The decoder layer.
         holder: Its adapter state.
         plan: How this forward pass routes.
         site: The target's class.
-        stream: The residual stream in front of the routed part, `[B, T, d]`. It may be overwritten when no gradient is
+        stream: The residual stream before the routed part, `[B, T, d]`. It may be overwritten when no gradient is
             recorded, unless the family's layers are parallel.
         normed: What the full path reads, `[B, T, d]`, where it is known already; see `norm`.
         token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
         kwargs: What the decoder layer was called with.
-        decision: None where nothing is decided, because both paths are wanted.
-        ngrams: Int64 `[B, T, N]`, the n-grams that end at each token, over the KV cache; None where nothing is looked
+        decision: None if nothing is decided, because both paths are wanted.
+        ngrams: Int64 `[B, T, N]`, the n-grams that end at each token, over the KV cache; None if nothing is looked
             up.
     """
 
@@ -100,7 +100,7 @@ class RoutedCall:
 
     @property
     def memory(self) -> Any:
-        """The `NgramMemory` of the cheap path; None where it has none."""
+        """The `NgramMemory` of the cheap path; None if it has none."""
         has_one = self.plan.config.branch == "memory"
         return self.holder.depth_route_memory[self.plan.adapter] if has_one else None
 
@@ -116,12 +116,12 @@ class RoutedCall:
 
     @property
     def scale(self) -> Tensor | None:
-        """What the full path's update is multiplied by, `[B, T]`."""
+        """The factor of the full path's update, `[B, T]`."""
         return self.probs if self.plan.mix == "scaled" else None
 
     @property
     def sublayer_scale(self) -> Tensor | None:
-        """What the update of each of its sublayers is multiplied by, `[B, T]`."""
+        """The factor of each sublayer's update, `[B, T]`."""
         return self.probs if self.plan.mix == "scaled_sublayers" else None
 
     @property
@@ -130,7 +130,7 @@ class RoutedCall:
         return bool(self.layer.training) or self.plan.rule == "soft"
 
     def norm(self) -> Tensor:
-        """What the full path reads, `[B, T, d]`."""
+        """The full path's input, `[B, T, d]`."""
         return self.site.norm(self.layer, self.family, self.stream) if self.normed is None else self.normed
 
     def full(self) -> Tensor:
@@ -144,7 +144,7 @@ class RoutedCall:
         return after if recalled is None else after + recalled
 
     def recalled(self) -> Tensor | None:
-        """What the cheap path's memory adds to every token, `[B, T, d]` in the stream's dtype; None without one."""
+        """The memory's update for every token, `[B, T, d]` in the stream's dtype; None without a memory."""
         if self.memory is None:
             return None
         assert self.ngrams is not None
@@ -205,7 +205,7 @@ class Executor(Protocol):
 class Site(ABC):
     """One target: what of a decoder layer is routed. One object serves all layers, unless `of_call` makes others.
 
-    It splits the layer's forward pass into what comes in front of the routed part, the part itself, and the rest:
+    It splits the layer's forward pass into what comes before the routed part, the part itself, and the rest:
 
         stream = enter(h);   after = full path or cheap path;   out = finish(after)
 
@@ -225,18 +225,18 @@ class Site(ABC):
             holder: The layer's adapter state.
             plan: How it routes.
             h: The layer's input, `[B, T, d]`.
-            ngrams: Int64 `[B, T, N]`, from `parts.memory.suffixes`; None where no layer asked for them.
+            ngrams: Int64 `[B, T, N]`, from `parts.memory.suffixes`; None if no layer asked for them.
             kwargs: What the decoder layer was called with.
         """
         return self
 
     def enter(self, layer: Any, family: Family, h: Tensor, kwargs: Kwargs) -> Tensor:
-        """The stream in front of the routed part, from the layer's input, each `[B, T, d]`."""
+        """The stream before the routed part, from the layer's input, each `[B, T, d]`."""
         return h
 
     @abstractmethod
     def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
-        """What the full path reads, `[B, T, d]`."""
+        """The full path's input, `[B, T, d]`."""
 
     @abstractmethod
     def full(self, call: RoutedCall) -> Tensor:
@@ -247,7 +247,7 @@ class Site(ABC):
         return after
 
     def decide(self, holder: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
-        """What the gate says, from the stream or its norm, `[B, T, d]`."""
+        """The gate's decision, from the stream or its norm, `[B, T, d]`."""
         extras = holder.score(plan, gate_input)
         scores = extras.pop("scores")
         return Decision(scores, extras, *holder.decide(plan, scores, token_mask, extras.get("predicted")))
@@ -286,7 +286,7 @@ class Site(ABC):
 
 
 def _outcomes(call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> dict[str, Tensor]:
-    """What losses want to know of the two paths."""
+    """Observations of the two paths that losses ask for."""
     found = {}
     if "z_full" in call.plan.extras:
         project = call.holder.projections[call.plan.adapter][0]

@@ -29,7 +29,7 @@ from .memory import continued_ngrams
 from .sites import SITES, AttentionSite, BlockSite, FFNSite
 
 # From a layer, its input `[B, 1, d]`, its keyword arguments and, for a memory, the new tokens' n-grams to its output;
-# None where the general pass has to run.
+# None if the general pass has to run.
 Step = Callable[[nn.Module, Tensor, dict[str, Any], Tensor | None], Tensor | None]
 
 DECODE_ROWS = 64  # more sequences than this are no longer bound by overhead
@@ -74,7 +74,7 @@ class DecodeStep:
         self._folded: Any = None  # what of the base's norm is in `_joint`
 
     def usable(self) -> bool:
-        """Whether the weights are plain, still those of the start, and nobody watches the adapter's modules."""
+        """Whether the weights are plain, still those of the start, and no hook watches the adapter's modules."""
         return self._plain and not any(self._hooks) and self._stamp is not None and self._stamp == stamp(*self._weights)
 
     def __call__(
@@ -110,7 +110,7 @@ class DecodeStep:
         return None if self.memory is None else continued_ngrams(self.layer_index, ngrams, kwargs)
 
     def _cheap(self, a: Tensor, ngrams: Tensor | None) -> Tensor:
-        """The stream `[B, 1, d]` behind the cheap path; `a` is overwritten."""
+        """The stream `[B, 1, d]` after the cheap path; `a` is overwritten."""
         a = a if self.branch is None else a.add_(self.branch(a))
         return a if ngrams is None else a.add_(self.recall(ngrams))
 
@@ -215,12 +215,12 @@ STEPS: dict[type[Site], type[DecodeStep]] = {
 
 
 def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
-    """Changes whenever what an RMS norm on the CPU does; None where that is more than its weight says."""
+    """Changes whenever what an RMS norm on the CPU does; None if that is more than its weight says."""
     weight = norm._parameters.get("weight")
     if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.is_inference():
         return None
     if norm._forward_hooks or norm._forward_pre_hooks or norm._modules or "forward" in norm.__dict__:
-        return None  # somebody watches it, or changes what it computes
+        return None  # a hook watches it, or changes its result
     return id(norm), weight.data_ptr(), weight._version
 
 
@@ -238,7 +238,7 @@ def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Ste
 
 
 def _step_of(holder: Routing, batch: int) -> Step | None:
-    """None where the general forward pass has to run."""
+    """None if the general forward pass has to run."""
     plan = holder.plan(False, (batch, 1))
     remembers = plan is not None and plan.adapter in holder.depth_route_memory
     if plan is None or (plan.rule == "full" and not plan.recorders):

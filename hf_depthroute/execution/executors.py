@@ -2,7 +2,7 @@
 
 `"auto"` takes the first row that supports a call. A row is chosen by its name in `Routing.executor`, or by
 `tune_execution`; a call that it does not support runs as `"auto"` says. Adding an executor is one class and one row,
-from this package or from another one; behind `"masked"`, which supports every call, it is taken by its name only.
+from this package or from another one; after `"masked"`, which supports every call, it is only taken by name.
 
 On a CPU, `decode.DecodeStep` stands in for `"gathered"` and `"auto"` where one token per sequence is decoded.
 """
@@ -87,7 +87,7 @@ EXECUTORS: dict[str, Executor] = {
 
 
 def executor_of(call: RoutedCall) -> Executor:
-    """Who runs the call: the row that its plan names, or the first one that supports it.
+    """The executor of the call: the row that its plan names, or else the first row that supports it.
 
     Raises:
         ValueError: There is no such row.

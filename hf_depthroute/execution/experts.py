@@ -16,7 +16,7 @@ from ..base.contexts import hooked
 
 @dataclass
 class Pairs:
-    """What one call of the experts did.
+    """The decisions of one call of the experts.
 
     Attributes:
         index: Int64 `[N, K]`, the experts that the block's own router chose.

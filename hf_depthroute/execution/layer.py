@@ -2,7 +2,7 @@
 
 Shapes: B batch, T positions, d model width, K experts per token.
 
-With the stream `s` in front of the routed part, for the FFN `s = h + attention(attention_norm(h))`:
+With the stream `s` before the routed part, for the FFN `s = h + attention(attention_norm(h))`:
 
     u    = gate(norm(s))  (or gate(s))                   score, [B, T], float32
     m    = u among the top k (training) | u >= theta (inference)
@@ -116,7 +116,7 @@ def routed_call(
     decides: bool = True,
     ngrams: Tensor | None = None,
 ) -> RoutedCall:
-    """What the routed part of `layer` is given: the stream in front of it and, unless told otherwise, the decision.
+    """The call of the routed part of `layer`: the stream before it and, by default, the decision.
 
     Args:
         layer: A decoder layer that holds adapter state.
@@ -146,7 +146,7 @@ def call_on_stream(
     decides: bool = True,
     normed: Tensor | None = None,
 ) -> RoutedCall:
-    """As `routed_call`, from the stream in front of the routed part, `[B, T, d]`, and its norm where that is known."""
+    """As `routed_call`, from the stream before the routed part, `[B, T, d]`, and its norm where that is known."""
     holder: Routing = layer._modules[HOLDER]
     reads_stream = plan.config.gate_input == "residual"
     # A gathered FFN needs the norm of the rows that it runs on, and of no others, unless a gate reads it.

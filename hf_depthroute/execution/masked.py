@@ -15,7 +15,7 @@ def masked_update(
     """The stream after the path that `mask` chose for each token.
 
     Args:
-        before: The residual stream in front of the routed part, `[B, T, d]`.
+        before: The residual stream before the routed part, `[B, T, d]`.
         after_full: The stream after the full path, `[B, T, d]`.
         after_cheap: The stream after the cheap path, `[B, T, d]`.
         mask: Bool `[B, T]`, `m`.

@@ -1,4 +1,4 @@
-"""Hashed n-grams over a KV cache, and the target `"memory"`: what they hold is added in front of the attention.
+"""Hashed n-grams over a KV cache, and the target `"memory"`: what they hold is added before the attention.
 
 Shapes: B batch, T positions, N longest n-gram, E width of what is looked up, d model width.
 """
@@ -45,7 +45,7 @@ def continued_ngrams(
 
 
 class MemorySite(Site):
-    """`h <- h + alpha v` in front of the whole layer, which runs for every token.
+    """`h <- h + alpha v` before the whole layer, which runs for every token.
 
     The full path is `h + v`, the cheap path `h`; `alpha` is the gate's `p`, in training and in inference. So the forks
     of `training.forks` compare forced gates, `alpha = 1` with `alpha = 0`: equation 3 of "Counterfactual Gate

@@ -1,6 +1,6 @@
 """Which part of a decoder layer is routed: one class per target.
 
-Layers with parallel attention and FFN have nothing in front of the routed part: `stream` is the layer's input, and
+Layers with parallel attention and FFN have nothing before the routed part: `stream` is the layer's input, and
 `finish` adds the sublayer that is not routed. Shapes: B batch, T positions, n rows, d model width, N tokens, K experts
 per token, E experts.
 """
@@ -61,7 +61,7 @@ class FFNSite(Site):
 
 
 class AttentionSite(Site):
-    """The attention is routed; the FFN follows, or runs beside it, for every token.
+    """The attention is routed; the FFN follows, or runs in parallel, for every token.
 
     The keys and values of every token are written.
     """
@@ -73,7 +73,7 @@ class AttentionSite(Site):
         return call.stream + attention_update(call.layer, call.family, call.norm(), call.kwargs)
 
     def rest(self, call: RoutedCall, rows: Tensor, before: Tensor, scale: Tensor | None) -> Tensor:
-        """What of the full path comes after the attention, on rows `[n, d]` of the stream after and before it."""
+        """The rest of the full path after the attention, for rows `[n, d]` of the stream after and before it."""
         return rows
 
     def gathered(self, call: RoutedCall) -> Tensor:
@@ -81,7 +81,7 @@ class AttentionSite(Site):
         attention, style = getattr(layer, family.attention), family.queries
         if style is not None and supports_subset(attention, style, call.kwargs):
             update = behind(layer, family, "attention", attended_rows(attention, style, normed, mask, call.kwargs))
-        else:  # computed for every token: nothing is saved in front of the FFN
+        else:  # computed for every token: nothing is saved before the FFN
             update = attention_update(layer, family, normed, call.kwargs)[mask]
         factor, each = (
             None if scale is None else scale[mask][:, None].to(update.dtype)

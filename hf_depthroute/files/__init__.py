@@ -1,1 +1,1 @@
-"""What is read, written, printed and fetched: staged writes, escaped text, the Hub, bounds. Nothing of routing."""
+"""Files, text and the Hub: staged writes, escaped text, bounds. Nothing here knows about routing."""

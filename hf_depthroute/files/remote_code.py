@@ -52,7 +52,7 @@ def code_repositories(model: str) -> list[str]:
 
 
 def refused_code(error: BaseException, model: str) -> str | None:
-    """What to say of `model` where transformers refused to load it without its code; None for any other error."""
+    """The message if transformers refused to load `model` without its remote code; None for any other error."""
     if not any(isinstance(cause, ValueError) and "trust_remote_code=True" in str(cause) for cause in causes(error)):
         return None
     names = ", ".join(code_repositories(model))

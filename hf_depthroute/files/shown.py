@@ -31,7 +31,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What an exception says, whole and on one line; the name of its class where it says nothing."""
+    """An exception's whole message on one line; the name of its class if the message is empty."""
     return shown(" ".join(str(error).split()) or type(error).__name__)
 
 

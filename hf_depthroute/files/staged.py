@@ -1,6 +1,6 @@
 """Writing files whole: a reader, a full disk and a killed process find the old file or the new one, never half of one.
 
-A file is written beside its place, put on the disk, and renamed. What a killed process left beside it has a name that
+A file is written next to its place, put on the disk, and renamed. A killed process's leftover has a name that
 starts with a dot and says "partial"; the next writer of the same file removes it.
 """
 
@@ -89,7 +89,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _staged(place: Path, content: bytes) -> Iterator[Path]:
-    """A new file beside `place` that holds `content`; gone at the end, unless it was renamed."""
+    """A new file next to `place` that holds `content`; gone at the end, unless it was renamed."""
     start = f".{place.name[:50]}.partial-"  # names have at most 255 bytes
     _remove_leftovers(place.parent, start)
     partial, number = _created(place.parent, start)

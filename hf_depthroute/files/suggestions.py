@@ -1,4 +1,4 @@
-"""What somebody who misspelled a name may have meant."""
+"""Suggestions for a misspelled name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like `name`; None where none is like it."""
+    """The known name that is most like `name`; None if none is like it."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 

@@ -35,7 +35,7 @@ def read_file(path: Path, limit: int, folder: Path | None = None) -> bytes:
     """
     place = path if folder is None else place_of(path, folder)
     try:
-        # Not to wait for somebody to write into a pipe. What was looked at is not exchanged for a link meanwhile.
+        # Do not wait for a writer to a pipe. What was looked at is not exchanged for a link meanwhile.
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | (getattr(os, "O_NOFOLLOW", 0) if folder else 0)
         number = os.open(place, flags)
         if not stat.S_ISREG(os.fstat(number).st_mode):
@@ -53,7 +53,7 @@ def read_file(path: Path, limit: int, folder: Path | None = None) -> bytes:
 
 
 def nests_deeper(text: str, limit: int) -> bool:
-    """Whether JSON nests more than `limit` deep; to be asked in front of the parser, which recurses."""
+    """Whether JSON nests more than `limit` deep; to be asked before the parser, which recurses."""
     depth = 0
     for found in _BRACKET.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)

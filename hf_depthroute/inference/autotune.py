@@ -31,7 +31,7 @@ from .calibration import active_routings, gated_routings
 
 @dataclass(frozen=True)
 class Choice:
-    """What `tune_execution` found for one layer and one kind of step.
+    """The result of `tune_execution` for one layer and one kind of step.
 
     Attributes:
         layer: Index of the decoder layer.

@@ -1,4 +1,4 @@
-"""Thresholds from score quantiles: `calibrate`, `set_budget`, and what training tracks; `set_phases` beside them.
+"""Thresholds from score quantiles: `calibrate`, `set_budget`, and the tables that training tracks; also `set_phases`.
 
 Shapes: B batch, T positions.
 """

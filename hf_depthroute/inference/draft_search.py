@@ -58,7 +58,7 @@ class DraftResult:
 
 @dataclass
 class DraftSearch:
-    """What `search_draft` found.
+    """The result of `search_draft`.
 
     Attributes:
         best: The fastest draft. Its `speedup` may be below 1: then plain generation is faster than every draft tried.

@@ -40,7 +40,7 @@ _PLAIN_KEYS = {
 
 @dataclass
 class DraftCounter:
-    """What drafting achieved, summed over the generations it was given to.
+    """Counts of drafted and accepted tokens, summed over generations.
 
     Attributes:
         new_tokens: Tokens generated.

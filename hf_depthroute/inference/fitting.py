@@ -39,7 +39,7 @@ def fit_branch(branch: Any, x_Nd: torch.Tensor, y_Nd: torch.Tensor, ridge: float
 
     Args:
         branch: A `LowRankBranch`.
-        x_Nd: What its `up` reads, behind its norm, float32.
+        x_Nd: The input of its `up`, after its norm, float32.
         y_Nd: The update that it stands in for, float32.
         ridge: Penalty on the weights, as a fraction of the mean squared feature.
 

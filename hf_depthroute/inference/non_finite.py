@@ -54,7 +54,7 @@ def finite_logits(model: Any) -> Iterator[None]:
 
 
 def _up_to(passes: Sequence[torch.Tensor], last: int) -> torch.Tensor:
-    """What the model had read by pass `last`: after a prompt, a pass reads the one token that was added."""
+    """The ids that the model had read by pass `last`; after the prompt, each pass reads one token."""
     first = last
     while first > 0 and passes[first].shape[1] == 1 and passes[first - 1].shape[0] == passes[first].shape[0]:
         first -= 1
@@ -75,7 +75,7 @@ def _where(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> str:
 
 @torch.no_grad()
 def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> str | None:
-    """The first layer whose output is not finite, in words; None where every output is.
+    """The first layer whose output is not finite, in words; None if every output is.
 
     Args:
         model: As `finite_logits`.

@@ -1,1 +1,1 @@
-"""What trains: gates and cheap branches, one class each, found in a table by name."""
+"""The trainable parts: gates and cheap branches, one class each, found in a table by name."""

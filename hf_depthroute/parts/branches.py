@@ -1,4 +1,4 @@
-"""What a skipped token gets in place of the FFN's update.
+"""Cheap branches: the update of a skipped token in place of the FFN's.
 
 The low-rank branch with its own norm is that of "Revisiting Auxiliary Losses for Conditional Depth Routing: An
 Empirical Study" (arXiv:2604.17228).
@@ -21,14 +21,14 @@ TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TransientCache(dict[Any, Any]):
-    """What can be computed again from weights and settings; a copy of a model, or a pickle, starts without it."""
+    """A cache of values computed from weights and settings; copies and pickles of a model start with an empty one."""
 
     def __reduce__(self) -> tuple[type[TransientCache], tuple[()]]:
         return TransientCache, ()
 
 
 def stamp(*tensors: torch.Tensor | None) -> tuple[tuple[int, int], ...] | None:
-    """Changes whenever one of the tensors does; None where that cannot be told, and nothing may be kept.
+    """Changes whenever one of the tensors does; None if that cannot be told, and nothing may be kept.
 
     A write through `tensor.data` does not show.
     """
@@ -83,11 +83,11 @@ class LowRankBranch(nn.Module):
     """`FFN_cheap(LN_cheap(a)) = W_down SiLU(W_up LN_cheap(a))`, with `W_down = 0` at first: an identity residual.
 
     Args:
-        norm: The norm in front of the routed part, copied: same kind, same starting values, its own parameters.
+        norm: The norm before the routed part, copied: same kind, same starting values, its own parameters.
         width: `d`.
         rank: `r`.
         bias: Whether the linear maps have a bias; they do when the base FFN's do.
-        copy_values: False where nothing in front of the routed part is normed (post-norm layers): `norm` is the one
+        copy_values: False where nothing before the routed part is normed (post-norm layers): `norm` is the one
             after it, and only its kind is copied; the values start at one, a bias at zero.
     """
 

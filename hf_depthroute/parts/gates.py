@@ -27,7 +27,7 @@ GateOutput = dict[str, torch.Tensor]
 
 
 class GateSizes(Protocol):
-    """What the gates here read of a `DepthRouteConfig`."""
+    """The fields of `DepthRouteConfig` that gates read."""
 
     gate_hidden: int | None
     context_dim: int
@@ -177,7 +177,7 @@ class JEPAGate(_LinearMaps):
         return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))[..., None, :]
 
     def _parts(self, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the maps become before they meet a token, kept in inference as `MixedLinear` keeps its weights.
+        """The maps with the action embeddings folded in; inference keeps them as `MixedLinear` keeps its weights.
 
         Returns:
             The context's part of P's first map; the actions' part, `[2, summary_dim]`, row 0 full, row 1 cheap; D's

@@ -1,6 +1,6 @@
 """A gate and a branch that read the same RMS norm, their first maps in one product, for decoding on a CPU.
 
-With `x / rms(x)` in front of both, norms with weights `v` and `w` fold into the maps behind them:
+With `x / rms(x)` before both, norms with weights `v` and `w` fold into the maps that follow:
 
     y = [W_gate diag(v); W_up diag(w)] x / rms(x) + b;   u = w2 . SiLU(y_gate) + b2;   cheap = W_down SiLU(y_up)
 
@@ -46,7 +46,7 @@ class JointMaps:
         scale: The weight of the norm that the gate reads, `[d]`.
         eps: The epsilon of both norms.
         gate: What the gate multiplies a token with.
-        branch: None where the cheap path adds nothing.
+        branch: None if the cheap path adds nothing.
     """
 
     def __init__(self, scale: Tensor, eps: float, gate: ScoreMaps, branch: LowRankBranch | None) -> None:
@@ -71,10 +71,10 @@ class JointMaps:
     def run(
         self, a: Tensor, threshold: float, ffn: TensorMap, normed: Tensor | None = None
     ) -> tuple[Tensor, list[int]]:
-        """The stream behind the FFN at the rows whose score reaches `threshold`, behind the branch at the others.
+        """The stream after the FFN at the rows whose score reaches `threshold`, after the branch at the others.
 
         Args:
-            a: In front of the FFN, `[B, 1, d]`; it may be overwritten.
+            a: Before the FFN, `[B, 1, d]`; it may be overwritten.
             threshold: Below it a row is skipped.
             ffn: From rows of `normed` to the update, `[n, 1, d] -> [n, 1, d]`.
             normed: What the FFN reads, `[B, 1, d]`; by default `a`, and `ffn` has its norm in it.
@@ -125,12 +125,12 @@ class JointMaps:
 
 
 def joint_maps(rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Module | None) -> JointMaps | None:
-    """The maps of a gate and of a branch as one; None where they are not of the kind that joins.
+    """The maps of a gate and of a branch as one; None if they are not of the kind that joins.
 
     Args:
         rms: Weight and epsilon of the norm that the gate reads, from `branches.rms_of`.
         gate: One of `GATES`.
-        branch: A `LowRankBranch`; None where the cheap path adds nothing.
+        branch: A `LowRankBranch`; None if the cheap path adds nothing.
     """
     if rms is None or "score_maps" not in vars(type(gate)):  # a subclass may score in another way
         return None

@@ -35,7 +35,7 @@ _BITS = 2**64 - 1
 
 
 class MemorySizes(Protocol):
-    """What the memory reads of a `DepthRouteConfig`."""
+    """The fields of `DepthRouteConfig` that the memory reads."""
 
     memory_slots: int
     memory_width: int
@@ -46,7 +46,7 @@ class MemorySizes(Protocol):
 
 
 def shortest_order(config: MemorySizes) -> int:
-    """The fewest tokens that are looked up: 1 for a cheap branch, 2 in front of the attention."""
+    """The fewest tokens that are looked up: 1 for a cheap branch, 2 before the attention."""
     return 1 if config.branch == "memory" else 2
 
 
@@ -69,7 +69,7 @@ def suffixes(
         ids_BT: Token ids, int64 `[B, T]`.
         order: `N`.
         real_BT: Bool, true at real tokens; all are real when it is None.
-        starts_BT: Bool, true where a document starts behind another one.
+        starts_BT: Bool, true where a document starts after another one.
 
     Returns:
         Int64 `[B, T, N]`: ids, `MISSING` where a document has none, `EARLIER` where this call does not hold it.
@@ -104,7 +104,7 @@ def over_padding(held_BTM: torch.Tensor, real_BT: torch.Tensor, before_BM: torch
     Args:
         held_BTM: `suffixes` of a call, the newest `M` of each.
         real_BT: Bool, true at real tokens.
-        before_BM: The last tokens of the call before; None where there was none.
+        before_BM: The last tokens of the call before; None if there was none.
     """
     places_T = torch.arange(real_BT.shape[1], device=real_BT.device)
     places_BT1 = torch.where(real_BT, places_T, -1).cummax(dim=1).values[..., None]

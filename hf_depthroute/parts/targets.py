@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """What a target is.
+    """The traits of a target.
 
     Attributes:
         skips: What an easy token skips, in the order that it runs: `"attention"`, `"ffn"`, or `"experts"` (those of the
@@ -21,7 +21,7 @@ class Target:
         called: How a message names what one decision is about, in the plural.
         decides: By granularity, what one decision settles, as a model card says it. A target that cannot be decided
             per `"token"` or per `"sequence"` leaves it out.
-        norm: The sublayer in front of which the cheap branch stands, `"attention"` or `"ffn"`; it copies that norm.
+        norm: The sublayer whose norm the cheap branch copies, `"attention"` or `"ffn"`.
         per_pair: Whether a decision is about a token and one of its experts, and not about a token.
         reads_ids: Whether it needs the token ids; the layers are then given the n-grams that end at each token.
         fixed: Fields of `DepthRouteConfig` that have one value with this target: it stands in for the field's default,

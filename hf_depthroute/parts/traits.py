@@ -1,4 +1,4 @@
-"""What gates declare about themselves, so that nothing has to know them by name."""
+"""Traits that gates declare, so that no other code compares their names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class GateTraits:
     """The class attributes by which a gate says what it is; where its class leaves one out, the value here holds.
 
     Attributes:
-        outputs: Names of what it returns beside the scores, kept in the trace.
+        outputs: Names of its outputs besides the scores, kept in the trace.
         sizes: Fields of `DepthRouteConfig` that set how many weights it has.
         called: How messages name it.
         targets: The rows of `TARGETS` that it decides on; empty for all (of experts, `scores_experts` has a say too).
@@ -59,6 +59,6 @@ _NAMES = tuple(field.name for field in fields(GateTraits))  # a compiler cannot 
 
 
 def traits_of(gate: str) -> GateTraits:
-    """What the row `gate` of `GATES` declares."""
+    """The traits of the row `gate` of `GATES`."""
     row = GATES[gate]
     return GateTraits(**{name: getattr(row, name) for name in _NAMES if hasattr(row, name)})

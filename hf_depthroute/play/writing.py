@@ -58,7 +58,7 @@ class Text:
 
 
 def write(model: PeftModel, ids: Sequence[int], new_tokens: int) -> Iterator[tuple[Text, Text]]:
-    """What the routed model and its base have written after each step; the same two objects every time.
+    """Yield the texts of the routed model and of its base after each step; the same two objects every time.
 
     The two take turns, so that their times can be compared, and each reads the prompt once before, because a first pass
     takes longer. What the routers decide is seen in a second, equal step, because recording takes time.

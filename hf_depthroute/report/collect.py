@@ -1,4 +1,4 @@
-"""What a page shows of a routed model, measured on text: scores and decisions per layer, counted cost, token views.
+"""Data of a routed model's page, measured on text: scores and decisions per layer, counted cost, token views.
 
 Shapes: B batch, T positions.
 """
@@ -28,7 +28,7 @@ class LayerScores:
     """Decisions of one layer at one budget.
 
     Attributes:
-        threshold: What scores were compared with; None where something else decided.
+        threshold: What scores were compared with; None if something else decided.
         full_ratio: Share of real tokens that ran full.
         edges: `BINS + 1` borders of the histogram's bins, the same at every budget; NaN scores are in none.
         full: Decisions per bin that ran full.
@@ -72,7 +72,7 @@ class BudgetCost:
 
 @dataclass
 class RunReport:
-    """What a page about a routed model shows. All lists about budgets are in the order of `budgets`.
+    """The data of a routed model's page. All lists about budgets are in the order of `budgets`.
 
     Attributes:
         title: The page's title.
@@ -85,7 +85,7 @@ class RunReport:
         costs: Per budget.
         cost_shape: Sequences and tokens per sequence that `costs` are of.
         tokens: From `view_data`; each text has a run per budget.
-        bench: What `hf-depthroute bench --out` wrote; None where speed was not measured.
+        bench: What `hf-depthroute bench --out` wrote; None if speed was not measured.
         notes: What the reader must know besides.
         weighs: Whether every token runs in full, and gates weigh what is added (a memory).
     """
@@ -105,7 +105,7 @@ class RunReport:
 
     @property
     def names(self) -> list[str]:
-        """What the budgets are called."""
+        """Labels of the budgets."""
         return [f"{budget:g}" for budget in self.budgets] if self.follows_budget else ["fixed"]
 
     @property

@@ -11,7 +11,7 @@ _HERE = Path(__file__).parent
 
 
 def render(template: str, **values: Any) -> str:
-    """The page that `template`, a file beside this one, makes of `values`; text is escaped."""
+    """The page that `template`, a file in this folder, makes of `values`; text is escaped."""
     import jinja2
     from markupsafe import Markup
 

@@ -1,4 +1,4 @@
-"""What `hf-depthroute study` writes, read into one structure that fits in a small `results.json`: `study.json`, and
+"""Reader of the files of `hf-depthroute study`, as one structure that fits in a small `results.json`: `study.json`, and
 `runs/CONFIG/SEED/` with `summary.json` (its presence means that the run is complete), `eval.jsonl` and `metrics.jsonl`.
 """
 

@@ -105,7 +105,7 @@ def study_title(study: StudyRuns) -> str:
 
 
 def study_facts(study: StudyRuns) -> list[tuple[str, str]]:
-    """What was run, as names and text; what `study.json` does not say is left out."""
+    """The study's settings, as names and text; values missing in `study.json` are left out."""
     info = study.info
     base, data, machine = (info.get(key) or {} for key in ("base", "data", "machine"))
     finished = sum(len(runs) for runs in study.runs.values())
@@ -146,7 +146,7 @@ def _plain(value: Any) -> str:
 
 
 def study_notes(study: StudyRuns, rest: str = "means") -> list[str]:
-    """What the reader must know about runs that are missing or went wrong; `rest` is what does not count them."""
+    """Notes about runs that are missing or went wrong; `rest` names the part that does not count them."""
     notes = []
     missing = study.missing()
     if missing:

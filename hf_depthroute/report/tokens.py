@@ -66,7 +66,7 @@ def view_of(
     logits: torch.Tensor | None = None,
     prompt_length: int | None = None,
 ) -> TokenView:
-    """What `RouteTrace.show` returns; one text for every sequence of the batch.
+    """Build the view that `RouteTrace.show` returns, with one text for every sequence of the batch.
 
     Raises:
         ValueError: The trace is empty, or `input_ids` or `logits` do not have its shape.
@@ -94,7 +94,7 @@ def view_of(
 
 
 def view_data(trace: RouteTrace, texts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the page is given: `layers`, and `texts` with a `label` and `runs`, each from `run_data`."""
+    """The page's data: `layers`, and `texts` with a `label` and `runs`, each from `run_data`."""
     return {"layers": list(trace), "texts": texts}
 
 
@@ -111,8 +111,8 @@ def run_data(
     """One text under one budget. Padding is left out.
 
     Returns:
-        JSON-ready: `budget`, None where there is none; `pieces` of text and the `counts` of their tokens; `prompt`, the
-        tokens in front of the generated ones or None; `loss` and `dense_loss` per token, in nats, None where unknown;
+        JSON-ready: `budget`, None if there is none; `pieces` of text and the `counts` of their tokens; `prompt`, the
+        tokens before the generated ones or None; `loss` and `dense_loss` per token, in nats, None if unknown;
         and `layers`, for each its `layer`, `threshold`, `decisions` per token (K), `mask` (a 0 or 1 per decision), and
         `scores`: float32, little-endian, in base64.
     """

@@ -1,4 +1,4 @@
-"""What a routed model says about itself: in `print(model)` and `model.print_trainable_parameters()`."""
+"""Descriptions of a routed model for `print(model)` and `model.print_trainable_parameters()`."""
 
 from __future__ import annotations
 

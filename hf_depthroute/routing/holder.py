@@ -149,7 +149,7 @@ class Routing(nn.Module, BaseTunerLayer):
         return names[0] if names else None
 
     def norm_in_front(self, part: str) -> nn.Module | None:
-        """The base's norm in front of the `"ffn"` or the `"attention"`; None where it stands behind."""
+        """The base's norm before the `"ffn"` or the `"attention"`; None if the base norms afterwards."""
         norm, in_front = self._norms[0][part]
         return cast(nn.Module, norm) if in_front else None
 
@@ -161,7 +161,7 @@ class Routing(nn.Module, BaseTunerLayer):
         return self.config(self.active_name())
 
     def active_gate(self) -> GateTraits:
-        """What the gate of this layer says of itself, of the adapter that routes it now; `ValueError` without one."""
+        """The traits of this layer's active gate; `ValueError` if no routed adapter is active."""
         return traits_of(self.active_config().gate_of(self.layer_index))
 
     def active_quantiles(self) -> ScoreQuantiles:
@@ -169,7 +169,7 @@ class Routing(nn.Module, BaseTunerLayer):
         return cast(ScoreQuantiles, self.depth_route_quantiles[self.active_name()])
 
     def active_controller(self) -> BudgetController | None:
-        """The controller of the adapter that routes this layer now; None where it has none."""
+        """The controller of the adapter that routes this layer now; None if it has none."""
         return cast("BudgetController | None", self.depth_route_controller._modules.get(self.active_name()))
 
     def experts_of(self, layer: Any) -> nn.Module:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """What one forward pass of one layer does, fixed before it runs.
+    """The plan of one forward pass of one layer, made before it runs.
 
     Attributes:
         adapter: Name of the active adapter, with its `config`.
@@ -63,7 +63,7 @@ class RoutePlan:
 
     @property
     def compared(self) -> torch.Tensor | float | None:
-        """The threshold that scores are compared with; None where something else decides."""
+        """The threshold that scores are compared with; None if something else decides."""
         elsewhere = self.rule in ("topk", "gumbel", "predictor", "static", "full") or self.replayed is not None
         return None if elsewhere or self.gate.soft else self.threshold
 

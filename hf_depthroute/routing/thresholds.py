@@ -23,7 +23,7 @@ NOT_FITTED = (
 
 
 class Measured(NamedTuple):
-    """What share of tokens a table's threshold let run full, on the text that it was fitted to; for the model card.
+    """The share of tokens that a table's threshold ran in full on the text that it was fitted to; for the model card.
 
     Attributes:
         budget: The budget asked for.
@@ -64,7 +64,7 @@ class ScoreQuantiles(nn.Module):
 
     def fitted(self) -> bool:
         """Whether the table has been tracked in training or set by `calibrate`. Waits for the device."""
-        return self.updates.is_meta or self.updates.item() > 0  # nobody can look into one that is on disk
+        return self.updates.is_meta or self.updates.item() > 0  # a table on disk cannot be read here
 
     @torch.no_grad()
     def set(self, table: torch.Tensor) -> None:

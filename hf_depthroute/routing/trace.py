@@ -1,4 +1,4 @@
-"""What the routers decided: recorded per layer, and replayed.
+"""The routers' decisions, recorded per layer, and replayed.
 
 Shapes: B batch, T positions.
 """
@@ -34,7 +34,7 @@ class RouteRecord:
         budget: The budget in force; NaN with target memory, which has none.
         extras: What the gate adds, each `[B, T, ...]`; also reachable as attributes (`record.q_full`).
         temperature: `tau`; the default is that of `DepthRouteConfig`.
-        threshold: What the scores were compared with, a float or `[]`; None where something else decided, such as
+        threshold: What the scores were compared with, a float or `[]`; None if something else decided, such as
             top-k, a causal predictor or a replay.
         static: Whether the layer has no gate; its scores are 0.
     """
@@ -131,7 +131,7 @@ class RouteTrace(Mapping[int, RouteRecord]):
             tokenizer: Makes text of `input_ids`; without it the ids are shown.
             input_ids: `[B, T]`, what the model was called with; without it the positions are shown.
             logits: `[B, T, V]`, the model's output; adds the loss of every token.
-            prompt_length: Tokens in front of the generated ones, if text was generated.
+            prompt_length: Tokens before the generated ones, if text was generated.
 
         Returns:
             A `report.tokens.TokenView`: `_repr_html_` for notebooks, `save("page.html")` for everything else.

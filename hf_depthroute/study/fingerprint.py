@@ -1,4 +1,4 @@
-"""What the results of a study depend on, as a few hashes that are compared before it is continued."""
+"""Hashes of everything that a study's results depend on; they are compared before a study is continued."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class RunSpec:
     Attributes:
         config: Name of the config.
         seed: Draws the adapter's weights, the order of the data, and whatever else is drawn.
-        steps: Optimizer steps; None where `iso_compute` has yet to say.
+        steps: Optimizer steps; None if `iso_compute` has yet to say.
         adapter: Fields of `DepthRouteConfig`.
         training: Fields of `DepthRouteTrainingArguments`.
         joint: Whether the base model trains too.

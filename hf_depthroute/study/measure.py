@@ -1,4 +1,4 @@
-"""What is measured of a trained run beside its validation losses.
+"""Measurements of a trained run besides its validation losses.
 
 Shapes: B batch, T positions, N tokens, V vocabulary.
 """

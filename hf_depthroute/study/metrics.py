@@ -1,4 +1,4 @@
-"""What is measured of a run, as functions of what was recorded. Nothing here runs a model.
+"""Metrics of a run, as functions of its records. Nothing here runs a model.
 
 "The paper" is "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical Study" (arXiv:2604.17228).
 

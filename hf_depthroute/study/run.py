@@ -58,7 +58,7 @@ def device_type() -> str:
 
 @dataclass(frozen=True)
 class Start:
-    """What all runs of one start of a study share.
+    """State shared by all runs of one start of a study.
 
     Attributes:
         out: The study's folder, with the token blocks.
@@ -200,7 +200,7 @@ def unfreeze(model: nn.Module) -> None:
 class Recorder(Lines, TrainerCallback):
     """Writes `metrics.jsonl` and `eval.jsonl`: every step with its seconds, and the validation loss now and then.
 
-    What it prints begins with `label`, which tells the run from those that train beside it.
+    What it prints begins with `label`, which tells the run from those that train at the same time.
     """
 
     folder: Path

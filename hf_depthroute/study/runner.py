@@ -259,7 +259,7 @@ def _execute(start: Start, spec: RunSpec) -> None:
 
 
 def _end_with(owner: int) -> None:
-    """End this process soon after process `owner`, its parent: a killed study leaves no runs behind."""
+    """End this process soon after process `owner`, its parent: a killed study leaves no runs."""
 
     def watch() -> None:
         while os.getppid() == owner:
@@ -272,7 +272,7 @@ def _end_with(owner: int) -> None:
 
 
 def _engine(name: str, jobs: int) -> Any:
-    """What joblib runs with, inside a `with`."""
+    """Settings for joblib, as a context manager."""
     import joblib
 
     if name == "processes":

@@ -74,7 +74,7 @@ def in_equal_time(start: Start, spec: RunSpec) -> RunSpec:
 
 
 def _trained(spec: RunSpec) -> dict[str, Any]:
-    """What the time of a config's steps depends on, as JSON has it."""
+    """The settings that the step time of a config depends on, as JSON values."""
     content: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(spec)))
     return {name: content[name] for name in ("steps", "adapter", "training", "joint")}
 

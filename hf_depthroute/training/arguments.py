@@ -24,7 +24,7 @@ ORACLES = ("all_full", "on_policy")
 
 @dataclass(frozen=True)
 class LossTerm:
-    """A row of `LOSSES`: the default weight, and the function; it returns None where the term does not apply."""
+    """A row of `LOSSES`: the default weight, and the function; it returns None if the term does not apply."""
 
     weight: float
     compute: Callable[[LossInputs], torch.Tensor | None]

@@ -259,7 +259,7 @@ class BalanceBias(nn.Module):
         self.sent.zero_()
 
     def _choose(self, layer: int, router: Any, args: Any, outputs: Any) -> tuple[torch.Tensor, ...]:
-        """What the router would return, had it chosen by `probability + bias`."""
+        """The router's output for choices by `probability + bias`."""
         row, (logits_NE, weights_NK, _) = self.layers.index(layer), outputs
         probs_NE = logits_NE.float().softmax(-1)
         biased_NE = probs_NE.detach() + self.bias[row].to(logits_NE.device)

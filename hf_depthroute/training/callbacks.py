@@ -1,4 +1,4 @@
-"""Routing losses for a Trainer that is not ours: a callback, and what puts one there when nobody did.
+"""Routing losses for a Trainer that is not ours: a callback, and the hook that adds it to a Trainer that has none.
 
 `trl.SFTTrainer(peft_config=DepthRouteConfig(...))` injects the adapter itself, and takes its loss from elsewhere than
 the model's output. So the losses are added where every Trainer has its own: around `compute_loss`, while training runs.

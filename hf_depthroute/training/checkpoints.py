@@ -36,7 +36,7 @@ def mark_complete(folder: Path) -> None:
 
 
 def fault_of(folder: Path) -> str | None:
-    """Why `folder` is not a whole checkpoint; None where it is one."""
+    """Why `folder` is not a whole checkpoint; None if it is one."""
     if not folder.is_dir():
         return "there is no such folder"
     try:
@@ -61,7 +61,7 @@ def fault_of(folder: Path) -> str | None:
     try:
         for path in folder.rglob(CONFIG_NAME):
             config = read_config(path)
-            if config.get("peft_type") == PEFT_TYPE:  # beside it may lie adapters of other methods
+            if config.get("peft_type") == PEFT_TYPE:  # adapters of other methods may lie next to it
                 check_folder(path.parent, config)
     except AdapterMismatchError as error:
         return str(error)
@@ -69,7 +69,7 @@ def fault_of(folder: Path) -> str | None:
 
 
 def read_routing_state(path: Path) -> dict[str, float]:
-    """What `RoutingObjective.state` gave; ValueError or TypeError for anything else."""
+    """Check the state that `RoutingObjective.state` returned; ValueError or TypeError for anything else."""
     found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or not set(found) <= {"temperature"} or not all(map(math.isfinite, found.values())):
         raise ValueError(f"{path}: holds no state of the routing losses")
@@ -102,7 +102,7 @@ def last_complete(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def last_whole(folder: Path) -> Path | None:
-    """The latest whole checkpoint of a run; None where there is none."""
+    """The latest whole checkpoint of a run; None if there is none."""
     return next((checkpoint for checkpoint in checkpoints_in(folder) if fault_of(checkpoint) is None), None)
 
 
@@ -116,7 +116,7 @@ def check_complete(folder: Path) -> None:
 
 
 def rotate(newest: Path, limit: int | None, best: Path | None = None) -> None:
-    """Delete checkpoints beside `newest`, the lowest steps first, until `limit` are left.
+    """Delete checkpoints other than `newest`, the lowest steps first, until `limit` are left.
 
     transformers goes by modification times, by which a restored backup is newer than what was just written. `newest`
     stays, also where a run went back to a lower step than others here have, and so does `best`; `limit` is that of

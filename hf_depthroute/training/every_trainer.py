@@ -1,4 +1,4 @@
-"""Every `transformers.Trainer` that trains routers trains them with the routing losses, whoever made it.
+"""Every `transformers.Trainer` that trains routers trains them with the routing losses.
 
 A Trainer hands itself to none of its callbacks, so `Trainer.train` is wrapped, or will be when it is imported: that
 takes a second, and most programs never train.
@@ -25,7 +25,7 @@ def install() -> None:
 
 
 class _Finder:
-    """Finds the module as the finders behind it do, and wraps its Trainer once it has run."""
+    """Finds the module as the next finders do, and wraps its Trainer once it has run."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _MODULE:

@@ -37,7 +37,7 @@ Fork = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Prefix:
-    """What the decoder layers from the first routed one on were called with; filled by `observe_prefix`.
+    """The arguments of the decoder layers from the first routed one on; filled by `observe_prefix`.
 
     Attributes:
         hidden: The stream that enters the first routed layer, `[B, T, d]`, without graph; None before the first pass.
@@ -82,7 +82,7 @@ class Prefix:
 
     @property
     def documents(self) -> torch.Tensor | None:
-        """The number of the packed document that a position is in, int64 `[1 or B, T]`; None where layers get none."""
+        """The number of the packed document that a position is in, int64 `[1 or B, T]`; None if layers get none."""
         positions = self.kwargs[0].get("position_ids")
         if positions is None or positions.ndim != 2:
             return None
@@ -243,7 +243,7 @@ def _counted(prefix: Prefix, labels_BT: torch.Tensor) -> torch.Tensor:
 def _repeated(kwargs: dict[str, Any], batch: int, count: int) -> dict[str, Any]:
     """A layer's arguments for `count` times the batch."""
     repeated = {name: _repeat(value, batch, count) for name, value in kwargs.items()}
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):  # where documents end in all rows, one behind the other
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):  # where documents end, over all rows in a line
         ends = kwargs.get(name)
         if ends is not None:
             before = ends[-1] * torch.arange(count, dtype=ends.dtype, device=ends.device)

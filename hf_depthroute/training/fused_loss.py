@@ -1,7 +1,7 @@
 """The language-model loss from hidden states: logits exist for a few rows at a time, never as `[B, T, V]`.
 
 Loss and gradient of a chunk are computed together while its logits are there, so the forward pass leaves one gradient
-`[N, d]` behind instead of logits, log-probabilities and their gradient, each `[N, V]`. Where the LM head is frozen, as
+`[N, d]` instead of logits, log-probabilities and their gradient, each `[N, V]`. Where the LM head is frozen, as
 it is when only routers train, no gradient of its weight is computed. On CUDA, where the package `liger-kernel` is
 installed, its kernel is used.
 
@@ -91,10 +91,10 @@ class FusedLoss:
 
 
 def fused_loss_obstacle(model: nn.Module) -> str | None:
-    """Why `FusedLoss` does not work for `model`; None where it does.
+    """Why `FusedLoss` does not work for `model`; None if it does.
 
     The model's forward has to be `loss_function(lm_head(hidden_states), labels)` of a known family, with the standard
-    loss, a plain linear head whose weight is whole and on one device, and nobody looking at the logits.
+    loss, a plain linear head whose weight is whole and on one device, and no hook that reads the logits.
     """
     base = _base_of(model)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
@@ -229,7 +229,7 @@ _chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_g
 
 @functools.cache
 def _liger_sum() -> Any:
-    """`liger-kernel`'s `(hidden, weight, bias, targets, ignore_index) -> sum of losses`; None where it is absent."""
+    """`liger-kernel`'s `(hidden, weight, bias, targets, ignore_index) -> sum of losses`; None if it is absent."""
     try:
         from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
     except ImportError:

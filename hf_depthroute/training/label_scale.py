@@ -1,4 +1,4 @@
-"""What counterfactual gate supervision divides its labels by.
+"""The scale of the labels of counterfactual gate supervision.
 
 "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory" (FARS,
 Analemma; gitlab.com/fars-a/counterfactual-gate-supervision): the temperature of `y = sigmoid(dl / temperature)`.

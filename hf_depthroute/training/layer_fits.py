@@ -1,4 +1,4 @@
-"""What `fit_router` finds for every layer: its branch by least squares, its gate by regression on what that leaves.
+"""Per-layer fits of `fit_router`: the branch by least squares, the gate by regression on the branch's error.
 
 Shapes: B batch, T positions, N real tokens, R rows, V vocabulary, d model width.
 """
@@ -31,7 +31,7 @@ _PENALTY = 1e-3
 
 @dataclass
 class LayerFit:
-    """What was found for one layer, on the calibration text.
+    """The fit of one layer, on the calibration text.
 
     Attributes:
         share: The share of the tokens that runs in full with the final thresholds; 0 in a static layer, 1 in one that

@@ -30,7 +30,7 @@ from ..routing.trace import full_depth
 
 
 class LayerWalk:
-    """What every decoder layer is called with on a text; made by one forward pass of the base.
+    """The arguments of every decoder layer on a text; made by one forward pass of the base.
 
     Args:
         model: A depth-routed model.
@@ -66,7 +66,7 @@ class LayerWalk:
         self._given[-1].append(given)
 
     def holder(self, index: int) -> Routing | None:
-        """The adapter state of layer `index`; None where it is not routed."""
+        """The adapter state of layer `index`; None if it is not routed."""
         return self.layers[index]._modules.get(HOLDER)  # type: ignore[return-value]
 
     def first(self) -> list[torch.Tensor]:

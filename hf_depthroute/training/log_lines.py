@@ -1,4 +1,4 @@
-"""What training prints: one line per log entry that a person can read.
+"""Readable training logs: one line per log entry.
 
 The per-layer values (`full_ratio/layer_11` and so on) are left out of the line only. They stay in the log entries, so
 TensorBoard, trackio and `log_history` have them.

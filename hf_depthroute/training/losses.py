@@ -48,7 +48,7 @@ _RANKED = 256  # positions of a sequence that the rank loss compares with each o
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may look at. A term whose inputs are missing does not apply.
+    """The inputs of a loss. A term whose inputs are missing does not apply.
 
     Attributes:
         trace: The decisions of the forward pass, with graph.
@@ -156,7 +156,7 @@ def distill_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 def budget_loss(inputs: LossInputs) -> torch.Tensor | None:
     """`1/C sum_l (p_bar_l - rho)^2`, `p_bar_l` the mean gate probability of the layer; `(mean_l p_bar_l - rho)^2`
-    where the budget is global. None where there is no budget."""
+    where the budget is global. None if there is no budget."""
     if not _has_budget(inputs):
         return None
     budgets = torch.tensor([record.budget for record in inputs.trace.values()])
@@ -225,7 +225,7 @@ def exit_cross_entropy(exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Ten
 def capacity_loss(inputs: LossInputs) -> torch.Tensor | None:
     """Router-Tuning: `ReLU(mean(M) - rho)`, `M` the hard mask of all routed layers together, with `dM/dp = 1`.
 
-    None where there is no budget.
+    None if there is no budget.
     """
     if not _has_budget(inputs):
         return None
@@ -238,9 +238,9 @@ def capacity_loss(inputs: LossInputs) -> torch.Tensor | None:
 def similarity_loss(inputs: LossInputs) -> torch.Tensor | None:
     """DLO: `BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence that the full path changes most.
 
-    These are the tokens with the lowest cosine between the stream before and after the full path. None where the trace
+    These are the tokens with the lowest cosine between the stream before and after the full path. None if the trace
     has no cosines: it was made in inference, by routed experts, or outside of a `RoutingObjective` (the Trainer's and
-    the callback's), which asks for them. None where there is no budget.
+    the callback's), which asks for them. None if there is no budget.
     """
     return _labels_loss(inputs, "similarity", -1)
 
@@ -249,7 +249,7 @@ def recoverability_loss(inputs: LossInputs) -> torch.Tensor | None:
     """`BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence of which the cheap path misses most.
 
     What it misses is `|after full - after cheap|`, so labels follow the branch as it learns: a token that the full path
-    changes much is easy where the branch knows how. None where `similarity_loss` is.
+    changes much is easy where the branch knows how. None if `similarity_loss` is.
     """
     return _labels_loss(inputs, "missed", 1)
 
@@ -338,7 +338,7 @@ def _has_budget(inputs: LossInputs) -> bool:
 
 
 def _held(inputs: LossInputs, per_layer_C: torch.Tensor) -> torch.Tensor:
-    """What the budget holds: every layer, or their mean."""
+    """The scope of the budget: every layer, or their mean."""
     active = (holder.active_config() for holder in inputs.trace.holders if holder.layer_index in inputs.trace)
     scope = inputs.budget_scope or next((config.budget_scope for config in active), "layer")
     return per_layer_C.mean() if scope == "global" else per_layer_C

@@ -31,7 +31,7 @@ _WATCHED_BATCHES = 64  # of one optimizer step; what a loop without a callback l
 
 
 class NonFiniteLossError(RuntimeError):
-    """A training step was stopped in front of its optimizer step. The message is one line: step, terms, layer."""
+    """A training step was stopped before its optimizer step. The message is one line: step, terms, layer."""
 
 
 class RoutingObjective:
@@ -173,7 +173,7 @@ class RoutingObjective:
 
     @torch.no_grad()
     def check_finite(self, step: int, gradients: bool = True) -> None:
-        """In front of an optimizer step: refuse it if a loss term or a gradient is not finite.
+        """Before an optimizer step: refuse it if a loss term or a gradient is not finite.
 
         Args:
             step: Number of the step, for the message.
@@ -201,7 +201,7 @@ class RoutingObjective:
         )
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint has to keep beside the model: the counterfactual temperature."""
+        """State to keep in a checkpoint besides the model: the counterfactual temperature."""
         return {} if self._label_scale.value is None else {"temperature": float(self._label_scale.value)}
 
     def load_state(self, state: dict[str, float]) -> None:

@@ -149,7 +149,7 @@ def find_preset(name: str) -> Preset:
 
 
 def preset(name: str, **changes: Any) -> tuple[DepthRouteConfig, dict[str, Any]]:
-    """A published method: its configuration, and what to give `DepthRouteTrainingArguments` beside it.
+    """A published method: its configuration, and the values for `DepthRouteTrainingArguments`.
 
     Args:
         name: A row of `PRESETS`.

@@ -1,4 +1,4 @@
-"""What a model remembers of the run that made its adapter, for the card that is written when it is saved.
+"""The record of the run that made an adapter, kept on the model for the card that is written with it.
 
 It lives with the adapter in memory and is never part of its weights. Training again, or another calibration, makes
 what was measured before worthless: the former forgets it, the latter shows in the weights' hash.
@@ -65,7 +65,7 @@ def remember_training(model: nn.Module, training: Mapping[str, Any]) -> None:
 
 
 def remembered(model: nn.Module, adapter_name: str) -> Run:
-    """What is known of `adapter_name`; nothing, of an adapter that was loaded."""
+    """The record of `adapter_name`; empty for an adapter that was loaded."""
     holder = next(holder for holder in routings(model) if adapter_name in holder.depth_route_gate)
     return cast(Run, holder.runs.get(adapter_name, Run()))
 

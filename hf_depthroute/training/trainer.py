@@ -63,7 +63,7 @@ class DepthRouteTrainingArguments(TrainingArguments, RoutingArguments):
 class DepthRouteTrainerMixin(_Trainer):
     """Adds the routing losses in `compute_loss`, whatever the Trainer class takes its language-model loss from.
 
-    A step whose loss is not finite ends training in front of its optimizer step. Whole checkpoints are marked, and no
+    A step whose loss is not finite ends training before its optimizer step. Whole checkpoints are marked, and no
     other is resumed from. What ran out of memory or disk ends with a line that names what was being done and what is
     left.
     """
@@ -110,7 +110,7 @@ class DepthRouteTrainerMixin(_Trainer):
         return routed_loss(self.routing_objective, self, plain, *given, fused)
 
     def fused_loss_obstacle(self) -> str | None:
-        """Why training steps compute logits; None where the loss is fused with the LM head.
+        """Why training steps compute logits; None if the loss is fused with the LM head.
 
         They do too in a subclass whose `compute_loss` asks for the outputs, or over a Trainer with one of its own.
         """

@@ -1,4 +1,4 @@
-"""What of an adapter and of vLLM goes together: where tokens would not be those of `generate`, one line says so."""
+"""Limits of an adapter on vLLM: settings whose tokens would differ from those of `generate` are refused in one line."""
 
 from __future__ import annotations
 

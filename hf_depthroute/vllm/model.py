@@ -1,7 +1,7 @@
 """`DepthRoutedForCausalLM`: a base on vLLM's Transformers backend, with this library's adapter state in its layers.
 
 vLLM builds and loads the base as ever. The layers' class is then switched, as in a transformers model, to one whose
-`forward` runs the routed FFN behind an operator; no hook, no module is put around anything, and no weight is renamed.
+`forward` runs the routed FFN in an operator; no hook and no wrapper is put around anything, and no weight is renamed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
 
     Args:
         vllm_config: vLLM's configuration; the model's own holds the `Settings`.
-        prefix: In front of the names of modules.
+        prefix: Before the names of modules.
     """
 
     supports_lora = False
@@ -48,7 +48,7 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
         self._attach(settings, holders, prefix)
 
     def _attach(self, settings: Settings, holders: dict[int, Any], prefix: str) -> None:
-        """Put the holders beside the FFNs, and the operator's name for each layer into vLLM's table."""
+        """Put the holders next to the FFNs, and the operator's name for each layer into vLLM's table."""
         family = row_of(self.config)
         log = RowLog(sorted(holders)) if self.tp_group.rank_in_group == 0 else None
         counts = {} if log is None else {count.layer_index: count for count in log.counts}

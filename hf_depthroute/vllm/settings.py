@@ -1,4 +1,4 @@
-"""What vLLM is told of an adapter: a few values in the model's configuration, which every process of vLLM gets."""
+"""Settings of an adapter for vLLM: a few values in the model's configuration, which every process of vLLM gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routed FFN behind one operator, which a compiler does not look into: what is skipped there stays skipped.
+"""The routed FFN in one operator, which a compiler does not look into: skipped rows stay skipped.
 
 Shapes: N rows of all requests of a batch, d model width. Streams are `[1, N, d]`, as vLLM's Transformers backend has
 them: one sequence as far as the layer can see, so decisions are about tokens only.
@@ -33,7 +33,7 @@ _library = torch.library.Library("hf_depthroute", "FRAGMENT")
 
 
 class _FFN(FFNSite):
-    """The FFN alone: what stands in front of it or beside it is the layer's."""
+    """The FFN alone: the layer runs everything before it and parallel to it."""
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
         return after
@@ -43,11 +43,11 @@ _SITE = _FFN()
 
 
 class FFNStep:
-    """What the operator runs for one layer.
+    """The operator's work for one layer.
 
     Args:
         layer: A decoder layer that holds adapter state.
-        count: Where its rows are counted; None where another process counts them.
+        count: Where its rows are counted; None if another process counts them.
     """
 
     def __init__(self, layer: nn.Module, count: RowCount | None) -> None:
@@ -61,7 +61,7 @@ class FFNStep:
         """The stream after the FFN, or after the cheap branch, `[1, N, d]`.
 
         Args:
-            stream: In front of the FFN, `[1, N, d]`; it is not changed.
+            stream: Before the FFN, `[1, N, d]`; it is not changed.
             normed: What the FFN reads, `[1, N, d]`.
             batch: What vLLM's attention is told of the rows; None in a trial run, where that is not known.
         """

@@ -72,7 +72,7 @@ def attend_rows(
         mask: Bool `[B, T]`.
         allowed: `[B or 1, 1, T, S]`: bool, or a float that is added to the scores. None: query `t` sees keys
             `0 .. past + t`.
-        past: Positions in front of the first query; without effect where `allowed` is given.
+        past: Positions before the first query; without effect where `allowed` is given.
         scaling: What the scores are multiplied by.
 
     Returns:

@@ -21,7 +21,7 @@ import triton.language as tl
 def compact(mask, index, count, length, BLOCK: tl.constexpr):
     """Where each row of `mask` `[R, length]` (one byte each) is true, ascending, and how often.
 
-    Grid: (blocks of `length`, R). Every program counts what stands in front of its block itself: reading so many
+    Grid: (blocks of `length`, R). Every program counts the rows before its block itself: reading so many
     bytes from the L2 cache again costs less than a second launch.
     """
     block = tl.program_id(0)
