@@ -35,22 +35,34 @@ TERMS = {
     "loss-free-balancing": {"lm": 1.0},
 }
 # Numbers of the papers, in the adapter and in training.
+# fmt: off
 ADAPTERS: dict[str, dict[str, Any]] = {
     "conditional-depth-routing": {"gate": "mlp", "gate_temperature": 2.0, "budget": 0.5, "gate_input": "residual"},
     "conditional-depth-routing-jepa": {"gate": "jepa", "context_dim": 128, "summary_dim": 64, "action_dim": 16},
     "token-selective-attention": {"gate": "halting", "selection": "soft", "threshold": 0.0, "layers": None},
-    "router-tuning": {"target": "attention", "granularity": "sequence", "threshold": 0.0, "branch": "none"},
-    "router-tuning-experts": {"target": "experts", "expert_gates": "per_expert", "budget": 0.75},
+    # R reads the x of "M F(x) + x", the stream; inside an expert the x of E(x), which the norm has made.
+    "router-tuning": {
+        "target": "attention", "granularity": "sequence", "gate_input": "residual", "threshold": 0.0, "branch": "none",
+    },
+    "router-tuning-experts": {
+        "target": "experts", "expert_gates": "per_expert", "gate_input": "normed", "budget": 0.75,
+    },
     "mixture-of-depths": {"target": "block", "layers": "every:2", "budget": 0.125, "scale_by_gate": True},
-    "dlo": {"target": "ffn", "gate": "linear", "branch": "none"},
+    "dlo": {
+        "target": "ffn", "gate": "linear", "gate_input": "residual", "branch": "none", "layers": "all", "budget": 0.9,
+        "threshold": 0.0, "selection": "topk",
+    },
     "counterfactual-gate-supervision": {"gate": "mlp"},
-    "counterfactual-gate-supervision-memory": {"target": "memory", "memory_slots": 500_000, "selection": "soft"},
+    "counterfactual-gate-supervision-memory": {"target": "memory", "memory_slots": 500_000, "layers": [2, 4, 6]},
     "loss-free-balancing": {"selection": "controller"},
 }
+# fmt: on
 TRAINING: dict[str, dict[str, Any]] = {
     "conditional-depth-routing": {"oracle": "all_full", "oracle_window": 8, "oracle_warmup": 100, "oracle_interval": 5},
     "conditional-depth-routing-jepa": {"learning_rate": 2e-4, "weight_decay": 0.01, "max_grad_norm": 1.0},
-    "token-selective-attention": {"weight_decay": 0.1, "adam_beta2": 0.95, "lr_scheduler_type": "cosine"},
+    "token-selective-attention": {"learning_rate": 3e-4, "weight_decay": 0.1, "adam_beta2": 0.95},
+    "router-tuning": {"learning_rate": 2e-4, "weight_decay": 0.0, "warmup_steps": 0.03},
+    "dlo": {"learning_rate": 2e-5, "budget_start": 1.0, "budget_schedule_steps": 1000},
     "counterfactual-gate-supervision": {"cgs_warmup": 500, "cgs_interval": 4, "learning_rate": 6e-4},
     "counterfactual-gate-supervision-memory": {"cgs_warmup": 500, "cgs_interval": 4, "learning_rate": 6e-4},
 }
@@ -74,7 +86,8 @@ def test_preset_holds_the_papers_numbers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TERMS)
 def test_preset_trains_by_the_methods_losses_and_no_others(name: str, tmp_path: Path) -> None:
-    config, training = preset(name, seed=3, max_steps=1, oracle_warmup=0, cgs_warmup=0)
+    shallow = {"layers": [1]} if isinstance(PRESETS[name].adapter.get("layers"), list) else {}
+    config, training = preset(name, seed=3, max_steps=1, oracle_warmup=0, cgs_warmup=0, **shallow)
     model = get_depth_routed_model(build_base("olmoe" if config.target == "experts" else "llama"), config)
     arguments = DepthRouteTrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, logging_steps=1, save_strategy="no", report_to="none", **training

@@ -63,10 +63,14 @@ _DEPTH_ROUTING_TRAINING = _losses(util=1.0, rank=0.2, budget=1.0, alive=0.5) | {
     "alive_min": 0.05, "learning_rate": 2e-4, "weight_decay": 0.01, "max_grad_norm": 1.0, "warmup_steps": 0.05,
     "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.01},
 }
+# Of the code that the authors of Router-Tuning and of DLO published.
+_AUTHORS_SCHEDULE: dict[str, Any] = {
+    "weight_decay": 0.0, "warmup_steps": 0.03, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {},
+}
 _ROUTER_TUNING: dict[str, Any] = {
     "title": "Router-Tuning: A Simple and Effective Approach for Enabling Dynamic-Depth in Transformers",
     "identifier": "arXiv:2410.13184",
-    "training": _losses(capacity=0.1) | {"learning_rate": 2e-4},
+    "training": _losses(capacity=0.1) | {"learning_rate": 2e-4} | _AUTHORS_SCHEDULE,
 }
 _ROUTER_TUNING_ADAPTER: dict[str, Any] = {
     "gate": "linear", "gate_temperature": 1.0, "threshold": 0.0, "selection": "threshold", "branch": "none",
@@ -94,19 +98,24 @@ PRESETS: dict[str, Preset] = {
     "token-selective-attention": Preset(
         "Adaptive Computation Depth via Learned Token Routing in Transformers", "arXiv:2605.05222",
         {"gate": "halting", "target": "block", "granularity": "token", "gate_temperature": 1.0, "threshold": 0.0,
-         "selection": "soft", "branch": "none"},
-        _losses(depth=0.001) | _COSINE, f"{_FROM_SCRATCH}: 5,000 steps of 64 x 128 characters.",
+         "gate_input": "residual", "selection": "soft", "branch": "none"},
+        _losses(depth=0.001) | _COSINE | {"learning_rate": 3e-4},
+        f"{_FROM_SCRATCH}: 5,000 steps of 64 x 128 characters. The learning rate is that of its synthetic tasks; of "
+        "the others it gives none, and no warm-up.",
     ),
     "router-tuning": Preset(
         adapter=_ROUTER_TUNING_ADAPTER | {
             "target": "attention", "granularity": "sequence", "layers": "before_last:half", "budget": 0.5,
+            "gate_input": "residual",  # equations 1 and 3: R and F read the x to which F's output is added
         },
-        note=f"{_GRID}; a few thousand samples. At small scale it took weights of 4 to 10 to reach the budget.",
+        note=f"{_GRID}; a few thousand samples. At small scale it took weights of 4 to 10 to reach the budget. The "
+        "authors' code gives the router the normed input instead: gate_input='normed'.",
         **_ROUTER_TUNING,
     ),
     "router-tuning-experts": Preset(
         adapter=_ROUTER_TUNING_ADAPTER | {
             "target": "experts", "granularity": "token", "expert_gates": "per_expert", "layers": "all", "budget": 0.75,
+            "gate_input": "normed",  # equations 6 to 8: R reads the x of the expert, which the FFN's norm has made
         },
         note=f"{_GRID}. A base with experts; a quarter of the pairs are skipped.", **_ROUTER_TUNING,
     ),
@@ -114,27 +123,41 @@ PRESETS: dict[str, Preset] = {
         "Mixture-of-Depths: Dynamically allocating compute in transformer-based language models", "arXiv:2404.02258",
         {"gate": "linear", "target": "block", "granularity": "token", "gate_input": "residual", "selection": "topk",
          "scale_by_gate": True, "causal_rule": "predictor", "branch": "none", "layers": "every:2", "budget": 0.125},
-        _losses(predictor=1.0), f"{_FROM_SCRATCH}.",
+        _losses(predictor=1.0),
+        f"{_FROM_SCRATCH}. Two things differ here: a skipped token's keys and values are written, so that later tokens "
+        "see it, and the update is multiplied by the sigmoid of the router's score, not by the score.",
     ),
     "dlo": Preset(
         "DLO: Dynamic Layer Operation for Efficient Vertical Scaling of LLMs", "arXiv:2407.11030",
-        _TOKEN_FFN | {"gate": "linear", "selection": "topk", "threshold": "budget", "branch": "none"},
-        _losses(similarity=1.0),
-        "Its labels by similarity, as Router-Tuning compares with them. The paper goes on training the base.",
+        _TOKEN_FFN | {
+            "gate": "linear", "gate_input": "residual", "gate_temperature": 1.0, "selection": "topk", "threshold": 0.0,
+            "branch": "none", "layers": "all", "budget": 0.9,
+        },
+        _losses(similarity=1.0) | {"learning_rate": 2e-5} | _AUTHORS_SCHEDULE | {
+            "budget_start": 1.0, "budget_schedule_steps": 1000,
+        },
+        "Numbers of the authors' code, which also trains the base, after adding layers to it. There the router reads "
+        "the stream before the attention, here before the FFN; there the budget is shared out over layers and "
+        "sequences, here each layer holds it in each sequence.",
     ),
     "counterfactual-gate-supervision": Preset(
-        adapter=_TOKEN_FFN | {"gate": "mlp", "selection": "topk"},
+        adapter=_TOKEN_FFN | {"gate": "mlp", "gate_input": "normed", "branch": "lowrank", "selection": "topk"},
         note="The paper supervises the gates of a memory; here 'on' is the full path. 5,000 steps, batch 16.",
         **_GATE_SUPERVISION,
     ),
     "counterfactual-gate-supervision-memory": Preset(
-        adapter={"target": "memory", "memory_slots": 500_000, "memory_width": 32, "memory_heads": 4, "ngram_order": 3},
-        note=f"{_FROM_SCRATCH}: memory in layers 2, 4 and 6 of 12; 5,000 steps, batch 16.", **_GATE_SUPERVISION,
+        adapter={
+            "target": "memory", "granularity": "token", "layers": [2, 4, 6], "memory_slots": 500_000,
+            "memory_width": 32, "memory_heads": 4, "ngram_order": 3,
+        },
+        note=f"{_FROM_SCRATCH}, of 12 layers; 5,000 steps, batch 16.", **_GATE_SUPERVISION,
     ),
     "loss-free-balancing": Preset(
         "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", "arXiv:2408.15664",
-        _TOKEN_FFN | {"gate": "mlp", "selection": "controller"}, _losses() | {"controller_step": 0.01},
-        "The paper balances experts; here the same step against the load error holds each layer's budget.",
+        _TOKEN_FFN | {"gate": "mlp", "gate_input": "normed", "branch": "lowrank", "selection": "controller"},
+        _losses() | {"controller_step": 0.01},
+        "The paper balances experts; here the same step against the load error holds each layer's budget. Its step of "
+        "0.001 is one of sigmoids; 0.01 before a sigmoid of temperature 2 is 0.00125 after it.",
     ),
 }
 # fmt: on

@@ -132,13 +132,17 @@ def configure(
     return DepthRouteConfig(**shared, **linear, budget=spec["budget"])
 
 
-def train(model: Any, spec: dict[str, Any], data: Blocks, folder: Path) -> None:
-    """Router-Tuning: the routers alone, on the language-model loss and the capacity loss."""
-    arguments = DepthRouteTrainingArguments(
+def training_arguments(spec: dict[str, Any], folder: Path) -> DepthRouteTrainingArguments:
+    return DepthRouteTrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=LEARNING_RATE,
         weight_decay=0.0, warmup_steps=5, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
         logging_steps=20, seed=spec["seed"], capacity_weight=CAPACITY_WEIGHT, budget_weight=0.0, alive_weight=0.0,
     )  # fmt: skip
+
+
+def train(model: Any, spec: dict[str, Any], data: Blocks, folder: Path) -> None:
+    """Router-Tuning: the routers alone, on the language-model loss and the capacity loss."""
+    arguments = training_arguments(spec, folder)
     order = draw_order(len(data.train), STEPS * BATCH, seed=100 + spec["seed"])
     trainer = DepthRouteTrainer(
         model=model, args=arguments, train_dataset=OrderedBlocks(data.train, order),

@@ -80,16 +80,20 @@ def adapter_config(study: dict[str, Any], run: dict[str, Any], **fields: Any) ->
     return DepthRouteConfig(**chosen | fields)
 
 
-def train(study: dict[str, Any], run: dict[str, Any], blocks: Blocks, base: str, out: Path) -> tuple[Any, list[Any]]:
-    """A model whose routers were trained on `run["samples"]` sequences, one epoch; and what was logged."""
-    model = get_depth_routed_model(load_base(base), adapter_config(study, run))
-    arguments = DepthRouteTrainingArguments(
+def training_arguments(study: dict[str, Any], run: dict[str, Any], out: Path) -> DepthRouteTrainingArguments:
+    return DepthRouteTrainingArguments(
         output_dir=str(out / "trainer"), use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
         num_train_epochs=1, per_device_train_batch_size=study["batch"], train_sampling_strategy="sequential",
         learning_rate=study["lr"], warmup_steps=study["warmup"], weight_decay=0.0, logging_steps=1, seed=run["seed"],
         bf16=True,
         capacity_weight=study["capacity_weight"], budget_weight=0.0, alive_weight=0.0,
     )  # fmt: skip
+
+
+def train(study: dict[str, Any], run: dict[str, Any], blocks: Blocks, base: str, out: Path) -> tuple[Any, list[Any]]:
+    """A model whose routers were trained on `run["samples"]` sequences, one epoch; and what was logged."""
+    model = get_depth_routed_model(load_base(base), adapter_config(study, run))
+    arguments = training_arguments(study, run, out)
     order = draw_order(len(blocks.train), run["samples"], run["seed"])
     trainer = DepthRouteTrainer(
         model=model,

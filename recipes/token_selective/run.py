@@ -55,13 +55,16 @@ def build_model(run: dict[str, Any], task: Task) -> Any:
     base.to(DEVICE)
     if run["method"] != "tsa":
         return base
-    config = DepthRouteConfig(gate="halting", target="block", branch="none", gate_temperature=1.0, seed=run["seed"])
-    model = get_depth_routed_model(base, config)
+    model = get_depth_routed_model(base, adapter_config(run))
     if "halting_bias" in run:
         for holder in active_routings(model):
             nn.init.constant_(holder.depth_route_gate["default"].score.bias, run["halting_bias"])
     unfreeze(model)
     return model
+
+
+def adapter_config(run: dict[str, Any]) -> DepthRouteConfig:
+    return DepthRouteConfig(gate="halting", target="block", branch="none", gate_temperature=1.0, seed=run["seed"])
 
 
 def task_loss(logits_BTV: torch.Tensor, tokens: torch.Tensor, first: int) -> torch.Tensor:
