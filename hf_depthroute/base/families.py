@@ -88,6 +88,11 @@ class Family:
         return "sequential" if self.residual_scale is None else "scaled"
 
     @property
+    def dropouts(self) -> tuple[str, ...]:
+        """The dropout modules of a layer; at inference they do nothing, unless something watches them."""
+        return tuple(name for name in (self.attention_dropout, self.ffn_dropout) if name is not None)
+
+    @property
     def plain(self) -> bool:
         """Whether at inference a sublayer's output is added as it is, one after the other."""
         return self.layout == "sequential" and not self.returns_weights

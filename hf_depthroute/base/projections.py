@@ -14,31 +14,47 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from .readable import is_readable
+
 
 @dataclass(frozen=True)
 class Projections:
     """How the attention of a family makes queries, keys and values.
 
     Args:
-        project: `(attention, x [..., d], "q" or "kv")` -> one projection each, `[..., H * k]` or `[..., G * k]`.
+        project: `(attention, x [..., d], names)` -> one projection for each of the names, `[..., H * k]` or
+            `[..., G * k]`; `names` is `"q"`, `"kv"` or `"qkv"`.
         heads: `(attention, projection, "q", "k" or "v") -> [..., H or G, k]`, before the rotary embedding.
         weights: Names of the attention's children that a skipped query does not meet, and the part of each: of a fused
             projection, the rows that are the query's.
         output: Name of the output projection.
+        dropout: Name of the dropout module behind it; None where the attention has none of its own.
         rotates: `(attention) -> bool`: whether queries and keys are rotated by `position_embeddings`; some families
             leave it to three layers of four, or to those with a sliding window.
         halves: Whether the rotation is the usual one, of the halves of a head. Otherwise it is the model's own
             function, and row ops do not do it.
         softcap: Whether the kernel is given the attention's `attn_logit_softcapping`.
+        fused: Name of the one projection that makes queries, keys and values; None where each has its own.
     """
 
     project: Callable[[Any, torch.Tensor, str], Sequence[torch.Tensor]]
     heads: Callable[[Any, torch.Tensor, str], torch.Tensor]
     weights: Callable[[Any], dict[str, float]] = lambda _: {"q_proj": 1.0, "o_proj": 1.0}
     output: str = "o_proj"
+    dropout: str | None = None
     rotates: Callable[[Any], bool] = lambda _: True
     halves: bool = True
     softcap: bool = False
+    fused: str | None = None
+
+    def whole(self, attention: Any) -> bool:
+        """Whether queries, keys and values come out of one call of one module, which nothing may pass by."""
+        return self.fused is not None and not is_readable(getattr(attention, self.fused), nn.Linear, Conv1D)
+
+    def outputs(self, attention: Any, x: torch.Tensor) -> torch.Tensor:
+        """The output projection and what comes behind it, `[..., H * k] -> [..., d]`."""
+        x = getattr(attention, self.output)(x)
+        return x if self.dropout is None else getattr(attention, self.dropout)(x)
 
     def projected(self, attention: Any, x: torch.Tensor) -> torch.Tensor:
         """The query projection, `[..., d] -> [..., H * k]`."""
@@ -48,10 +64,10 @@ class Projections:
         """`[..., H * k] -> [..., H, k]`, before the rotary embedding."""
         return self.heads(attention, projected, "q")
 
-    def keys_values(self, attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[B, T, d] -> [B, T, G, k]` twice, before the rotary embedding."""
-        keys, values = self.project(attention, x, "kv")
-        return self.heads(attention, keys, "k"), self.heads(attention, values, "v")
+    def keys_values(self, attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`[B, T, d] -> [B, T, G, k]` twice, before the rotary embedding; and `projected` where that came with them."""
+        *queries, keys, values = self.project(attention, x, "qkv" if self.whole(attention) else "kv")
+        return self.heads(attention, keys, "k"), self.heads(attention, values, "v"), next(iter(queries), None)
 
 
 def _separate(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
@@ -61,38 +77,36 @@ def _separate(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Ten
 def _stacked(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
     """Phi-3's fused projection: queries, then keys, then values."""
     fused, width = attention.qkv_proj, int(attention.config.num_attention_heads * attention.head_dim)
+    if names == "qkv":
+        made = fused(x)
+        return made[..., :width], *made[..., width:].chunk(2, dim=-1)
     rows = slice(0, width) if names == "q" else slice(width, None)
-    if type(fused) is nn.Linear:
-        part = F.linear(x, fused.weight[rows], None if fused.bias is None else fused.bias[rows])
-    else:
-        part = fused(x)[..., rows]
+    part = F.linear(x, fused.weight[rows], None if fused.bias is None else fused.bias[rows])
     return part.chunk(len(names), dim=-1)
 
 
 def _fused(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
     """GPT-2's fused projection, by columns in units of d."""
     fused, width = attention.c_attn, attention.split_size
+    if names == "qkv":
+        return fused(x).chunk(3, dim=-1)
     columns = slice(0, width) if names == "q" else slice(width, 3 * width)
-    if type(fused) is Conv1D:
-        part = F.linear(x, fused.weight[:, columns].T, fused.bias[columns])
-    else:  # a LoRA layer around it computes all columns or none
-        part = fused(x)[..., columns]
-    return part.chunk(len(names), dim=-1)
+    return F.linear(x, fused.weight[:, columns].T, fused.bias[columns]).chunk(len(names), dim=-1)
 
 
 def _by_heads(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
     """GPT-NeoX's fused projection: query, key and value of a head side by side, `[..., H, k]` of each."""
     fused, width = attention.query_key_value, attention.head_size
+    if names == "qkv":
+        queries, keys, values = fused(x).unflatten(-1, (-1, 3, width)).unbind(-2)
+        return queries.flatten(-2), keys, values
     start, stop = (0, 1) if names == "q" else (1, 3)
-    if type(fused) is not nn.Linear:
-        part = fused(x).unflatten(-1, (-1, 3, width))[..., start:stop, :]
-    else:
-        rows = x.reshape(1, -1, x.shape[-1])
-        weight = fused.weight.view(-1, 3 * width, x.shape[-1])[:, start * width : stop * width]  # [H, n k, d], a view
-        part = torch.bmm(rows.expand(len(weight), -1, -1), weight.transpose(1, 2)).transpose(0, 1)
-        if fused.bias is not None:
-            part = part + fused.bias.view(-1, 3 * width)[:, start * width : stop * width]
-        part = part.reshape(*x.shape[:-1], -1, stop - start, width)
+    rows = x.reshape(1, -1, x.shape[-1])
+    weight = fused.weight.view(-1, 3 * width, x.shape[-1])[:, start * width : stop * width]  # [H, n k, d], a view
+    part = torch.bmm(rows.expand(len(weight), -1, -1), weight.transpose(1, 2)).transpose(0, 1)
+    if fused.bias is not None:
+        part = part + fused.bias.view(-1, 3 * width)[:, start * width : stop * width]
+    part = part.reshape(*x.shape[:-1], -1, stop - start, width)
     return [part.flatten(-3)] if names == "q" else part.unbind(-2)
 
 
@@ -154,11 +168,21 @@ STYLES: dict[str, Projections] = {
     "rotary_pairs_some": replace(_PAIRS, rotates=lambda a: a.sliding_window is not None),  # Cohere 2
     "rotary_softcap": replace(_PLAIN, softcap=True),
     "rotary_some": replace(_PLAIN, rotates=lambda a: bool(a.use_rope)),  # SmolLM3: three layers of four
-    "rotary_fused": Projections(_stacked, _split, _stacked_weights),
+    "rotary_fused": Projections(_stacked, _split, _stacked_weights, fused="qkv_proj"),
     "rotary_fused_heads": Projections(
-        _by_heads, _queries_split, lambda _: {"query_key_value": 1 / 3, "dense": 1.0}, output="dense"
+        _by_heads,
+        _queries_split,
+        lambda _: {"query_key_value": 1 / 3, "dense": 1.0},
+        output="dense",
+        fused="query_key_value",
     ),
     "fused": Projections(
-        _fused, _split, lambda _: {"c_attn": 1 / 3, "c_proj": 1.0}, output="c_proj", rotates=lambda _: False
+        _fused,
+        _split,
+        lambda _: {"c_attn": 1 / 3, "c_proj": 1.0},
+        output="c_proj",
+        dropout="resid_dropout",
+        rotates=lambda _: False,
+        fused="c_attn",
     ),
 }

@@ -15,6 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..base.cache import cache_of, is_paged
 from ..base.projections import STYLES, Projections
+from ..base.readable import is_watched
+from ..base.recorded import ATTENTIONS, is_recorded
 from .kernels import attend_rows, linear_rows
 from .kernels.eligible import is_plain_linear
 
@@ -30,9 +32,10 @@ def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, A
     return (
         style is not None
         and not is_paged(kwargs)
+        and not is_watched(attention)
         and config._attn_implementation in _KERNELS
         and not (config._attn_implementation == "eager" and getattr(attention, "reorder_and_upcast_attn", False))
-        and not (kwargs.get("output_attentions") or getattr(config, "output_attentions", False) or _collecting())
+        and not (kwargs.get("output_attentions") or is_recorded(ATTENTIONS))
     )
 
 
@@ -49,15 +52,6 @@ def supports_rows(attention: Any, style: str | None, x: Tensor, kwargs: dict[str
     )
 
 
-def _collecting() -> bool:
-    """Whether the caller of the model asked for attention weights; not every family tells its layers."""
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:
-        return False
-    return "attentions" in (_active_collector.get() or ())
-
-
 def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """The attention's output at the tokens in `mask`; all tokens enter the KV cache.
 
@@ -72,11 +66,12 @@ def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: d
         `[N, d]`, in the order of `mask.nonzero()`.
     """
     make = STYLES[style]
-    keys, values, embeddings = _keys_values(attention, make, x, kwargs)
+    keys, values, projected, embeddings = _keys_values(attention, make, x, kwargs)
     row_N, time_N = mask.nonzero(as_tuple=True)
     if row_N.numel() == 0:
         return x.new_zeros(0, x.shape[-1])
-    queries = make.queries(attention, make.projected(attention, x[row_N, time_N][None])[0])  # [N, H, k]
+    chosen = make.projected(attention, x[row_N, time_N][None])[0] if projected is None else projected[row_N, time_N]
+    queries = make.queries(attention, chosen)  # [N, H, k]
     if embeddings is not None:
         cos, sin = (part.expand(len(x), -1, -1)[row_N, time_N] for part in embeddings)
         queries = _rotated(attention, make, queries, cos, sin)
@@ -104,7 +99,7 @@ def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: d
             free[row_N, slot_N] = allowed
             allowed = free.transpose(1, 2)
         out = _run(attention, make, padded, keys, values, allowed)
-    return getattr(attention, make.output)(out[row_N, slot_N].flatten(-2)[None])[0]
+    return make.outputs(attention, out[row_N, slot_N].flatten(-2)[None])[0]
 
 
 def write_keys_values(attention: Any, style: str | None, x: Tensor, kwargs: dict[str, Any]) -> None:
@@ -118,7 +113,7 @@ def write_keys_values(attention: Any, style: str | None, x: Tensor, kwargs: dict
 def attended_update(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """`attended_rows` by row ops: `[B, T, d]`, zeros where not `mask`; its shapes do not depend on the mask."""
     make, flat = STYLES[style], mask.reshape(-1)
-    keys, values, embeddings = _keys_values(attention, make, x, kwargs)
+    keys, values, _, embeddings = _keys_values(attention, make, x, kwargs)
     project, output = attention.q_proj, attention.o_proj
     queries = linear_rows(x.reshape(-1, x.shape[-1]), flat, project.weight, project.bias)
     queries = make.queries(attention, queries.view(*x.shape[:-1], -1))  # [B, T, H, k]
@@ -133,20 +128,23 @@ def attended_update(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs:
     return linear_rows(out.flatten(0, 1).flatten(1), flat, output.weight, output.bias).view(*x.shape[:-1], -1)
 
 
-def _keys_values(attention: Any, make: Projections, x: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
-    """Keys and values of every token seen, `[B, G, S, k]` each, with those of `x` `[B, T, d]` in the cache; embeddings.
+def _keys_values(
+    attention: Any, make: Projections, x: Tensor, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+    """Keys and values of every token seen, `[B, G, S, k]` each, with those of `x` `[B, T, d]` in the cache.
 
-    The rotary embeddings are None if the attention does not rotate.
+    Behind them the query projection of `x`, None unless a fused one was called whole, and the rotary embeddings, None
+    if the attention does not rotate.
     """
     cache = cache_of(kwargs)
     embeddings = kwargs.get("position_embeddings") if make.rotates(attention) else None
-    keys, values = make.keys_values(attention, x)  # [B, T, G, k]
+    keys, values, projected = make.keys_values(attention, x)  # [B, T, G, k]
     if embeddings is not None:
         keys = _rotated(attention, make, keys, *embeddings)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     if cache is not None:
         keys, values = cache.update(keys, values, attention.layer_idx)
-    return keys, values, embeddings
+    return keys, values, projected, embeddings
 
 
 def _run(

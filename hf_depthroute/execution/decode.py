@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..base.cache import SkippingLayer, cache_layer, cache_of, remembered
 from ..base.families import Family
+from ..base.readable import any_watched, is_watched, is_whole
 from ..parts.branches import TensorMap, rms_of, stamp
 from ..parts.joint import JointMaps, joint_maps
 from ..routing.holder import HOLDER, Routing
@@ -66,8 +67,8 @@ class DecodeStep:
         self._joins = not self.reads_stream and plan.rule != "static" and self.memory is None
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
-        self._plain = all(type(w) is nn.Parameter and w.device.type == "cpu" for w in self._weights)
-        self._plain &= not any(hasattr(m, "_hf_hook") for m in modules)
+        self._plain = all(is_whole(w) and w.device.type == "cpu" for w in self._weights)
+        self._plain &= not any(is_watched(m) for m in modules)
         self._stamp = stamp(*self._weights)
         self._dtype: torch.dtype | None = None  # of the stream; known at the first step
         self._joint: JointMaps | None = None
@@ -217,10 +218,10 @@ STEPS: dict[type[Site], type[DecodeStep]] = {
 def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
     """Changes whenever what an RMS norm on the CPU does; None if that is more than its weight says."""
     weight = norm._parameters.get("weight")
-    if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.is_inference():
+    if weight is None or not is_whole(weight) or weight.device.type != "cpu" or weight.is_inference():
         return None
-    if norm._forward_hooks or norm._forward_pre_hooks or norm._modules or "forward" in norm.__dict__:
-        return None  # a hook watches it, or changes its result
+    if norm._modules or is_watched(norm):
+        return None
     return id(norm), weight.data_ptr(), weight._version
 
 
@@ -231,13 +232,13 @@ def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Ste
         if layer.training:
             continue
         holder = cast("Routing | None", layer._modules.get(HOLDER))
-        step = _run_base if holder is None else _step_of(holder, batch)
+        step = _run_base if holder is None else _step_of(layer, holder, batch)
         if step is not None:
             steps[layer] = step
     return steps
 
 
-def _step_of(holder: Routing, batch: int) -> Step | None:
+def _step_of(layer: nn.Module, holder: Routing, batch: int) -> Step | None:
     """None if the general forward pass has to run."""
     plan = holder.plan(False, (batch, 1))
     remembers = plan is not None and plan.adapter in holder.depth_route_memory
@@ -246,6 +247,8 @@ def _step_of(holder: Routing, batch: int) -> Step | None:
     kind = STEPS.get(type(SITES[plan.config.target]))
     if kind is None or not supports_decode(plan, holder.family):
         return None
+    if any_watched(layer, holder.family.dropouts):
+        return None  # a step leaves them out
     # A static layer without attention writes no keys and values, as a sequence without.
     if plan.config.granularity == "sequence" or (kind is AttentionStep and plan.rule == "static"):
         kind = SequenceStep

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base.families import Family
+from ..base.readable import any_watched
 from ..base.sublayers import attention_update, behind, ffn_map, norm_of
 from ..routing.holder import Routing
 from ..routing.plan import RoutePlan
@@ -229,8 +230,10 @@ def attended(layer: Any, family: Family, target: Tensor, read: Tensor, kwargs: K
 
 def _ffn_by_rows(call: RoutedCall) -> bool:
     """Whether `_ffn_rows` can stand in for the FFN's update of a stream like the call's."""
-    behind_it = call.family.ffn_post_norm or call.family.residual_scale
-    return behind_it is None and is_swiglu(getattr(call.layer, call.family.ffn), call.stream)
+    family = call.family
+    if family.ffn_post_norm or family.residual_scale or any_watched(call.layer, family.dropouts):
+        return False
+    return is_swiglu(getattr(call.layer, family.ffn), call.stream)
 
 
 def _ffn_rows(call: RoutedCall, stream: Tensor, normed: Tensor, scale: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..base.families import FAMILIES
+from ..base.readable import is_watched, is_whole
 from ..base.readout import logit_change
 
 # Float32 logits that exist at one time, in elements. The head's weight is read twice a chunk; with fewer, that shows.
@@ -110,11 +111,11 @@ def fused_loss_obstacle(model: nn.Module) -> str | None:
         return "the LM head is not a plain linear layer"
     if head.out_features != getattr(config, "vocab_size", None):
         return "the LM head and the vocabulary differ in size"
-    if type(head.weight) is not nn.Parameter:
-        return "the weight of the LM head is quantised or split"
-    if head.weight.is_meta or hasattr(head.weight, "ds_id") or hasattr(head.weight, "placements"):
-        return "the weight of the LM head is not whole"
-    if any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in (model, base, head)):
+    if not is_whole(head.weight):
+        return "the weight of the LM head is quantised, split or not loaded"
+    if is_watched(head) or any(
+        m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in (model, base)
+    ):
         return "the model or its LM head has forward hooks"
     return None
 
