@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,18 +126,6 @@ def test_an_error_while_saving_leaves_no_new_folder(tmp_path: Path, monkeypatch:
     with pytest.raises(RuntimeError, match="no"):
         build_routed("llama", "mlp").save_pretrained(tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 100 KiB, in memory."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a tmpfs is not permitted here")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_full_disk_leaves_the_earlier_adapter(small_disk: Path) -> None:
