@@ -13,7 +13,21 @@ from hypothesis import strategies as st
 from hf_depthroute.cli import app, main
 
 COMMANDS = (
-    *("train", "fit", "eval", "bench", "generate", "play", "serve", "vllm-config", "study", "report", "card", "doctor"),
+    *(
+        "train",
+        "fit",
+        "eval",
+        "bench",
+        "generate",
+        "play",
+        "serve",
+        "lm-eval",
+        "vllm-config",
+        "study",
+        "report",
+        "card",
+        "doctor",
+    ),
     "families",
 )
 OPTIONS = (

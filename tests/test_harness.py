@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import lm_eval
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
-from models import routed
+from models import VOCABULARY, routed
 from text_models import save_base, word_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -195,6 +198,7 @@ def test_the_command_prints_a_table_and_writes_lm_evals_results(
     assert caught.value.code == 0
     printed = capsys.readouterr().out
     assert "small_choice" in printed and "acc_norm" in printed and "budget 0.3" in printed
+    assert "s / s" not in printed  # one cold run is no measurement of speed
     written = json.loads(out.read_text())
     assert list(written["runs"]) == ["dense", "budget 0.3", "budget 1"]
     dense = written["runs"]["dense"]["lm_eval"]
@@ -206,3 +210,62 @@ def test_the_command_prints_a_table_and_writes_lm_evals_results(
         main(["eval", "--adapter", str(tmp_path / "adapter")])
     assert caught.value.code == 2
     assert "give one of --dataset and --tasks" in capsys.readouterr().err
+
+
+def lm_eval_program(*words: object) -> subprocess.CompletedProcess[str]:
+    """`hf-depthroute lm-eval` in a process of its own, where nothing has registered the method with PEFT."""
+    command = [sys.executable, "-m", "hf_depthroute", "lm-eval", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHONUTF8": "1"})
+
+
+def test_lm_evals_own_program_takes_an_adapter(tasks: Path, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    tokenizer = word_tokenizer()  # lm-eval gives a base as many rows as its tokenizer has tokens
+    tokenizer.add_tokens([f"unused{number}" for number in range(VOCABULARY - len(tokenizer))])
+    tokenizer.save_pretrained(base)
+    model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp", budget=0.3)
+    model.save_pretrained(tmp_path / "adapter")
+    ours = evaluate_tasks(model, word_tokenizer(), ["small_choice"], [0.3], include_path=tasks)[1]
+    words = ["--tasks", "small_choice", "--include_path", tasks]
+    hf = ["--model", "hf", "--model_args", f"pretrained={base},peft={tmp_path / 'adapter'}", "--batch_size", "3"]
+    ended = lm_eval_program(*hf, *words, "--output_path", tmp_path / "hf.json")
+    assert ended.returncode == 0, ended.stderr
+    (written,) = tmp_path.glob("hf*.json")
+    assert (
+        json.loads(written.read_text())["results"]["small_choice"]["acc,none"] == scores(ours)["small_choice", "acc"][0]
+    )
+    own = ["--model", "depthroute", "--model_args", f"adapter={tmp_path / 'adapter'},pretrained={base},budget=0.3"]
+    ended = lm_eval_program("run", *own, *words)
+    assert ended.returncode == 0, ended.stderr
+    assert "small_choice" in ended.stdout and "depthroute" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "fields", [{"phases": "prefill"}, {"granularity": "sequence", "target": "block"}], ids=["prefill", "sequence"]
+)
+def test_lm_evals_own_program_refuses_batches_whose_padding_would_be_read(
+    fields: dict[str, Any], base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    routed(AutoModelForCausalLM.from_pretrained(base), "mlp", **fields).save_pretrained(tmp_path)
+    for arguments in (
+        f"pretrained={base},peft={tmp_path}",
+        json.dumps({"pretrained": str(base), "peft": str(tmp_path)}),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(["lm-eval", "--model", "hf", "--model_args", arguments, "--tasks", "x", "--batch_size=8"])
+        assert caught.value.code == 2
+        assert "use --model depthroute --model_args adapter=" in capsys.readouterr().err
+
+
+def test_a_task_whose_data_are_not_there_is_told_by_the_name_of_its_dataset(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    task = TASK.format(name="far", data="x").replace("dataset_path: json", "dataset_path: me/questions")
+    (tmp_path / "far.yaml").write_text(task.replace("dataset_kwargs: {data_files: {test: x}}", "") + CHOICE)
+    routed(AutoModelForCausalLM.from_pretrained(base), "mlp").save_pretrained(tmp_path / "adapter")
+    with pytest.raises(SystemExit) as caught:
+        main(["eval", str(tmp_path / "adapter"), "--tasks", "far", "--include-path", str(tmp_path)])
+    assert caught.value.code == 3
+    assert "error: dataset me/questions: not a local path and not in the local cache" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from .evaluate import evaluate
 from .families import families
 from .fit import fit
 from .generate import generate
+from .lm_eval import lm_eval
 from .play import play
 from .report import report
 from .serve import serve
@@ -70,6 +71,7 @@ app.command("generate")(generate)
 app.command("play")(play)
 _PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("serve", context_settings=_PASSES_ON)(serve)
+app.command("lm-eval", context_settings=_PASSES_ON)(lm_eval)
 app.command("vllm-config", context_settings=_PASSES_ON)(vllm_config)
 app.command("study")(study)
 app.command("report")(report)

@@ -62,7 +62,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
         if why.startswith("disk full"):  # ours, with what is needed and what is left
             return RESOURCES, f"{path}: {why}"
         return RESOURCES, f"disk full{f' while writing {path}' if path else ''}; free some space and run again"
-    if hub := explain(error, "download"):
+    if hub := explain(error):
         return HUB, str(hub)
     if isinstance(error, OSError) and error.strerror:
         return USAGE, f"{error.filename}: {error.strerror}" if error.filename else error.strerror

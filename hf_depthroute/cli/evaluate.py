@@ -147,12 +147,12 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
     figures = ("budget", "phases", "full_ratio", "seconds")
     parts = {run.name: {n: getattr(run, n) for n in figures} | {"lm_eval": run.results} for run in runs}
     content = json.loads(json.dumps(source.origin(routed) | {"runs": parts}, default=handle_non_serializable))
-    header = ("task", "metric", "run", "value", "stderr", "delta", "full ratio", "dense s / s")
+    header = ("task", "metric", "run", "value", "stderr", "delta", "full ratio")
     cells, dense = [], scores(runs[0])
     for key in dense:
         for run in runs:
             value, spread = scores(run)[key]
             delta = "" if run is runs[0] else f"{value - dense[key][0]:+.4f}"
             numbers = f"{value:.4f}", "" if spread is None else f"{spread:.4f}", delta, f"{run.full_ratio:.3f}"
-            cells.append((*key, run.name, *numbers, f"{runs[0].seconds / run.seconds:.2f}"))
+            cells.append((*key, run.name, *numbers))
     return content, header, cells

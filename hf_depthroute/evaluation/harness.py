@@ -72,7 +72,9 @@ class DepthRouteLM(HFLM):
             if adapter is None:
                 raise ValueError("the model depthroute needs adapter=HUB_ID_OR_FOLDER")
             base, model = _load(pretrained, adapter, allow_base_mismatch, dtype, trust_remote_code)
-            model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
+                device = "cuda" if torch.cuda.is_available() else "cpu"  # lm-eval's program asks for a GPU by default
+            model = model.to(device)
             kwargs.setdefault("tokenizer", base)
         else:
             model = pretrained

@@ -13,11 +13,14 @@ from .shown import OneLine
 _TOKEN = re.compile(r"(?:(?<=hf_oauth_)|(?<=hf_jwt_))[\w.-]{16,}|(?:(?<=hf_)|(?<=api_org_))[A-Za-z0-9]{16,}", re.ASCII)
 
 
+_DATASET = re.compile(r"(?:Couldn't reach|Dataset) '?([\w-][\w.-]{0,95}(?:/[\w.-]{1,96})?)'? ", re.ASCII)
+
+
 class HubError(OneLine, RuntimeError):
     """A model, adapter or dataset is neither a local path nor available on the Hub. The message is one line."""
 
 
-def explain(error: BaseException, what: str, access: str = "read") -> HubError | None:
+def explain(error: BaseException, what: str | None = None, access: str = "read") -> HubError | None:
     """A `HubError` that says what to do, or None when `error` has nothing to do with the Hub.
 
     transformers, peft and datasets each wrap the Hub client's exceptions in their own, with messages that blame
@@ -26,11 +29,17 @@ def explain(error: BaseException, what: str, access: str = "read") -> HubError |
 
     Args:
         error: Any exception of these libraries.
-        what: The thing asked for, such as `"model me/tiny"`.
+        what: The thing asked for, such as `"model me/tiny"`. By default the dataset that the error is about, if any.
         access: `"read"`, or `"write"` for what is sent to the Hub.
     """
     said = next((said for cause in causes(error) if (said := _said(cause, access)) is not None), None)
-    return None if said is None else HubError(f"{what}: {said}")
+    return None if said is None else HubError(f"{what or _dataset_in(error) or 'download'}: {said}")
+
+
+def _dataset_in(error: BaseException) -> str | None:
+    """`"dataset me/texts"`, where the package `datasets` said so: lm-eval's tasks download what no option names."""
+    found = next(filter(None, (_DATASET.match(str(cause)) for cause in causes(error))), None)
+    return None if found is None else f"dataset {found[1]}"
 
 
 def _said(cause: BaseException, access: str) -> str | None:
