@@ -98,12 +98,6 @@ def test_balancing_refuses_routers_that_choose_in_groups() -> None:
     assert bool(torch.isfinite(router_z(found)))
 
 
-def test_falcon_has_no_attention_weights_to_return() -> None:
-    model = shared("falcon", "ffn")
-    with pytest.raises(ValueError, match="no attention weights"):
-        run(model, output_attentions=True)
-
-
 @every_family
 def test_counted_cost_is_what_runs(family: str) -> None:
     """FLOPs of the base's matrix products at one position, and bytes of its KV cache."""

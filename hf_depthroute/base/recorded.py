@@ -1,18 +1,33 @@
 """Outputs that the caller of a model asked for and that hooks below its decoder record: what they see has to be whole.
 
 `output_attentions=True` and `output_router_logits=True` are served by hooks of transformers on the attention and on the
-router of every layer. A part that is given some of the tokens only records those, or nothing.
+router of every layer. A part that is given some of the tokens only records those, or nothing. Falcon has no such hooks:
+its layers return their attention weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
+import torch
+from torch import nn
 from transformers.utils import output_capturing
+
+from .contexts import hooked
 
 RECORDER = output_capturing.__name__  # the module of those hooks
 ATTENTIONS, ROUTER_LOGITS = "attentions", "router_logits"
+
+
+_kept: ContextVar[list[torch.Tensor | None] | None] = ContextVar("depth_route_attention_weights", default=None)
+
+
+def records_attention(kwargs: dict[str, Any]) -> bool:
+    """Whether attention weights are wanted of a layer that is called with `kwargs`."""
+    return bool(kwargs.get("output_attentions")) or is_recorded(ATTENTIONS)
 
 
 def is_recorded(*names: str) -> bool:
@@ -30,3 +45,20 @@ def unrecorded(name: str) -> Iterator[None]:
         yield
     finally:
         output_capturing._active_collector.reset(token)
+
+
+@contextmanager
+def kept_weights(attention: nn.Module) -> Iterator[list[torch.Tensor | None]]:
+    """Gives a list, which holds the attention weights of the last call of `attention` that this thread makes here."""
+    kept: list[torch.Tensor | None] = []
+    token = _kept.set(kept)
+
+    def keep(module: nn.Module, args: Any, out: tuple[Any, ...]) -> None:
+        if _kept.get() is kept:
+            kept[:] = [out[1]]
+
+    try:
+        with hooked([attention.register_forward_hook(keep)]):
+            yield kept
+    finally:
+        _kept.reset(token)

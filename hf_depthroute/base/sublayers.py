@@ -33,6 +33,12 @@ def ffn_map(layer: Any, family: Family) -> Any:
     return lambda x: behind(layer, family, "ffn", ffn(x))
 
 
+def router_of(layer: Any, family: Family) -> Any:
+    """The router of a layer's experts, `[N, d] -> (logits [N, E], weights, chosen)`; None if the layer has none."""
+    ffn = getattr(layer, family.ffn)
+    return ffn.gate if hasattr(ffn, family.experts) else None
+
+
 def behind(layer: Any, family: Family, part: str, update: torch.Tensor) -> torch.Tensor:
     """A sublayer's output as it is added to the stream: normed, dropped out, scaled, whichever its family does."""
     ffn, attention = (family.ffn_post_norm, family.ffn_dropout), (family.attention_post_norm, family.attention_dropout)

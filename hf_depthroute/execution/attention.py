@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..base.cache import cache_of, is_paged
 from ..base.projections import STYLES, Projections
 from ..base.readable import is_watched
-from ..base.recorded import ATTENTIONS, is_recorded
+from ..base.recorded import records_attention
 from .kernels import attend_rows, linear_rows
 from .kernels.eligible import is_plain_linear
 
@@ -35,7 +35,7 @@ def supports_subset(attention: nn.Module, style: str | None, kwargs: dict[str, A
         and not is_watched(attention)
         and config._attn_implementation in _KERNELS
         and not (config._attn_implementation == "eager" and getattr(attention, "reorder_and_upcast_attn", False))
-        and not (kwargs.get("output_attentions") or is_recorded(ATTENTIONS))
+        and not records_attention(kwargs)
     )
 
 

@@ -272,6 +272,10 @@ class Site(ABC):
         """The stream after the path that was chosen for each token, `[B, T, d]`; skipped rows are not computed."""
         return self.masked(call)
 
+    def hides(self, call: RoutedCall) -> bool:
+        """Whether `gathered` would keep from hooks some of the outputs that they record in this forward pass."""
+        return False
+
     def supports_rows(self, call: RoutedCall) -> bool:
         """Whether `by_rows` can run the call."""
         return False

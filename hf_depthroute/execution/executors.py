@@ -59,7 +59,9 @@ class Gathered:
     """The chosen rows are gathered and run, and no others."""
 
     def supports(self, call: RoutedCall) -> bool:
-        return not (call.needs_both_paths or torch.compiler.is_compiling() or skips_sequences(call))
+        if call.needs_both_paths or torch.compiler.is_compiling() or call.site.hides(call):
+            return False
+        return not skips_sequences(call)
 
     def run(self, call: RoutedCall) -> Tensor:
         if call.plan.target.skips_attention and call.plan.mix == "hard" and bool(call.mask.all()):

@@ -12,6 +12,7 @@ With the stream `s` before the routed part, for the FFN `s = h + attention(atten
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..base.cache import without_cache
+from ..base.recorded import ATTENTIONS, ROUTER_LOGITS, is_recorded, kept_weights
 from ..base.sublayers import hidden_of
 from ..routing.holder import HOLDER, Routing
 from ..routing.misuse import warn_of_backward
@@ -48,21 +50,24 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     holder: Routing | None = layer._modules.get(HOLDER)
     steps: dict[Any, Step] | None = kwargs.pop(DECODE_STEPS, None)
     last_tokens: Tensor | None = kwargs.pop(LAST_TOKENS, None)
-    if steps is not None and layer in steps:
+    if steps is not None and layer in steps and not is_recorded(ATTENTIONS, ROUTER_LOGITS):
         kwargs.pop(TOKEN_MASK, None)  # every token is real
         stepped = steps[layer](layer, hidden_states, kwargs, kwargs.pop(NGRAMS, None))
         if stepped is not None:
             return stepped
-    if holder is not None and holder.family.returns_weights and kwargs.get("output_attentions"):
-        raise ValueError(f"{type(layer).__name__}: a routed layer of this family has no attention weights to return")
     rows = hidden_states.shape[0], hidden_states.shape[1]
     plan = None if holder is None else holder.plan(layer.training, rows, last_tokens)
     token_mask = kwargs.get(TOKEN_MASK)
-    if layer.gradient_checkpointing and layer.training:
-        kwargs = without_cache(kwargs)
-        outputs = layer._gradient_checkpointing_func(functools.partial(_run, layer, plan, **kwargs), hidden_states)
-    else:
-        outputs = _run(layer, plan, hidden_states, **kwargs)
+    returned = None if holder is None or plan is None or not holder.family.returns_weights else holder.family.attention
+    recording: Any = nullcontext([])
+    if returned is not None and kwargs.get("output_attentions"):
+        recording = kept_weights(getattr(layer, returned))
+    with recording as weights:
+        if layer.gradient_checkpointing and layer.training:
+            kwargs = without_cache(kwargs)
+            outputs = layer._gradient_checkpointing_func(functools.partial(_run, layer, plan, **kwargs), hidden_states)
+        else:
+            outputs = _run(layer, plan, hidden_states, **kwargs)
     if holder is None or plan is None:
         return outputs[0]
     if not layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -74,7 +79,7 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         record = RouteRecord(mask, scores, probs, token_mask, plan.budget, named, *state)
         for trace in plan.recorders:
             trace[holder.layer_index] = record
-    return (outputs[0], None) if holder.family.returns_weights else outputs[0]
+    return (outputs[0], next(iter(weights), None)) if returned is not None else outputs[0]
 
 
 def _run(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:

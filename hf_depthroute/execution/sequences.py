@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.cache import cache_layer, cache_of, can_skip, remember, remembered
+from ..base.cache import SkippingLayer, cache_layer, cache_of, can_skip, remember, remembered
+from ..base.recorded import records_attention
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
 from .call import Decision, RoutedCall, without_scores
@@ -48,8 +49,11 @@ def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
 def skips_sequences(call: RoutedCall) -> bool:
     """Whether `skip_sequences` runs the call: one decision per sequence about its attention, no mixing, no compiler.
 
-    A cache that holds the keys and values of every sequence, and a mask that cannot be indexed by them (a block mask of
-    flex attention), leave the call to the executors of tokens.
+    A cache that holds the keys and values of every sequence, a mask that cannot be indexed by them (a block mask of
+    flex attention), and outputs that are recorded of every sequence leave the call to the executors of tokens.
+
+    Raises:
+        ValueError: Such outputs are asked for in the middle of a generation that has skipped sequences.
     """
     if not call.plan.target.skips_attention or call.needs_both_paths or torch.compiler.is_compiling():
         return False
@@ -57,8 +61,16 @@ def skips_sequences(call: RoutedCall) -> bool:
     if not (call.plan.config.granularity == "sequence" or static):
         return False
     cache, attended = cache_of(call.kwargs), call.kwargs.get("attention_mask")
+    held = cache_layer(cache, call.holder.layer_index)
+    if records_attention(call.kwargs) or call.site.hides(call):
+        if isinstance(held, SkippingLayer):
+            raise ValueError(
+                f"layer {call.holder.layer_index}: attention weights or router logits are asked for over a KV cache "
+                "that holds no keys of skipped sequences; ask for them from the prompt on, with a new cache"
+            )
+        return False
     indexed = attended is None or isinstance(attended, Tensor)
-    return indexed and (cache is None or can_skip(cache_layer(cache, call.holder.layer_index)))
+    return indexed and (cache is None or can_skip(held))
 
 
 def skip_sequences(call: RoutedCall) -> Tensor:

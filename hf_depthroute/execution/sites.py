@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..base.families import Family
 from ..base.readable import any_watched
-from ..base.sublayers import attention_update, behind, ffn_map, norm_of
+from ..base.recorded import ROUTER_LOGITS, is_recorded, unrecorded
+from ..base.sublayers import attention_update, behind, ffn_map, norm_of, router_of
 from ..routing.holder import Routing
 from ..routing.plan import RoutePlan
 from .attention import attended_rows, attended_update, supports_rows, supports_subset
@@ -40,10 +41,19 @@ class FFNSite(Site):
 
     def gathered(self, call: RoutedCall) -> Tensor:
         """As `Site.gathered`; where the norm is not known yet, only the rows that run are normed."""
+        router = router_of(call.layer, call.family) if is_recorded(ROUTER_LOGITS) else None
+        if router is None:
+            return self._gathered(call, call.normed)
+        normed = call.norm()
+        router(normed.flatten(0, 1))  # records the logits of every token
+        with unrecorded(ROUTER_LOGITS):
+            return self._gathered(call, normed)
+
+    def _gathered(self, call: RoutedCall, normed: Tensor | None) -> Tensor:
         ffn, rows = ffn_map(call.layer, call.family), _slice_rows(call)
         stream = call.stream.clone() if call.family.parallel else call.stream  # the layer's input is still needed
-        if call.normed is not None:
-            after = gathered_update(stream, call.normed, call.mask, ffn, call.branch, rows, call.scale)
+        if normed is not None:
+            after = gathered_update(stream, normed, call.mask, ffn, call.branch, rows, call.scale)
             return call.with_recalled(after)
         norm = norm_of(call.layer, call.family, "ffn")
         after = gathered_update(stream, stream, call.mask, lambda x: ffn(norm(x)), call.branch, rows, call.scale)
@@ -139,6 +149,10 @@ class BlockSite(AttentionSite):
             return torch.where(call.mask[..., None], after_full, after_cheap)
         rest = 1 - call.probs[..., None].to(call.stream.dtype)  # TSA: the sublayers are scaled already
         return after_full + rest * (after_cheap - call.stream)
+
+    def hides(self, call: RoutedCall) -> bool:
+        """The router reads the stream behind the attention, which a skipped token does not have."""
+        return is_recorded(ROUTER_LOGITS) and router_of(call.layer, call.family) is not None
 
     def rest(self, call: RoutedCall, rows: Tensor, before: Tensor, scale: Tensor | None) -> Tensor:
         if not len(rows):

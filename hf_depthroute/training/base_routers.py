@@ -28,6 +28,7 @@ from ..adapter.injection import token_mask_of
 from ..base.contexts import evaluating, hooked
 from ..base.distributed import sum_over_processes
 from ..base.families import find_decoder, find_family, find_layers
+from ..base.sublayers import router_of
 from ..data.batches import model_inputs
 from ..parts.targets import TARGETS
 from ..routing.holder import Routing
@@ -71,8 +72,8 @@ def routers(model: nn.Module) -> dict[int, nn.Module]:
         ValueError: The model has no layer with experts.
     """
     family = find_family(model)
-    blocks = [getattr(layer, family.ffn) for layer in find_layers(model)]
-    found = {index: block.gate for index, block in enumerate(blocks) if hasattr(block, family.experts)}
+    every = {index: router_of(layer, family) for index, layer in enumerate(find_layers(model))}
+    found = {index: router for index, router in every.items() if router is not None}
     if not found:
         raise ValueError(f"{type(model).__name__} has no layer with experts")
     return found
