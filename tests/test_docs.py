@@ -85,8 +85,8 @@ def reader(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """A reader's working directory, with a text; what the page registers is forgotten afterwards."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
     monkeypatch.chdir(tmp_path)
-    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line][:110]
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    lines = [line for page in ("README.md", "SECURITY.md") for line in (ROOT / page).read_text().splitlines() if line]
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines[:110]))
     tables: list[dict[str, Any]] = [FAMILIES, GATES, LOSSES]  # type: ignore[list-item]
     before, level = [dict(table) for table in tables], transformers.logging.get_verbosity()
     yield tmp_path
