@@ -28,13 +28,13 @@ class Projections:
         weights: Names of the attention's children that a skipped query does not meet, and the part of each: of a fused
             projection, the rows that are the query's.
         output: Name of the output projection.
-        dropout: Name of the dropout module behind it; None where the attention has none of its own.
+        dropout: Name of the dropout module behind it; None if the attention has none of its own.
         rotates: `(attention) -> bool`: whether queries and keys are rotated by `position_embeddings`; some families
             leave it to three layers of four, or to those with a sliding window.
         halves: Whether the rotation is the usual one, of the halves of a head. Otherwise it is the model's own
             function, and row ops do not do it.
         softcap: Whether the kernel is given the attention's `attn_logit_softcapping`.
-        fused: Name of the one projection that makes queries, keys and values; None where each has its own.
+        fused: Name of the one projection that makes queries, keys and values; None if each has its own.
     """
 
     project: Callable[[Any, torch.Tensor, str], Sequence[torch.Tensor]]
