@@ -257,7 +257,7 @@ MODEL_FAULTS: dict[str, tuple[Damage, str]] = {
         text(lambda t: t.replace('"model_type": "llama"', '"model_type": "gpt2"')),
         "model_type is 'gpt2'",
     ),
-    "another vocabulary": (text(lambda t: t.replace('"vocab_size": 64', '"vocab_size": 65')), "vocab_size is 65"),
+    "no vocabulary": (text(lambda t: t.replace('"vocab_size": 64', '"vocab_size": -64')), "vocab_size is -64"),
     "a copy of the model": (copies("model", "layers.0.mlp.up_proj", (64, 32)), "'model' means model, which cannot"),
     "a copy of all layers": (copies("layers", "layers.0.mlp.up_proj", (64, 32)), "'layers' means model.layers, which"),
     "a copy of no module": (copies("nothing"), "no module 'nothing'"),
@@ -267,7 +267,7 @@ MODEL_FAULTS: dict[str, tuple[Damage, str]] = {
 }
 # Nothing in the files says so; loading compares them with the model.
 SEEN_BY_THE_MODEL_ALONE = (
-    "weights beyond all floats", "another vocabulary", "another family", "layer beyond the model",
+    "weights beyond all floats", "no vocabulary", "another family", "layer beyond the model",
     "a copy of the model", "a copy of all layers", "a copy of no module", "a copy without tensors", "half a copy",
     "a copy of another shape",
 )  # fmt: skip

@@ -5,17 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from models import build_routed
-from training import adapter_state, assert_same_tensors, make_trainer, rows, stacked, step_logs
+from torch.utils.data import ChainDataset, IterableDataset
+from training import Row, adapter_state, assert_same_tensors, make_trainer, rows, stacked, step_logs
 from transformers import Trainer
 
 from hf_depthroute import DepthRouteCallback, DepthRouteTrainer
 from hf_depthroute.training.callbacks import RoutingCallback
 from hf_depthroute.training.every_trainer import install
+from hf_depthroute.training.record import remembered
 from hf_depthroute.training.trainer import RoutingArguments
 
 
@@ -89,3 +93,36 @@ def test_a_loop_without_the_routing_losses_is_warned() -> None:
         model(**batch)
         with torch.no_grad():
             model.eval()(**batch)
+
+
+class Stream(IterableDataset[Row]):
+    """Examples without a number of them."""
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(rows(4))
+
+
+class Unknowable(Stream):
+    """Whatever is asked of it but its examples raises."""
+
+    def __len__(self) -> int:
+        raise TypeError("the server does not say")
+
+    @property
+    def info(self) -> Any:
+        raise OSError("the server is gone")
+
+
+@pytest.mark.parametrize("cls", [Trainer, DepthRouteTrainer])
+@pytest.mark.parametrize("make", [lambda: ChainDataset([Stream(), Stream()]), Stream, Unknowable])
+def test_no_training_stops_for_a_fact_of_the_model_card(
+    make: Callable[[], Any], cls: type[Trainer], tmp_path: Path
+) -> None:
+    model = build_routed("llama")
+    trainer, _ = make_trainer(model, make(), tmp_path, cls, max_steps=2, accelerator_config={"dispatch_batches": False})
+    trainer.train()
+    record = remembered(model, "default").training
+    assert record is not None and record["hyperparameters"]["steps"] == 2
+    assert record["examples"] is None and record["dataset"] is None
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "README.md").is_file()

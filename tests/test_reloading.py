@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import build_base, logits, routed, tokens
+from models import CONFIGS, build_base, logits, randomised, routed, tokens
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from training import rows
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_depthroute import (
     DepthRouteConfig,
@@ -168,8 +169,54 @@ def test_an_adapter_of_resized_embeddings_loads(how: str, tmp_path: Path) -> Non
     assert all(".routing." in name for name in load_file(tmp_path / "adapter" / WEIGHTS_NAME))
     loaded = PeftModel.from_pretrained(resized(tmp_path / "base"), tmp_path / "adapter")
     assert torch.equal(logits(loaded), logits(model))
-    with pytest.raises(AdapterMismatchError, match="vocab_size is 70, this model has 64"):
+    with pytest.warns(UserWarning, match="made with vocab_size 70, this model has 64"):
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+
+
+def llama(tied: bool) -> Any:
+    config = CONFIGS["llama"][1]()
+    config.tie_word_embeddings = tied
+    return randomised(LlamaForCausalLM(config), "sdpa", torch.float32, 0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("rows", "multiple"), [(65, None), (65, 128), (40, None), (5, None)])
+@pytest.mark.parametrize("path", ["PeftModel.from_pretrained", "transformers", "reload"])
+def test_an_adapter_does_not_depend_on_the_vocabulary(
+    path: str, rows: int, multiple: int | None, tied: bool, tmp_path: Path
+) -> None:
+    """One more token, rows added to a multiple, fewer rows: it loads, says so, and routes as before."""
+    model = routed(llama(tied))
+    model.save_pretrained(tmp_path)
+    ids = tokens(2, 8) % rows
+    expected = model(input_ids=ids).logits[..., : min(rows, 64)]
+    base = llama(tied)
+    model = routed(base, seed=9) if path == "reload" else base
+    base.resize_token_embeddings(rows, pad_to_multiple_of=multiple, mean_resizing=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if path == "transformers":
+            base.load_adapter(str(tmp_path))
+        elif path == "reload":
+            model.load_adapter(tmp_path, "default")
+        else:
+            model = PeftModel.from_pretrained(base, tmp_path)
+    assert any("made with vocab_size 64, this model has" in str(warning.message) for warning in said)
+    torch.testing.assert_close(model.eval()(input_ids=ids).logits[..., : min(rows, 64)], expected, rtol=0, atol=1e-5)
+
+
+def test_a_grown_vocabulary_does_not_let_another_base_in(tmp_path: Path) -> None:
+    routed(build_base("llama")).save_pretrained(tmp_path)
+    other = build_base("llama", seed=5)
+    other.resize_token_embeddings(70, mean_resizing=False)
+    with pytest.raises(AdapterMismatchError, match="sampled weights differ"):
+        PeftModel.from_pretrained(other, tmp_path)
+    grown = build_base("llama")
+    grown.resize_token_embeddings(70, mean_resizing=False)
+    with torch.no_grad():
+        grown.get_input_embeddings().weight.mul_(3)
+    with pytest.raises(AdapterMismatchError, match=r"such as embeddings\.weight"):
+        PeftModel.from_pretrained(grown, tmp_path)
 
 
 def test_embeddings_that_are_asked_for_are_refused_and_the_earlier_save_stays(tmp_path: Path) -> None:

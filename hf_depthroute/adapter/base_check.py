@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -44,14 +45,15 @@ def allow_base_mismatch() -> Iterator[None]:
         _allowed.reset(token)
 
 
-def describe_base(model: Any, files: Iterable[Path] | None = None) -> dict[str, Any]:
+def describe_base(model: Any, files: Iterable[Path] | None = None, vocabulary: int | None = None) -> dict[str, Any]:
     """Architecture, sizes and sampled weights that an adapter depends on; saved with it.
 
-    With safetensors `files`, the weights are read there: `model` may be on the meta device.
+    With safetensors `files`, the weights are read there: `model` may be on the meta device. With `vocabulary`, the
+    embeddings are sampled where a model with that many rows has them sampled.
     """
     config = model.config
     read = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
-    sampled = sampled_weights(model) if files is None else stored_weights(model, files)
+    sampled = sampled_weights(model, vocabulary) if files is None else stored_weights(model, files, vocabulary)
     return {**{name: read(name) for name in _SIZES}, SAMPLED: sampled}
 
 
@@ -66,12 +68,18 @@ def remember_base(model: Any, config: Any) -> None:
 def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None = None) -> None:
     """Refuse a base that is not the one that `wanted`, from `describe_base`, describes.
 
+    Routers read hidden states: a vocabulary that has grown, shrunk or been padded is another base only if its other
+    weights are, and there is a warning.
+
     Raises:
         AdapterMismatchError: A size or a weight differs; or `files`, of which weights are to be read, hold none.
     """
-    here = describe_base(model, files)
+    vocabulary = wanted.get("vocab_size")
+    resized = type(vocabulary) is int and vocabulary > 0
+    here = describe_base(model, files, vocabulary if resized else None)
+    resized = resized and here["vocab_size"] != vocabulary
     for key, value in wanted.items():
-        if key == SAMPLED or (key == "vocab_size" and _allowed.get()):
+        if key == SAMPLED or (key == "vocab_size" and (resized or _allowed.get())):
             continue
         if key not in here or here[key] != value:
             raise AdapterMismatchError(
@@ -84,6 +92,11 @@ def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None 
     if _allowed.get():
         return
     common = [name for name in expected if name in here[SAMPLED]]
+    if resized and not common:
+        raise AdapterMismatchError(
+            f"this adapter was made for another base model: vocab_size is {vocabulary!r}, this model has "
+            f"{here['vocab_size']!r}, and no weight can be compared; accept it with hf_depthroute.allow_base_mismatch()"
+        )
     if files is not None and expected and not common:
         raise AdapterMismatchError(
             "none of the weights that tell this adapter's base model from others is in the base's safetensors files; "
@@ -93,12 +106,21 @@ def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None 
     if differing:
         raise AdapterMismatchError(
             f"this adapter was made for another base model: {len(differing)} of {len(common)} sampled weights differ, "
-            f"such as {differing[0]}; load its own base, or accept another with hf_depthroute.allow_base_mismatch()"
+            f"such as {differing[0]}; load its own base (a copy that was fine-tuned, or quantised and dequantised, is "
+            "another one), or accept this one with hf_depthroute.allow_base_mismatch()"
+        )
+    if resized:
+        warnings.warn(
+            f"this adapter was made with vocab_size {vocabulary}, this model has {here['vocab_size']}; its routers do "
+            "not depend on the vocabulary, so it loads",
+            stacklevel=2,
         )
 
 
-def sampled_weights(model: Any) -> dict[str, float]:
+def sampled_weights(model: Any, vocabulary: int | None = None) -> dict[str, float]:
     """One value of each weight of the first, the middle and the last decoder layer and of the embeddings, by name.
+
+    With `vocabulary`, the embeddings' value is the one that a model with that many rows is sampled at, if it is there.
 
     Adapter weights are not the base's; names are those that the base had without them. Left out is what cannot be
     read: offloaded, sharded and quantised weights.
@@ -110,11 +132,13 @@ def sampled_weights(model: Any) -> dict[str, float]:
             continue
         if getattr(weight, "_fsdp_flattened", False):  # FSDP1: this process's piece of it
             continue
-        found[name] = _rounded(data.reshape(-1)[_position(name, data.numel())])
+        position = _position(name, data.shape, vocabulary)
+        if position < data.numel():
+            found[name] = _rounded(data.reshape(-1)[position])
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def stored_weights(model: Any, files: Iterable[Path]) -> dict[str, float]:
+def stored_weights(model: Any, files: Iterable[Path], vocabulary: int | None = None) -> dict[str, float]:
     """`sampled_weights` of a model whose weights are in safetensors `files`, read without loading them.
 
     Left out is what the files have in another form: under another name or shape, or quantised.
@@ -128,9 +152,10 @@ def stored_weights(model: Any, files: Iterable[Path]) -> dict[str, float]:
             for stored in file.keys():  # noqa: SIM118
                 name, shape = wanted.get(stored.removeprefix(prefix), ("", None))
                 part = file.get_slice(stored)
-                if shape is None or tuple(part.get_shape()) != tuple(shape):
+                position = 0 if shape is None else _position(name, shape, vocabulary)
+                if shape is None or tuple(part.get_shape()) != tuple(shape) or position >= math.prod(shape):
                     continue
-                place = np.unravel_index(_position(name, math.prod(shape)), tuple(shape))
+                place = np.unravel_index(position, tuple(shape))
                 value = part[tuple(slice(int(index), int(index) + 1) for index in place)]
                 if value.dtype in _READABLE:
                     found[name] = _rounded(value)
@@ -147,9 +172,10 @@ def _sampled(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from sorted(_base_weights(prefix, module), key=lambda item: item[0])
 
 
-def _position(name: str, count: int) -> int:
-    """Which of a weight's `count` values is looked at."""
-    return int.from_bytes(name.encode()[-6:], "big") % count
+def _position(name: str, shape: torch.Size, vocabulary: int | None) -> int:
+    """Which of a weight's values is looked at; of the embeddings, that of a model with a vocabulary of that size."""
+    rows = vocabulary if vocabulary is not None and name.startswith("embeddings.") else shape[0]
+    return int.from_bytes(name.encode()[-6:], "big") % (rows * math.prod(shape[1:]))
 
 
 def _rounded(value: torch.Tensor) -> float:

@@ -21,7 +21,7 @@ from ..routing.misuse import FROZEN
 from .arguments import RoutingArguments
 from .log_lines import print_lines
 from .objective import RoutingObjective
-from .record import remember_training, training_record
+from .record import known, remember_training, training_record
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class RoutingCallback(TrainerCallback):
 
     def _remember(self, args: Any, state: Any, model: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         """Note the run so far with the model, for the card of a checkpoint or of the end."""
-        dataset = getattr(train_dataloader, "dataset", None)
+        dataset = known(lambda: train_dataloader.dataset)
         remember_training(model, training_record(args, state, model, dataset, time.time() - self.begun))
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -6,8 +6,9 @@ what was measured before worthless: the former forgets it, the latter shows in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, cast
 
 from torch import nn
@@ -79,23 +80,39 @@ def training_record(args: Any, state: Any, model: nn.Module, dataset: Any, secon
     """The record of a training so far, by the arguments and the state of its `transformers.Trainer`.
 
     The log's history is referred to, not copied. The Hub's id is read from `dataset` where `datasets` noted it;
-    `seconds` have passed since training began. What is remembered of a fit that training started from stays.
+    `seconds` have passed since training began. A fact that cannot be found out is left out. What is remembered of a fit
+    that training started from stays.
     """
     before = record_of(model)
     values = {name: getattr(args, name, None) for name in (*_ARGUMENTS, *(f.name for f in fields(RoutingArguments)))}
-    plain = {
-        n: v if isinstance(v, (int, float)) else str(getattr(v, "value", v)) for n, v in values.items() if v is not None
-    }
+    plain = {name: known(partial(_plain, value)) for name, value in values.items()}
     return {
-        "hyperparameters": plain | {"steps": state.global_step, "processes": args.world_size},
-        "dataset": _dataset_id(dataset),
-        "examples": len(dataset) if hasattr(dataset, "__len__") else None,
+        "hyperparameters": {name: value for name, value in plain.items() if value is not None}
+        | {"steps": state.global_step, "processes": args.world_size},
+        "dataset": known(partial(_dataset_id, dataset)),
+        "examples": known(partial(len, dataset)),
         "seconds": round(seconds, 1),
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "log_history": state.log_history,
         "versions": versions(),
         **({"fit": before["fit"]} if "fit" in before else {}),
     }
+
+
+def known(fact: Callable[[], Any]) -> Any:
+    """The result of `fact`, or None where it raises: no training stops for a line of the model card.
+
+    Datasets are anybody's code. A stream may have a `__len__` that raises, such as torch's `ChainDataset` over streams.
+    """
+    try:
+        return fact()
+    except Exception:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter as JSON holds it; None where it is not set."""
+    return value if value is None or isinstance(value, (int, float)) else str(getattr(value, "value", value))
 
 
 def _active(model: nn.Module) -> Run:
