@@ -2,8 +2,8 @@
 
 python recipes/tables.py
 
-The README has one row a study, `docs/results.md` the tables, `docs/how-to/pick-a-gate.md` the comparison of two gates,
-`fit_router` and `demo` a picture each.
+The README has the papers and six results, `docs/results.md` a row a study and the tables, `docs/how-to/pick-a-gate.md`
+the comparison of two gates, `fit_router` and `demo` a picture each. A number after ± is a standard error everywhere.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import headlines
 import numpy as np
 from aux_losses.paper.claims import judge
 from aux_losses.paper.values import fixed, spread, values
@@ -31,20 +33,26 @@ from token_selective import report as selective_report
 from vllm_load import report as vllm_report
 
 from hf_depthroute.files.markdown import markdown_table
-from hf_depthroute.report.intervals import tell_mean
+from hf_depthroute.report.claims import tell_states
+from hf_depthroute.report.intervals import MIN_SEEDS, tell_mean
 from hf_depthroute.report.study_results import StudyRuns, read_results
 
 RECIPES = Path(__file__).parent
 README = RECIPES.parent / "README.md"
 RESULTS_PAGE = RECIPES.parent / "docs" / "results.md"
 GATE_PAGE = RECIPES.parent / "docs" / "how-to" / "pick-a-gate.md"
+BRIEF = (
+    "A number after ± is a standard error: of a mean over seeds, or of a median over rounds. No quality figure is of a "
+    'model above 18 million weights; speed figures "at the shape" or "of the width" of a larger one are of random '
+    "weights. Times are of the processor that is named, and differ on others."
+)
 LEARNED = {"recoverability", "similarity", "oracle", "jepa", "linear"}  # kinds of `fit_router`
-RESULTS, GATES, NUMBERS = "results", "gates", "numbers"  # the names of the generated parts' markers
+RESULTS, GATES, PAPERS = "results", "gates", "papers"  # the names of the generated parts' markers
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What one study measured: a row of the README, and a section of the page of results."""
+    """What one study measured: a row and a section of the page of results."""
 
     title: str
     folder: str  # below recipes/
@@ -263,6 +271,7 @@ def compiled() -> list[str]:
 def on_gpu() -> list[str]:
     """The row operators' kernels on a GPU, in a model and alone."""
     result, alone = read("speed/h100.json"), read("speed/row_ops.json")
+    dense, taken, ratio = headlines.eager_decode(result)
     rows = []
     for m in timed_cases(result):
         for budget, row in m["budgets"].items():
@@ -281,7 +290,9 @@ def on_gpu() -> list[str]:
         "### On a GPU",
         "",
         f"{machine_of(result, 'bfloat16')}; the width of Llama-3-8B, all FFNs routed, routers in bfloat16; over the "
-        "fastest dense mode, of eager and, in decode, compiled with CUDA graphs:",
+        "fastest dense mode, of eager and, in decode, compiled with CUDA graphs. **Eager decoding takes "
+        f"{ratio:.1f} times the dense eager time** ({taken:.1f} ms against {dense:.1f}): launches are its time. Random "
+        "weights:",
         "",
         *markdown_table(["case", "budget", "run full", "dense, ms", "time / dense", "masked", "FLOPs / dense"], rows),
         "",
@@ -338,10 +349,12 @@ def speed() -> Study:
     times, flops = (
         [f"{half[case][key]:.3f}" for case in ("prefill", "decode")] for key in ("ratio", "flops_routed_over_dense")
     )
+    _, _, eager = headlines.eager_decode(read("speed/h100.json"))
     brief = (
-        f"12 of 24 FFNs at budget 0.5, bfloat16, {threads} CPU threads: prefill takes {times[0]} of the "
-        f"dense time at {flops[0]} of the FLOPs, decode of 8 sequences {times[1]} at {flops[1]}, on a CPU without "
-        "instructions for bfloat16"
+        f"12 of 24 FFNs at budget 0.5, random weights, bfloat16, {threads} threads of {results[0]['machine']['device']}"
+        f" (no instructions for bfloat16): prefill takes {times[0]} of the dense time at {flops[0]} of the FLOPs, "
+        f"decode of 8 sequences {times[1]} at {flops[1]}; on {read('speed/h100.json')['machine']['device']} eager "
+        f"decode of 1 sequence takes {eager:.1f} times the dense eager time"
     )
     section = [
         "Random weights at the shape of Qwen2.5-0.5B with a vocabulary of 32,000, "
@@ -380,23 +393,27 @@ def demo() -> Study:
     result = read("demo/results.json")
     costs, times = demo_report.cost_rows(result), {row[0]: row[1:] for row in demo_report.times(result)}
     half = next(row for row in costs if row[0] == "0.5")
+    machine, prefill = result["bench"]["machine"], result["bench"]["prefill"]["budgets"]["0.5"]
+    wide = result["bench_wide"]["prefill"]["budgets"]["0.5"]
     brief = (
         f"FFN budget {half[0]}, no training: loss over dense (share run) {half[2]}, {half[1]} with the best layers "
         f"left out; {half[3]} after {result['training']['arguments']['steps']} steps of the routers' branches; prefill "
-        f"takes {times[half[0]][0].split()[0]} of the dense time, with three layers of the width of Qwen2.5-0.5B and a "
-        f"vocabulary of 2,048 {times[half[0]][2].split()[0]}"
+        f"takes {with_error(prefill)} of the dense time ({machine['threads']} threads of {machine['device']} with AMX; "
+        "other processors differ); 18 million weights, one run"
     )
-    machine = result["bench"]["machine"]
     section = [
         "Loss over dense on the wider embedded base, with the share of FFN calls that ran; times over dense times, "
         "with the share that ran in them (in 48 steps of decode it can be far from the budget), of that base and of "
         "random weights: three layers of the width of Qwen2.5-0.5B, a vocabulary of 2,048. Chosen rows run in "
-        "slices, which makes each row cheaper and would do so in a dense model, too, which runs all rows at once. One "
+        "slices, which makes each row cheaper and would do so in a dense model, too, which runs all rows at once: at "
+        f"budget 0.5 the second model takes {wide['ratio']:.3f} of the time at {wide['flops_routed_over_dense']:.3f} "
+        "of the FLOPs. One "
         f"run, {machine['threads']} threads of {machine['device']}, {result['bench']['setting']['dtype']}.",
         "",
         *markdown_table(["budget", *demo_report.LINES], costs),
         "",
-        "Loss over dense of prompts in the same time; layers left out are taken to save their part of what leaving out "
+        "Loss over dense of prompts in the same time; the time of layers left out is modelled, not measured: they are "
+        "taken to save their part of what leaving out "
         "all routed FFNs saves, and their branches to cost nothing:",
         "",
         *markdown_table(["budget", "time / dense", *demo_report.LINES], demo_report.equal_time_rows(result)),
@@ -428,8 +445,7 @@ def aux_losses() -> Study:
         )
 
     def counted(one: StudyRuns) -> str:
-        words = Counter(verdict.word for verdict in judge(one)).most_common()
-        return ", ".join(f"{count} {word}" for word, count in words)
+        return tell_states(verdict.state for verdict in judge(one))
 
     def sized(one: StudyRuns) -> str:
         return f"{len(one.names)} configs x {len(one.seeds)} seeds"
@@ -454,7 +470,7 @@ def aux_losses() -> Study:
         f"{counted(short)}. [At a budget of 25 %](../recipes/aux_losses/budget_25/report.md), {sized(quarter)}: "
         f"{counted(quarter)}. [Variants](../recipes/aux_losses/variants/report.md), {sized(variants)}: "
         f"{counted(variants)}. [Pilots](../recipes/aux_losses/results/report.md), {pilot_size}: {counted(pilots)}. "
-        "Top-k loss in nats, mean ± standard deviation over seeds. A training step with the oracle takes "
+        "Top-k loss in nats, mean ± standard error over seeds. A training step with the oracle takes "
         f"{mlp[0]} of the time without it with the MLP gate, {jepa[0]} with the JEPA gate, and one with the JEPA gate "
         f"{gate[0]} of one with the MLP gate ({mlp[1]}, {jepa[1]} and {gate[1]} at that paper's shape).",
         "",
@@ -532,7 +548,7 @@ def moe() -> Study:
     brief = (
         f"half of the pairs of a base of {steps:,} steps, loss over the best static dropping at the same share: a "
         f"router per expert {behind['per_expert']}, a router per layer {behind['per_layer']}; prefill takes "
-        f"{rows[0][4]} and {rows[1][4]} of the dense time"
+        f"{rows[0][4]} and {rows[1][4]} of the dense time ({result['timing']['machine']['device']}, 1 thread)"
     )
     section = [
         f"A tiny mixture of experts that the recipe pretrains for {steps:,} steps (dense loss "
@@ -554,7 +570,7 @@ def static_at_share(row: str) -> float:
 
 
 def router_tuning() -> Study:
-    """Trained routers beside as many sublayers dropped, and the bytes that skipped sequences leave out."""
+    """Trained routers beside the best sublayers dropped, and the bytes that skipped sequences leave out."""
     result, cache = read("router_tuning/results.json"), read("router_tuning/kv_cache.json")
     seeds = len(tuning_report.cell(result, "attention", "sequence"))
     behind: dict[str, list[str]] = {}
@@ -562,7 +578,7 @@ def router_tuning() -> Study:
         found = tell_mean(tuning_report.over_dropping(result, target, granularity), sign="+")
         behind.setdefault(granularity, []).append(f"{found} ({target})")
     brief = (
-        f"only a linear gate trains, half runs, loss over dropping as many of the same sublayers ({seeds} seeds): "
+        f"only a linear gate trains, half runs, loss over the best sublayers dropped at that share ({seeds} seeds): "
         + "; ".join(f"per {granularity} {', '.join(said)}" for granularity, said in behind.items())
     )
     big = cache["llama_3_8b_64_x_2048"]
@@ -798,7 +814,7 @@ def peers() -> Study:
         "time of a prompt of 1,024 tokens over dense, half of them skipping in 6 of 12 layers: blocks, "
         f"{prompt['block']} (the MoD package {prompt['mod']}); attention, {prompt['attention']} (Router-Tuning's code "
         f"{prompt['router-tuning, attention']}); every token leaving after 6 layers by transformers' early exit, "
-        f"{prompt['early exit']}"
+        f"{prompt['early exit']} ({machine['device']}, {machine['threads']} threads, random weights)"
         "; of the routers, only ours both compute no skipped row and decode what they prefill"
     )
     section = [
@@ -836,10 +852,12 @@ def engram() -> Study:
     told = []
     for name, text in engram_report.TEXTS.items():
         steps, runs = next(iter(engram_report.by_steps(read(f"engram/{name}")).items()))
-        told.append(f"{steps:,} steps on {text}, {len(runs['memory'])} seeds: {over_memory(runs)}")
+        states = tell_states(row.state for row in engram_report.claims(runs))
+        found = over_memory(runs) if len(runs["memory"]) >= MIN_SEEDS else "too few to decide anything"
+        told.append(f"{steps:,} steps on {text}, {len(runs['memory'])} seeds: {found} (claims: {states})")
     brief = (
         "a Llama of width 128 and its memory from scratch; loss, and how well the gate tells where the memory helps "
-        f"(AUC), over the memory alone. {'. '.join(told)}"
+        f"(AUC), over the memory alone, ± standard errors. {'. '.join(told)}"
     )
     command = "python recipes/engram/run.py --size packages --kinds memory cgs"
     section = [
@@ -850,7 +868,7 @@ def engram() -> Study:
         "",
         *engram_report.by_text(engram_report.table),
         "",
-        "Differences within each seed; the intervals of each table hold with 95 % for all of it together.",
+        engram_report.DIFFERENCES,
         "",
         *engram_report.by_text(engram_report.differences),
     ]
@@ -862,52 +880,24 @@ def studies() -> list[Study]:
     return [*own, router_tuning(), lora(), aux_losses(), engram()]
 
 
-def results() -> dict[Path, str]:
-    """The results in brief for the README, and in full for the documentation."""
+def results() -> list[tuple[Path, str, list[str]]]:
+    """Page, marker and lines of every generated part but the gates': the README's, and the page of results."""
     found = studies()
-    rows = [[f"[{s.title}](recipes/{s.folder})", f"`{s.command}`", s.brief] for s in found]
-    sections = []
+    rows = [[f"[{s.title}](#{anchor(s.title)})", f"`{s.command}`", s.brief] for s in found]
+    sections = [BRIEF, "", *markdown_table(["study", "command", "what came out"], rows)]
     for s in found:
         made = f"From [`recipes/{s.folder}`](../recipes/{s.folder}/README.md), which has the exact commands."
         sections += ["", f"## {s.title}", "", made, "", *s.section]
-    return {
-        README: part(markdown_table(["study", "command", "what came out"], rows), RESULTS),
-        RESULTS_PAGE: part(sections[1:], RESULTS),
-    }
-
-
-def numbers_block() -> str:
-    """The three numbers of the README's first screen: half of all FFN calls, in quality and in time."""
-    points = fit_report.summary(read("fit_router/results.json")["wide"])
-    routed, static = points["mlp", 2], points["static", 2]
-    phases = [row for row in read("fit_router/phases.json")["rows"] if row["keep"] == 0.5]
-    behind = [row["prefill"]["more"] for row in phases]
-    demo = read("demo/results.json")
-    setting, machine = demo["bench"]["setting"], demo["bench"]["machine"]
-
-    def taken(bench: str, budget: str) -> str:
-        row = demo[bench]["prefill"]["budgets"][budget]
-        return f"{row['ratio']:.2f} ± {row['ratio_error']:.2f}"
-
-    lines = [
-        f"* **Loss**: without any training, routers that skip {1 - routed['share']:.0%} of all FFN calls add "
-        f"{routed['more']:.3f} ± {routed['error']:.3f} nats to a small Llama's loss; the best "
-        f"{1 - static['share']:.0%} of its FFNs left out for every token {static['more']:.3f} ± {static['error']:.3f} "
-        f"(`python recipes/fit_router/run.py`; seeds: {routed['seeds']}).",
-        f'* **Prompts**: where only the prompt is routed that way (`phases="prefill"`), the text behind it loses '
-        f"{tell_mean(behind)} nats (`python recipes/fit_router/phases.py`; "
-        f"seeds: {len(phases)}).",
-        f"* **Time**: its prompts take {taken('bench', '0.5')} of the dense time at budget 0.5 and "
-        f"{taken('bench', '0.25')} at 0.25; those of three layers of the width of Qwen2.5-0.5B, "
-        f"random weights and a vocabulary of 2,048, {taken('bench_wide', '0.5')} and {taken('bench_wide', '0.25')} "
-        f"(`make demo`; {setting['dtype']}, {machine['threads']} CPU threads, medians of {setting['repeats']} rounds).",
+    return [
+        (README, PAPERS, headlines.papers()),
+        (README, RESULTS, headlines.results()),
+        (RESULTS_PAGE, RESULTS, sections),
     ]
-    return part(lines, NUMBERS)
 
 
-def gate_block() -> str:
-    """The comparison of gates in the documentation."""
-    return part(gate_comparison(), GATES)
+def anchor(title: str) -> str:
+    """The link to a heading, as GitHub makes it."""
+    return re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
 
 
 def draw() -> None:
@@ -923,12 +913,17 @@ def draw() -> None:
     demo_report.plot_quality(RECIPES / "demo" / "quality.png", demo)
 
 
+def parts() -> list[tuple[Path, str]]:
+    """Every page with a part as it must stand there, markers included."""
+    found = [*results(), (GATE_PAGE, GATES, gate_comparison())]
+    return [(page, part(lines, name)) for page, name, lines in found]
+
+
 def main() -> None:
-    parts = [(page, RESULTS, written) for page, written in results().items()]
-    parts += [(GATE_PAGE, GATES, gate_block()), (README, NUMBERS, numbers_block())]
-    for page, name, written in parts:
-        head, rest = page.read_text().split(f"<!-- {name} -->")
-        page.write_text(head + written + rest.split(f"<!-- /{name} -->")[-1])
+    for page, written in parts():
+        first, *_, last = written.splitlines()
+        head, rest = page.read_text().split(first)
+        page.write_text(head + written + rest.split(last)[-1])
     draw()
 
 

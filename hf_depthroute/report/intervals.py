@@ -1,6 +1,7 @@
 """Means over seeds with an interval of Student's t, and what they say to a statement.
 
-The intervals are as wide as makes several statements hold at once (Bonferroni).
+Every difference has two intervals: one that holds with 95 % for all statements of a table together (Bonferroni), which
+decides, and one that holds with 95 % for this statement alone, which is shown next to it.
 """
 
 from __future__ import annotations
@@ -8,20 +9,30 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIN_SEEDS = 3  # with fewer, a spread says nothing
-HOLDS, OPPOSITE, OPEN = "holds", "opposite", "open"
+AGREES, DISAGREES, OPEN, NOT_RUN = "agrees", "disagrees", "open", "not run"
+STATES = (AGREES, DISAGREES, OPEN, NOT_RUN)  # of a claim; no other word stands for a verdict
+EVERYWHERE = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean over the seeds and the interval around it; unbounded with fewer than `MIN_SEEDS`."""
+    """Mean over the seeds and the intervals around it, which are unbounded with fewer than `MIN_SEEDS`.
+
+    Attributes:
+        seeds: Their number.
+        mean: The mean of one number per seed.
+        low, high: The interval that holds together with those of the other statements.
+        alone: The interval of this statement alone.
+    """
 
     seeds: int
     mean: float
     low: float
     high: float
+    alone: tuple[float, float] = EVERYWHERE
 
     def sign(self) -> int:
         """-1 where the whole interval is below zero, 1 where it is above, else 0."""
@@ -33,13 +44,19 @@ class Interval:
     def outside(self, low: float, high: float) -> bool:
         return self.high < low or high < self.low
 
+    def by_itself(self) -> Interval:
+        """The same mean with the interval of this statement alone."""
+        return replace(self, low=self.alone[0], high=self.alone[1])
+
     def tell(self, show: Callable[[float], str] = "{:+.4f}".format) -> str:
-        """`-0.0200 (-0.0300 to -0.0100), 3 seeds`."""
+        """`-0.0200 (-0.0300 to -0.0100; alone -0.0250 to -0.0150), 3 seeds`."""
         if not self.seeds:
             return "no common seed"
         if self.seeds < MIN_SEEDS:
             return f"{show(self.mean)}, only {self.seeds} common seed{'s' * (self.seeds > 1)}"
-        return f"{show(self.mean)} ({show(self.low)} to {show(self.high)}), {self.seeds} seeds"
+        together, alone = (f"{show(low)} to {show(high)}" for low, high in ((self.low, self.high), self.alone))
+        told = together if together == alone else f"{together}; alone {alone}"
+        return f"{show(self.mean)} ({told}), {self.seeds} seeds"
 
 
 def tell_mean(values: Iterable[float], digits: int = 3, sign: str = "") -> str:
@@ -50,29 +67,30 @@ def tell_mean(values: Iterable[float], digits: int = 3, sign: str = "") -> str:
 
 
 def interval(numbers: Sequence[float], statements: int = 1) -> Interval:
-    """The interval around the mean of one number per seed, with 95 % for `statements` such intervals together."""
+    """The intervals around the mean of one number per seed, one of them for `statements` such intervals together."""
     if len(numbers) < MIN_SEEDS:
-        return Interval(len(numbers), statistics.fmean(numbers) if numbers else 0.0, -math.inf, math.inf)
+        return Interval(len(numbers), statistics.fmean(numbers) if numbers else 0.0, *EVERYWHERE)
     from scipy.stats import t as student
 
     error = statistics.stdev(numbers) / math.sqrt(len(numbers))
-    reach = float(student.isf(0.05 / statements / 2, len(numbers) - 1)) * error
     centre = statistics.fmean(numbers)
-    return Interval(len(numbers), centre, centre - reach, centre + reach)
+    both = [error * float(student.isf(0.05 / count / 2, len(numbers) - 1)) for count in (statements, 1)]
+    (low, high), alone = ((centre - reach, centre + reach) for reach in both)
+    return Interval(len(numbers), centre, low, high, alone)
 
 
 def answer(found: Interval, expected: str, margin: float = 0.0) -> str:
-    """Whether a difference is what a statement says: HOLDS, OPPOSITE or OPEN.
+    """Whether a difference is what a statement says: AGREES, DISAGREES or OPEN.
 
     Args:
         found: The difference.
-        expected: `"lower"`, `"higher"`, `"equal"` (within the margin; the opposite is outside of it) or `"not higher"`
+        expected: `"lower"`, `"higher"`, `"equal"` (within the margin; outside of it is the opposite) or `"not higher"`
             (than the margin).
         margin: What counts as equal.
     """
     if expected == "equal":
-        return HOLDS if found.inside(-margin, margin) else OPPOSITE if found.outside(-margin, margin) else OPEN
+        return AGREES if found.inside(-margin, margin) else DISAGREES if found.outside(-margin, margin) else OPEN
     if expected == "not higher":
-        return HOLDS if found.high <= margin else OPPOSITE if found.low > margin else OPEN
+        return AGREES if found.high <= margin else DISAGREES if found.low > margin else OPEN
     direction = {"lower": -1, "higher": 1}[expected]
-    return {direction: HOLDS, -direction: OPPOSITE, 0: OPEN}[found.sign()]
+    return {direction: AGREES, -direction: DISAGREES, 0: OPEN}[found.sign()]

@@ -17,9 +17,8 @@ from .study_results import StudyRuns, dump_results, number, read_results
 LOSSES = {"best": "best", "avg_first_half": "avg first half", "avg_whole": "avg whole", "endpoint": "endpoint"}
 _SUFFIXES = {"mean": "", "std": "std", "sem": "se"}  # of the columns of `summarize`
 _LEGEND = (
-    "Validation losses in nats, under the training rule: mean ± sample standard deviation over the seeds; the last "
-    "column is the standard error of the endpoint's mean. avg first half and avg whole: mean over the evaluations "
-    "after step 0. Tokens are those of training."
+    "Validation losses in nats, under the training rule: mean ± standard error over the seeds. avg first "
+    "half and avg whole: mean over the evaluations after step 0. Tokens are those of training."
 )
 
 
@@ -88,9 +87,9 @@ def loss_table(study: StudyRuns, frame: pd.DataFrame) -> pd.DataFrame:
         row = {"config": study.label(str(name)), "seeds": f"{values['seeds']:.0f}"}
         row |= {key: _cell(values, key, ",.0f") for key in ("steps", "tokens")}
         for key, title in LOSSES.items():  # the value alone where all seeds have the same, or there is one
-            std = values.get(f"{key} std", math.nan)
-            row[title] = _cell(values, key, ".4f") + (f" ± {std:.4f}" if std > 0 else "")
-        rows.append({**row, "standard error": _cell(values, "endpoint se", ".4f")})
+            error = values.get(f"{key} se", math.nan)
+            row[title] = _cell(values, key, ".4f") + (f" ± {error:.4f}" if error > 0 else "")
+        rows.append(row)
     table = pd.DataFrame(rows)
     return table.loc[:, (table != "-").any()]
 

@@ -104,8 +104,11 @@ def training_ffn_ratio(
     oracle_interval: int = 5,
     cgs_interval: int | None = None,
     distilled: bool = False,
+    targets: float = 0.0,
 ) -> float:
     """Cost of a training step in the paper's accounting: full FFNs per token, mean over the C routed layers.
+
+    The paper also counts the target projection of the JEPA loss; studies leave it out (`targets` 0).
 
     With `b = branch/FFN`, `g = gate/FFN` and `s = rho + (1 - rho) b + g`, the cost of one layer on one stream that
     follows the gate:
@@ -115,6 +118,7 @@ def training_ffn_ratio(
         + [C (1 + b + g) + C(C-1) s] / C / interval                 oracle "on_policy"
         + [C (1 + b + g) + (C-1) s] / C / cgs_interval              counterfactual gate supervision
         + 1                                                         distillation: the dense teacher
+        + targets                                                   target projection of both paths
 
     A refresh of `"all_full"` labels runs one trunk with every layer full, which is also every layer's full fork, and
     one cheap fork per layer, which runs full in all later layers: `C(C-1)/2` of them. `"on_policy"` needs both paths on
@@ -130,10 +134,11 @@ def training_ffn_ratio(
         oracle_interval: Steps between refreshes of the labels.
         cgs_interval: Steps between counterfactual supervisions; None without.
         distilled: Whether a dense teacher runs on every step.
+        targets: Weights of the target projection, once for each path, over those of the FFN.
     """
     step = 1 + branch + gate
     later = layers - 1  # per layer, half of them on average
     follow = budget + (1 - budget) * branch + gate
     refresh = {"none": 0.0, "all_full": 1 + branch + later / 2, "on_policy": step + later * follow}[oracle]
     supervision = 0.0 if cgs_interval is None else (step + later * follow / layers) / cgs_interval
-    return step + refresh / oracle_interval + supervision + float(distilled)
+    return step + refresh / oracle_interval + supervision + float(distilled) + targets

@@ -31,7 +31,7 @@ def main(words: list[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     losses = loss_table(study)
     print_table(tuple(losses.columns), [tuple(row) for row in losses.rows])
-    print_table(("verdict", "claim"), [(verdict.word, verdict.statement) for verdict in verdicts])
+    print_table(("verdict", "claim"), [(verdict.state, verdict.statement) for verdict in verdicts])
     print(*filter(None, [count_missing(study), folder / "report.html"]), sep="\n")
 
 

@@ -85,7 +85,8 @@ def section(results: dict[str, Any], times: dict[str, Any]) -> list[str]:
     machine = times["machine"]
     timed = (
         f"Time with two FFNs left out, over that with the default rank ({machine['device']}, {machine['threads']} "
-        f"threads, float32, medians of {times['rounds']} rounds); a prompt is 4 rows of 256 tokens, decoding 32 steps "
+        f"threads, float32, medians of {times['rounds']} rounds ± standard errors); a prompt is 4 rows of 256 "
+        "tokens, decoding 32 steps "
         "of one sequence:"
     )
     return [COMPARED, "", *branch_table(results), "", timed, "", *branch_times(times)]

@@ -39,6 +39,7 @@ TITLES = {
 }  # fmt: skip
 
 TRAINED = "After training, in steps of 8 x 128 tokens:"
+ERRORS = "A number after ± is a standard error, of a mean over seeds (their number) or of a median over rounds."
 TUNED = "Where learning rates were chosen, two layers' worth of calls skipped, one seed, on the text to choose on:"
 
 
@@ -216,19 +217,21 @@ def draw_time(found: dict[str, Any], time: Callable[[str, float], float], path: 
         rows = sorted((row["share"], row["more"], row["error"]) for (k, _), row in points.items() if k == kind)
         x, more, error = zip(*rows, (1.0, 0.0, 0.0))
         for axis, places in zip(panels, (x, [time(kind, share) for share in x])):
-            axis.errorbar(places, more, yerr=error, marker="o", capsize=2, color=color, label=KINDS[kind])
+            modelled = ", time modelled" if axis is panels[1] and kind == "static" else ""
+            label = f"{KINDS[kind]}{modelled}"
+            axis.errorbar(places, more, yerr=error, marker="o", capsize=2, color=color, label=label)
     for axis, label in zip(panels, ("share of the FFN calls run", "time of a prompt / dense time")):
         axis.plot(1.0, 0.0, marker="*", markersize=12, color="black", linestyle="", label="dense")
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
+        axis.legend()
     panels[0].set_ylabel("loss over the dense base, nats")
-    panels[0].legend()
     write_bytes(path, png_of(figure, dpi=130))
 
 
 def page(results: dict[str, Any], phases: dict[str, Any]) -> str:
     """`results.md`."""
-    parts = ["Without training:", "", *table(results), ""]
+    parts = [ERRORS, "", "Without training:", "", *table(results), ""]
     if any(summary(found, trained=True) for found in results.values()):
         parts += [TRAINED, "", *table(results, trained=True), ""]
     parts += [TUNED, "", *tuning_table(results), ""]

@@ -13,7 +13,8 @@ from typing import Any
 
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import write_text
-from hf_depthroute.report.intervals import answer, interval, tell_mean
+from hf_depthroute.report.claims import Judged, claims_table, judge
+from hf_depthroute.report.intervals import tell_mean
 
 HERE = Path(__file__).parent
 EQUAL = 0.005  # nats; differences up to this count as none
@@ -44,7 +45,7 @@ def lines(results: dict[str, Any]) -> list[str]:
         f"{setting['steps']} steps of {setting['batch']} x {setting['length']} tokens each; mean ± standard error of "
         f"{len(seeds)} seeds. Training: processor time of one core."
     )
-    return [*markdown_table(head, rows), "", note, "", *claims_table(results)]
+    return [*markdown_table(head, rows), "", note, "", *claims_table(claims(results))]
 
 
 def page(results: dict[str, Any]) -> str:
@@ -52,13 +53,13 @@ def page(results: dict[str, Any]) -> str:
     return "\n".join([*lines(results), ""])
 
 
-def claims_table(results: dict[str, Any]) -> list[str]:
+def claims(results: dict[str, Any]) -> list[Judged]:
     """Table 7 of Router-Tuning: what routing costs LoRA, within each seed."""
 
     def share(way: str) -> str:
         return f"{statistics.mean(seed[way]['share'] for seed in results['seeds'].values()):.2f}"
 
-    claims = [
+    stated = [
         ("LoRA with Router-Tuning loses nothing over LoRA", "-0.1 points", "joint_router_tuning", "lora", "not higher"),
         (f"LoRA with Router-Tuning is better than Router-Tuning alone ({share('joint_router_tuning')} and "
          f"{share('router_tuning')} run)", "+1.4 points", "joint_router_tuning", "router_tuning", "lower"),
@@ -67,11 +68,10 @@ def claims_table(results: dict[str, Any]) -> list[str]:
          "joint", "two_step", "lower"),
     ]  # fmt: skip
     rows = []
-    for claim, paper, one, other, expected in claims:
+    for claim, paper, one, other, expected in stated:
         differences = [seed[one]["loss"] - seed[other]["loss"] for seed in results["seeds"].values()]
-        found = interval(differences, len(claims))
-        rows.append([claim, paper, found.tell(), answer(found, expected, EQUAL)])
-    return markdown_table(["claim", "paper", "loss, difference (95 % of all)", "verdict"], rows)
+        rows.append(judge(f"{claim} (loss)", paper, differences, expected, len(stated), EQUAL))
+    return rows
 
 
 def main() -> None:

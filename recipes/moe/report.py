@@ -22,9 +22,10 @@ from route import BASE, BUDGETS, DROPPED, SEEDS, name_of, specs
 from route import CAPACITY_WEIGHT as ROUTER_CAPACITY_WEIGHT
 from route import LEARNING_RATE as ROUTER_LEARNING_RATE
 from route import STEPS as ROUTER_STEPS
-from verdicts import balance_claims, dropped_at, imbalance
+from verdicts import balance_claims, imbalance, strongest_at
 
 from hf_depthroute.files.markdown import markdown_table
+from hf_depthroute.report.claims import claims_table
 from hf_depthroute.report.intervals import tell_mean
 
 TITLES = {"per_expert": "router per expert", "per_layer": "router per layer", "random": "random routing"}
@@ -61,11 +62,6 @@ def collect(work: Path, known: dict[str, Any]) -> dict[str, Any]:
             "learning_rate": ROUTER_LEARNING_RATE, "capacity_weight": ROUTER_CAPACITY_WEIGHT, "seeds": len(SEEDS),
         }  # fmt: skip
     return known
-
-
-def static_loss(result: dict[str, Any], share: float) -> float:
-    """The loss of dropping experts at a share of pairs; the better choice."""
-    return min(dropped_at(result, method, share) for method in DROPPED)
 
 
 def runs_of(result: dict[str, Any], method: str, budget: float | None = None) -> list[dict[str, Any]]:
@@ -127,7 +123,7 @@ def routing_table(result: dict[str, Any]) -> list[str]:
         shares = [run["share"] for run in runs]
         ratio = ratios[name_of({"method": method, "budget": budget, "seed": 0})]
         losses = tell_mean([run["loss"] for run in runs])
-        rival = static_loss(result, statistics.mean(shares))
+        rival = strongest_at(result, statistics.mean(shares))
         rows.append([f"{title}, {budget}", losses, tell_mean(shares), f"{rival:.3f}", f"{ratio:.2f}"])
     for method, title in STATIC.items():
         for run in runs_of(result, method):
@@ -166,7 +162,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         *capacity_table(result),
         "",
-        *balance_claims(result),
+        *claims_table(balance_claims(result)),
         "",
         f"## Routing the experts of the base with {BASES[routed['variant']]}, {routed['steps']:,} steps",
         "",

@@ -19,6 +19,7 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 HERE = Path(__file__).parent
+ERRORS = "Times are over the dense model's; a number after ± is a standard error of a median over rounds."
 LABELS = {
     "dense, 4.40": "dense, transformers 4.40", "mod": "MoD package, blocks",
     "router-tuning, attention": "Router-Tuning's code, attention", "router-tuning, ffn": "Router-Tuning's code, FFNs",
@@ -66,9 +67,14 @@ def draw(systems: Mapping[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def page(systems: dict[str, Any]) -> str:
+    """`results.md`."""
+    return "\n".join([*table(systems), "", ERRORS, ""])
+
+
 def main() -> None:
     systems = json.loads((HERE / "results.json").read_text())["systems"]
-    write_text(HERE / "results.md", "\n".join([*table(systems), ""]))
+    write_text(HERE / "results.md", page(systems))
     draw(systems, HERE / "results.png")
 
 

@@ -69,8 +69,8 @@ LAYOUTS = (
         ("g1", "g3", "a3_g3", "a3_g1", "g1_8e3", "g3_8e3", "a3_g3_8e3", "a3_g1_8e3"),
         (*LOSSES, "hits", "grad norm", "gate prob", "train cost (paper)", "wall (s)", "CPU (s)"),
         needs=("a3_g1", "a3_g3"),
-        note="Paper: best 5.0636 (G1), 5.0614 (G3), 5.0597 (A3-G3), 5.0589 (A3-G1); cost 1.513, 1.527, 1.068, 1.054; "
-        "wall 2.87 h (G3), 1.75 h (A3-G3).",
+        note="Paper: best 5.0636 (G1), 5.0614 (G3), 5.0597 (A3-G3), 5.0589 (A3-G1); cost 1.513, 1.527, 1.068, 1.054, "
+        "target projection included; wall 2.87 h (G3), 1.75 h (A3-G3).",
     ),
     Layout(
         "table-5",

@@ -11,35 +11,23 @@ from pathlib import Path
 
 from hf_depthroute.files.markdown import markdown_table, markdown_text
 from hf_depthroute.files.staged import write_files
+from hf_depthroute.report.claims import tell_states
+from hf_depthroute.report.intervals import AGREES, DISAGREES, OPEN
 from hf_depthroute.report.study_results import StudyRuns, dump_results, read_results
 from hf_depthroute.report.study_table import study_facts, study_notes, study_title
 
-from .claims import (
-    CONTRADICTED,
-    NOT_COMPARABLE,
-    REPRODUCED,
-    REVERSED,
-    SOURCES,
-    SUPPORTED,
-    UNDETECTABLE,
-    Verdict,
-    judge,
-    untested,
-)
+from .claims import SOURCES, Verdict, judge, untested
 from .plots import Plot, plot_study
 from .rules import describe_rules
 from .tables import ALL_LOSSES, Table, build_tables
 from .values import significant, uneven_times
 
 # A symbol besides the colour; the word stands next to it.
-SYMBOLS = {REPRODUCED: "✓", SUPPORTED: "✓", REVERSED: "✗", CONTRADICTED: "✗", NOT_COMPARABLE: "≠", UNDETECTABLE: "○"}
-_KINDS = {
-    REPRODUCED: "yes", SUPPORTED: "yes", REVERSED: "no", CONTRADICTED: "no",
-    NOT_COMPARABLE: "open", UNDETECTABLE: "open",
-}  # fmt: skip
+SYMBOLS = {AGREES: "✓", DISAGREES: "✗", OPEN: "○"}
+_KINDS = {AGREES: "yes", DISAGREES: "no", OPEN: "open"}  # classes of the page's style
 _LEGEND = (
-    "Losses are validation losses in nats, under the training rule (top-k). Tables show mean ± sample standard "
-    "deviation over seeds. avg first half and avg whole: mean over the evaluations after step 0. hit: first evaluation "
+    "Losses are validation losses in nats, under the training rule (top-k). Tables show mean ± standard error "
+    "over seeds. avg first half and avg whole: mean over the evaluations after step 0. hit: first evaluation "
     "under the threshold. grad norm: mean over training. q distance, q cosine, score variance, gate prob: last tenth "
     "of training, mean over routed layers. oracle AUC: the gate probability against the sign of the counterfactual "
     "difference."
@@ -126,7 +114,7 @@ def _verdict_lines(study: StudyRuns, verdicts: Sequence[Verdict]) -> list[str]:
     for group, members in _groups(verdicts):
         lines += [f"### {markdown_text(group)}", ""]
         lines += [
-            f"* {SYMBOLS[v.word]} **{v.word}**: {markdown_text(v.statement)} {markdown_text(v.sentence)}"
+            f"* {SYMBOLS[v.state]} **{v.state}**: {markdown_text(v.statement)} {markdown_text(v.sentence)}"
             for v in members
         ]
         lines.append("")
@@ -161,11 +149,8 @@ def _notes(study: StudyRuns) -> list[str]:
 
 
 def _counts(verdicts: Sequence[Verdict]) -> str:
-    words = [verdict.word for verdict in verdicts]
-    order = (REPRODUCED, REVERSED, NOT_COMPARABLE, SUPPORTED, CONTRADICTED)
-    claims = ", ".join(f"{words.count(w)} {w}" for w in order if w in words)
-    rest = f"{words.count(UNDETECTABLE)} {UNDETECTABLE}"
-    return f"{len(words)} claims and open questions {SOURCES}: {', '.join(filter(None, [claims, rest]))}."
+    states = tell_states(verdict.state for verdict in verdicts)
+    return f"{len(verdicts)} claims and open questions {SOURCES}: {states}."
 
 
 def _groups(verdicts: Sequence[Verdict]) -> list[tuple[str, list[Verdict]]]:

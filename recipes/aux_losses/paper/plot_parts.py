@@ -71,10 +71,10 @@ def draw_mean(
     """A mean with its shade; on a log axis the shade ends at `floor` times the mean."""
     color, style = style_of(name, names)
     axes.plot(curve.index, curve["mean"], color=color, ls=style, lw=1.8, label=short_label(study, name))
-    low = curve["mean"] - curve["std"]
+    low = curve["mean"] - curve["error"]
     if floor > 0:
         low = low.clip(lower=curve["mean"] * floor)
-    axes.fill_between(curve.index, low, curve["mean"] + curve["std"], color=color, alpha=0.18, lw=0)
+    axes.fill_between(curve.index, low, curve["mean"] + curve["error"], color=color, alpha=0.18, lw=0)
 
 
 def present(series: Mapping[str, Sequence[Any]], key: str) -> tuple[list[float], list[float]]:
@@ -84,13 +84,13 @@ def present(series: Mapping[str, Sequence[Any]], key: str) -> tuple[list[float],
 
 
 def mean_curve(study: StudyRuns, name: str, kind: str, key: str) -> pd.DataFrame:
-    """`mean` and `std` over seeds, by the steps that all seeds have."""
+    """`mean` and its standard `error` over seeds, by the steps that all seeds have."""
     curves = [pd.Series(dict(zip(*present(getattr(run, kind), key)))) for run in study.runs.get(name, {}).values()]
     curves = [curve for curve in curves if len(curve)]
     if not curves:
-        return pd.DataFrame(columns=["mean", "std"], dtype=float)
+        return pd.DataFrame(columns=["mean", "error"], dtype=float)
     seeds = pd.concat(curves, axis="columns", join="inner").sort_index()
-    return pd.DataFrame({"mean": seeds.mean(axis="columns"), "std": seeds.std(axis="columns").fillna(0.0)})
+    return pd.DataFrame({"mean": seeds.mean(axis="columns"), "error": seeds.sem(axis="columns").fillna(0.0)})
 
 
 def rolling(curve: pd.DataFrame) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from .curves import draw_gradients, draw_learning
 from .layouts import UTIL_SWEEP
 from .plot_parts import COLORS, STYLES, core_configs, make_figure, name_rows, present, short_label, style_of
 from .tables import setting_value
-from .values import METRIC_NAMES, layers, mean, std, training_clock, values
+from .values import METRIC_NAMES, error, layers, mean, training_clock, values
 
 _LAYER_MARKERS = "osD^vP*X"
 _DPI = 110
@@ -69,7 +69,7 @@ def draw_util_sweep(study: StudyRuns) -> tuple[Any, list[str]]:
         axes.errorbar(
             [w for w, _ in points],
             [mean(losses) for _, losses in points],
-            yerr=[std(losses) for _, losses in points],
+            yerr=[error(losses) for _, losses in points],
             color="#0072b2", marker="o", capsize=3, label="util at this weight, with rank",
         )  # fmt: skip
         for w, losses in points:
@@ -77,7 +77,7 @@ def draw_util_sweep(study: StudyRuns) -> tuple[Any, list[str]]:
         without = list(values(study, "a3_g3", metric).values())
         if without:
             axes.axhline(mean(without), color="#009e73", ls="--", label="A3-G3: neither util nor rank")
-            low, high = mean(without) - std(without), mean(without) + std(without)
+            low, high = mean(without) - error(without), mean(without) + error(without)
             axes.axhspan(low, high, color="#009e73", alpha=0.15, lw=0)
         axes.set(xlabel="weight of the util loss", title=title)
     panels[0].set_ylabel("validation loss (nats)")
@@ -125,7 +125,7 @@ def draw_auc(study: StudyRuns) -> tuple[Any, list[str]]:
             axes.errorbar(
                 [mean(v) for _, v in points],
                 [row + offset for row, _ in points],
-                xerr=[std(v) for _, v in points],
+                xerr=[error(v) for _, v in points],
                 ls="none", ms=4.5, elinewidth=1,
                 color=COLORS[index % len(COLORS)],
                 marker=_LAYER_MARKERS[index % len(_LAYER_MARKERS)],
@@ -197,8 +197,8 @@ def draw_cost(study: StudyRuns) -> tuple[Any, list[str]]:
             axes.errorbar(
                 [mean(seconds) for seconds, _ in drawn],
                 [mean(losses) for _, losses in drawn],
-                xerr=[std(seconds) for seconds, _ in drawn],
-                yerr=[std(losses) for _, losses in drawn],
+                xerr=[error(seconds) for seconds, _ in drawn],
+                yerr=[error(losses) for _, losses in drawn],
                 fmt="o" if group is close else "s", color=color, ecolor="0.82", elinewidth=1, ms=5, zorder=3,
             )  # fmt: skip
         axes.set(ylabel="endpoint validation loss (nats)")
@@ -225,18 +225,18 @@ def draw_cost(study: StudyRuns) -> tuple[Any, list[str]]:
 FIGURES: dict[str, tuple[str, str, Callable[[StudyRuns], tuple[Any, list[str]]]]] = {
     "learning": (
         "Validation loss over training",
-        "Lines are means over seeds, shades one standard deviation; the grey band is the G3 endpoint ± {margin}. "
+        "Lines are means over seeds, shades one standard error; the grey band is the G3 endpoint ± {margin}. "
         "Step 0 is left out.",
         draw_learning,
     ),
     "gradients": (
         "Gradient norm over training",
-        "Means over seeds of a rolling mean over 5 % of the run, on a log axis; shades are one standard deviation.",
+        "Means over seeds of a rolling mean over 5 % of the run, on a log axis; shades are one standard error.",
         draw_gradients,
     ),
     "util_sweep": (
         "Loss against the weight of the util loss",
-        "Bars are one standard deviation over seeds, dots are seeds. The dashed line has neither util nor rank.",
+        "Bars are one standard error over seeds, dots are seeds. The dashed line has neither util nor rank.",
         draw_util_sweep,
     ),
     "policies": (
@@ -246,7 +246,7 @@ FIGURES: dict[str, tuple[str, str, Callable[[StudyRuns], tuple[Any, list[str]]]]
     ),
     "oracle_auc": (
         "Oracle AUC per layer",
-        "Means over seeds, bars one standard deviation; the dashed line is chance.",
+        "Means over seeds, bars one standard error; the dashed line is chance.",
         draw_auc,
     ),
     "gate_probability": (
@@ -256,7 +256,7 @@ FIGURES: dict[str, tuple[str, str, Callable[[StudyRuns], tuple[Any, list[str]]]]
     ),
     "cost": (
         "Training time and endpoint loss",
-        "Means over seeds, bars one standard deviation. Lower left is better.",
+        "Means over seeds, bars one standard error. Lower left is better.",
         draw_cost,
     ),
 }

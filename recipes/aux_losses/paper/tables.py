@@ -89,7 +89,7 @@ def build_tables(study: StudyRuns) -> list[Table]:
 
 
 def loss_table(study: StudyRuns) -> Table:
-    """The losses of every config that has a finished run: mean ± spread over its seeds, and how many there are."""
+    """The losses of every config with a finished run: mean ± standard error over its seeds, and their number."""
     names = [name for name in study.names if name in study.runs]
     return build(study, Layout("losses", "Losses", names, LOSSES, names))
 
@@ -175,7 +175,8 @@ def _general_tables(study: StudyRuns) -> Iterator[Table]:
             sorted(names, key=lambda name: mean(list(values(study, name, training_clock(study)).values()) or [0.0])),
             cost,
             needs=names,
-            note="Accounting: full FFNs per token and routed layer, weights only. Wall and CPU: optimizer "
+            note="Accounting: full FFNs per token and routed layer, weights only, without the "
+            "target projection, which the paper counts. Wall and CPU: optimizer "
             "steps only, no evaluation; the median step leaves out what comes every few steps, as the oracle does. "
             "Sorted by CPU time, or by wall on a GPU.",
         ),

@@ -27,7 +27,6 @@ METRIC_NAMES = {
     "grad_norm_mean": "mean gradient norm",
     "train_seconds": "training time",
     "train_cpu_seconds": "processor time of training",
-    "cost/training_ffn_ratio": "training cost by the paper's accounting",
     "layers/q_distance": "distance of q_full and q_cheap",
     "layers/q_cosine": "cosine of q_full and q_cheap",
     "layers/score_var": "variance of the scores",
@@ -115,26 +114,26 @@ def paired(study: StudyRuns, a: str, b: str, metric: str) -> dict[int, float]:
     return {seed: round(left[seed] - right[seed], 9) for seed in left if seed in right}
 
 
-def std(numbers: Sequence[float]) -> float:
-    """Sample standard deviation, as in the paper; 0 for one number."""
-    return stdev(numbers) if len(numbers) > 1 else 0.0
+def error(numbers: Sequence[float]) -> float:
+    """Standard error of the mean; 0 for one number."""
+    return stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else 0.0
 
 
 def spread(numbers: Sequence[float], show: Callable[[float], str]) -> str:
-    """`mean ± std`, both to the same decimal place; the value alone where all are the same; "-" for none."""
+    """Mean ± standard error, both to the same decimal place; the value alone where all are the same; "-" for none."""
     if not numbers:
         return "-"
     centre = show(mean(numbers))
     if min(numbers) == max(numbers):
         return centre
     if "e" in centre:
-        return f"{centre} ± {std(numbers):.1e}"
+        return f"{centre} ± {error(numbers):.1e}"
     decimals = len(centre.partition(".")[2])
-    return f"{centre} ± {std(numbers):,.{decimals}f}"
+    return f"{centre} ± {error(numbers):,.{decimals}f}"
 
 
 def spread_hits(steps: Sequence[float]) -> str:
-    """`mean ± std` over the seeds that reached the threshold, and how many did if not all; "never" for none."""
+    """Mean ± standard error over the seeds that reached the threshold, with their number if not all; or "never"."""
     reached = [step for step in steps if step != NEVER]
     if not steps:
         return "-"
