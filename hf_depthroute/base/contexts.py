@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -27,3 +28,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` is tracing; before torch 2.7 that cannot be told from another compiler."""
+    asks = getattr(torch.compiler, "is_exporting", None)
+    return asks is not None and asks()

@@ -12,7 +12,6 @@ With the stream `s` before the routed part, for the FFN `s = h + attention(atten
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -59,15 +58,12 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     plan = None if holder is None else holder.plan(layer.training, rows, last_tokens)
     token_mask = kwargs.get(TOKEN_MASK)
     returned = None if holder is None or plan is None or not holder.family.returns_weights else holder.family.attention
-    recording: Any = nullcontext([])
+    weights: list[Tensor | None] = []
     if returned is not None and kwargs.get("output_attentions"):
-        recording = kept_weights(getattr(layer, returned))
-    with recording as weights:
-        if layer.gradient_checkpointing and layer.training:
-            kwargs = without_cache(kwargs)
-            outputs = layer._gradient_checkpointing_func(functools.partial(_run, layer, plan, **kwargs), hidden_states)
-        else:
-            outputs = _run(layer, plan, hidden_states, **kwargs)
+        with kept_weights(getattr(layer, returned)) as weights:
+            outputs = _outputs(layer, plan, hidden_states, kwargs)
+    else:
+        outputs = _outputs(layer, plan, hidden_states, kwargs)
     if holder is None or plan is None:
         return outputs[0]
     if not layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -80,6 +76,14 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         for trace in plan.recorders:
             trace[holder.layer_index] = record
     return (outputs[0], next(iter(weights), None)) if returned is not None else outputs[0]
+
+
+def _outputs(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, kwargs: Kwargs) -> Any:
+    """`_run`, under gradient checkpointing if that is on."""
+    if not (layer.gradient_checkpointing and layer.training):
+        return _run(layer, plan, hidden_states, **kwargs)
+    run = functools.partial(_run, layer, plan, **without_cache(kwargs))
+    return layer._gradient_checkpointing_func(run, hidden_states)
 
 
 def _run(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:

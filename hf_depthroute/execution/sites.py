@@ -201,6 +201,7 @@ class ExpertsSite(FFNSite):
     def supports_rows(self, call: RoutedCall) -> bool:
         return False
 
+    @torch.compiler.disable  # it sets hooks, which no compiler traces
     def _run(self, call: RoutedCall, compact: bool) -> Tensor:
         assert call.decision is not None and not call.family.parallel
         a, decision, scores = call.stream, call.decision, call.decision.scores

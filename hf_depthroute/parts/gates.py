@@ -53,7 +53,8 @@ class ScoreHead(nn.Linear):
         rows, weight = x.float().reshape(-1, x.shape[-1]), self.weight.float().squeeze(0)
         if self.bias is None:
             return torch.mv(rows, weight).view(x.shape[:-1])
-        return torch.addmv(self.bias.float().expand(len(rows)), rows, weight).view(x.shape[:-1])
+        # Not `len(rows)`: an exported program of any length must not take this one for the only length.
+        return torch.addmv(self.bias.float().expand(rows.shape[0]), rows, weight).view(x.shape[:-1])
 
     def frozen(self) -> TensorMap:
         """The one score of each row, `[B, 1, features] -> [B]`, with the weights as they are now."""
