@@ -29,7 +29,7 @@ NOTE = (
 CHAPTER = "Auxiliary Loss Approaches and Their Cost"  # has no identifier; its method has
 VERDICTS = {  # by the presets of a paper: one sentence on what came out
     ("conditional-depth-routing", "conditional-depth-routing-jepa"):
-        "skipping costs more here than in the paper, so nothing speaks for or against it",
+        "skipping costs more here than there, so nothing speaks for or against it",
     ("token-selective-attention",): "soft gates save operations on paper; the loss doubles where tokens really skip",
     ("router-tuning", "router-tuning-experts"):
         "per token better than the best sublayers dropped; per sequence worse for FFNs",

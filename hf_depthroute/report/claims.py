@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..files.markdown import markdown_table
 from .intervals import MIN_SEEDS, OPEN, STATES, answer, interval
 
-OURS = "not in the paper"  # in place of the paper's number
+OURS = "not claimed"  # in place of a paper's number
 HEAD = ["claim", "paper", "here", "state", "why, or what it would take"]
 
 
@@ -24,7 +24,7 @@ class Judged:
 
     Attributes:
         claim: One sentence.
-        paper: The paper's own numbers; empty or `OURS` for a statement that is not the paper's.
+        paper: What its paper reports; empty or `OURS` for a statement that is not a paper's.
         here: The numbers of this repository.
         state: One of `STATES`.
         reason: Why it is open, or what running it would take.
