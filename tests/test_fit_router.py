@@ -184,7 +184,8 @@ def test_an_offloaded_base_is_fitted_as_another(how: str, tmp_path: Path, monkey
 
 def test_the_better_round_is_kept() -> None:
     """Of two rounds, of which the second is the worse one on this text."""
-    model = fit_router(build_base("qwen3"), text(), keep=0.5, rounds=2)
+    config = DepthRouteConfig(layers="all", gate="affine")
+    model = fit_router(build_base("qwen3"), text(), keep=0.5, config=config, rounds=2)
     losses = remembered(model, "default").training["fit"]["loss_of_rounds"]  # type: ignore[index]
     assert losses[1] - losses[0] > 1e-3
     held_out = [{"input_ids": torch.cat([batch["input_ids"] for batch in text()])[4::5]}]

@@ -59,11 +59,12 @@ def test_down_is_the_ridge_solution_and_the_error_is_what_is_left(target):
     read, update = dense_update(model, 2, target, BATCHES)
     branch = branches(model)[2]
     with torch.no_grad():
-        features = F.silu(branch.up(branch.norm(read))).double()
+        scale = 1 / (read + update).square().mean(1, keepdim=True).sqrt().double()  # as the next norm sees errors
+        features = F.silu(branch.up(branch.norm(read))).double() * scale
         gram = features.T @ features
         penalty = 0.1 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
-        expected = torch.linalg.solve(gram + penalty, features.T @ update.double()).T
-        left = (update - branch(read)).square().sum() / update.square().sum()
+        expected = torch.linalg.solve(gram + penalty, features.T @ (update * scale)).T
+        left = ((update - branch(read)) * scale).square().sum() / (update * scale).square().sum()
     assert torch.allclose(branch.down.weight.double(), expected, atol=1e-5)
     assert found == {2: pytest.approx(left.item(), abs=1e-5)}
     assert 0 < found[2] < 1
@@ -106,9 +107,10 @@ def test_a_calibrated_layer_is_fitted_on_the_tokens_that_take_its_cheap_path():
     cheap = ~torch.cat(masks)
     branch = branches(model)[2]
     with torch.no_grad():
-        left = (update - branch(read))[cheap].square().sum() / update[cheap].square().sum()
-        features = F.silu(branch.up(branch.norm(read)))[cheap].double()
-        best = torch.linalg.lstsq(features, update[cheap].double()).solution
+        scale = 1 / (read + update).square().mean(1, keepdim=True).sqrt().double()[cheap]
+        left = ((update - branch(read))[cheap] * scale).square().sum() / (update[cheap] * scale).square().sum()
+        features = F.silu(branch.up(branch.norm(read)))[cheap] * scale
+        best = torch.linalg.lstsq(features, update[cheap] * scale).solution
     assert 0 < cheap.sum() < len(cheap)
     assert errors[2] == pytest.approx(left.item(), abs=1e-5)
     assert torch.allclose(branch.down.weight.double(), best.T, atol=1e-4)

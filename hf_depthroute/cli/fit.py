@@ -26,7 +26,7 @@ class FitOptions:
     config: o.ConfigFile = None
     keep: Annotated[float, "Share of all calls of the target in the whole model that run in full, in (0, 1)."] = 0.5
     target: Annotated[str, "What an easy token skips: ffn, attention or block."] = "ffn"
-    gate: Annotated[str, "mlp (regressed in a few hundred steps) or affine (in closed form)."] = "mlp"
+    gate: Annotated[str, "What scores a token: mlp or affine."] = "mlp"
     layers: Annotated[str, "Which layers may be routed, such as all or last:12."] = "all"
     branch_rank: Annotated[int | None, "Rank of the low-rank branch; by default an eighth of the model's width."] = None
     branch: Annotated[str, "What easy tokens get: lowrank, or memory, which also looks their n-grams up."] = "lowrank"

@@ -20,7 +20,7 @@ from ..base.families import find_layers
 from ..data.batches import model_inputs, token_mask
 from ..execution.layer import DECODE_STEPS, LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_call
 from ..parts.memory import NgramMemory
-from ..parts.regression import leading_directions, moments, ridge_weights
+from ..parts.regression import leading_directions, moments, norms_and_sinks, ridge_weights
 from ..parts.targets import TARGETS
 from ..routing.holder import Routing
 from ..routing.trace import record_routes
@@ -31,7 +31,9 @@ _SPREAD = 0.1  # of the branch's inputs to SiLU, which is nearly linear there: f
 
 
 @torch.no_grad()
-def fit_branch(branch: Any, x_Nd: torch.Tensor, y_Nd: torch.Tensor, ridge: float) -> float:
+def fit_branch(
+    branch: Any, x_Nd: torch.Tensor, y_Nd: torch.Tensor, ridge: float, norms_N: torch.Tensor | None = None
+) -> float:
     """Set a low-rank branch's `up` and `down` so that `down(silu(up(x)))` comes close to `y`.
 
     `up` gets the directions of `x` from which `y` is predicted best by a linear map of the branch's rank (it stays as
@@ -42,21 +44,27 @@ def fit_branch(branch: Any, x_Nd: torch.Tensor, y_Nd: torch.Tensor, ridge: float
         x_Nd: The input of its `up`, after its norm, float32.
         y_Nd: The update that it stands in for, float32.
         ridge: Penalty on the weights, as a fraction of the mean squared feature.
+        norms_N: How large the stream behind the full path is; the next norm divides by it, and so the squared error of
+            a row is divided by its square. None: all rows alike.
 
     Returns:
-        `sum |y - branch(x)|^2 / sum |y|^2`; 0 where there is nothing to imitate.
+        `sum |y - branch(x)|^2 / sum |y|^2`, both divided so; 0 where there is nothing to imitate.
     """
+    scale_N1 = x_Nd.new_ones(len(x_Nd), 1) if norms_N is None else 1 / norms_N[:, None]
+    y_Nd = y_Nd * scale_N1
     rank, count = branch.up.out_features, sum(each_of_all(len(x_Nd)))
     if count >= 2 * max(rank, x_Nd.shape[1]):
-        gram, cross = moments(x_Nd, y_Nd)
+        gram, cross = moments(x_Nd * scale_N1, y_Nd)
         directions = leading_directions(gram, cross, min(rank, len(cross.T)), ridge)
-        sizes = ((directions @ gram) * directions).sum(1).div(count).sqrt().clamp(min=1e-30)
+        weight = total(scale_N1.double().square().sum())
+        sizes = ((directions @ gram) * directions).sum(1).div(weight).sqrt().clamp(min=1e-30)
         branch.up.weight[: len(directions)].copy_(directions / sizes[:, None] * _SPREAD)
         if branch.up.bias is not None:
             branch.up.bias.zero_()
     features = F.silu(branch.up(x_Nd.to(branch.up.weight.dtype))).float()
     if branch.down.bias is not None:
         features = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
+    features = features * scale_N1
     weights = ridge_weights(*moments(features, y_Nd), ridge).to(branch.down.weight)
     branch.down.weight.copy_(weights[:rank].T)
     if branch.down.bias is not None:
@@ -113,10 +121,12 @@ def fit_branches(
 ) -> dict[int, float]:
     """Set every branch so that `down(silu(up(norm(a))))` comes close to the full path's update.
 
-    Least squares in float64 on calibration tokens, see `fit_branch`; `norm` stays as it is. Layers are fitted in order,
-    on the stream that the layers before, already fitted, really produce: one pass over the batches per layer. A layer
-    that has been calibrated or trained, or has no gate, is fitted on the tokens that take its cheap path; any other,
-    and one where fewer tokens than the branch has parameters per output do, on all of them. Nothing is random.
+    Least squares in float64 on calibration tokens, see `fit_branch`; `norm` stays as it is. Errors are relative to the
+    stream behind the full path, as the next norm sees them. Layers are fitted in order, on the stream that the layers
+    before, already fitted, really produce: one pass over the batches per layer. A layer that has been calibrated or
+    trained, or has no gate, is fitted on the tokens that take its cheap path; any other, and one where fewer tokens
+    than the branch has parameters per output do, on all of them. Attention sinks (`norms_and_sinks`) are left out
+    where a gate may run them in full. Nothing is random.
 
     Args:
         model: A model with one active adapter with a branch and target ffn, attention or block. A memory is fitted to
@@ -127,8 +137,8 @@ def fit_branches(
         ridge: Penalty on the weights, as a fraction of the mean squared feature.
 
     Returns:
-        `{layer_index: sum |update - branch|^2 / sum |update|^2}`, on the tokens it was fitted on; a branch that adds
-        nothing has 1. Of a memory, what each token would miss had the text not held it counts.
+        `{layer_index: sum |update - branch|^2 / sum |update|^2}`, relative errors, on the tokens it was fitted on; a
+        branch that adds nothing has 1. Of a memory, what each token would miss had the text not held it counts.
 
     Raises:
         ValueError: No adapter is active, it routes experts or has no branch, `ridge` is negative, or
@@ -166,7 +176,8 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
         assert plan is not None
         call = routed_call(layer, plan, h, None, kwargs, decides=False, ngrams=ngrams)
         grams = call.stream[..., :0] if call.ngrams is None else call.ngrams.to(call.stream.device)
-        seen[:] = branch.normed(call.stream).float(), (call.full() - call.stream).float(), grams
+        full = call.full()
+        seen[:] = branch.normed(call.stream).float(), (full - call.stream).float(), full.float(), grams
 
     rows = []
     with find_layers(model)[holder.layer_index].register_forward_pre_hook(look, with_kwargs=True):
@@ -176,15 +187,19 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
             real = token_mask(batch).to(seen[0].device)
             cheap = ~trace[holder.layer_index].mask.to(real.device)
             rows.append([part[real] for part in seen] + [cheap[real]])
-    x_Nd, y_Nd, ngrams_NO, cheap_N = (torch.cat(parts) for parts in zip(*rows))
+    x_Nd, y_Nd, after_Nd, ngrams_NO, cheap_N = (torch.cat(parts) for parts in zip(*rows))
+    norms_N, sinks_N = norms_and_sinks(after_Nd)
+    taken_N = torch.ones_like(sinks_N) if holder.active_gate().static else ~sinks_N
     fixed = holder.active_gate().static or holder.config(name).fixed_threshold is not None
     decided = fixed or holder.active_quantiles().fitted()
-    if decided and int(cheap_N.sum()) >= branch.down.in_features + (branch.down.bias is not None):
-        x_Nd, y_Nd, ngrams_NO = x_Nd[cheap_N], y_Nd[cheap_N], ngrams_NO[cheap_N]
-    missed = fit_branch(branch, x_Nd, y_Nd, ridge)
+    if decided and int((cheap_N & taken_N).sum()) >= branch.down.in_features + (branch.down.bias is not None):
+        taken_N &= cheap_N
+    x_Nd, y_Nd, norms_N, ngrams_NO = (part[taken_N] for part in (x_Nd, y_Nd, norms_N, ngrams_NO))
+    missed = fit_branch(branch, x_Nd, y_Nd, ridge, norms_N)
     memory: Any = holder.depth_route_memory._modules.get(name)
     if memory is None:
         return missed
     missed_Nd = y_Nd - branch.down(F.silu(branch.up(x_Nd)))
-    left, square = (part.double().square().sum() for part in (fit_memory(memory, ngrams_NO, missed_Nd), y_Nd))
+    left_Nd = fit_memory(memory, ngrams_NO, missed_Nd)
+    left, square = ((part / norms_N[:, None]).double().square().sum() for part in (left_Nd, y_Nd))
     return float(left / square) if square > 0 else 0.0

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..base.distributed import total
 from .baseline_gates import ExitGate, RandomGate, StaticGate
 from .branches import MixedLinear, TensorMap, TransientCache, reset_linear, stamp
 from .joint import ScoreMaps
 from .memory import MemoryGate
-from .regression import moments, regress, ridge_weights
+from .regression import fit_scores, moments, ridge_weights
 
 GateOutput = dict[str, torch.Tensor]
 
@@ -102,10 +103,16 @@ class MLPGate(_LinearMaps):
         """The gate as data, for one score per token."""
         return ScoreMaps(self.hidden.weight, self.hidden.bias, self.score.weight.squeeze(0), self.score.bias)
 
-    def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int) -> None:
-        """Regress the scores on `y`, from fresh weights, in 400 steps."""
-        self.reset_parameters(torch.Generator().manual_seed(seed))
-        regress(self, a_Nd, y_N, steps=400, seed=seed)
+    def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, always_Sd: torch.Tensor | None = None) -> None:
+        """Fit the scores to `y` in closed form, see `fit_scores`.
+
+        Args:
+            a_Nd: The gate's input, float32.
+            y_N: The scores to come close to, standardised.
+            seed: Of random directions.
+            always_Sd: The input of tokens that have to run in full, whatever their error.
+        """
+        fit_scores(self.hidden, self.score, a_Nd, y_N, seed, always_Sd)
 
 
 class JEPAGate(_LinearMaps):
@@ -247,10 +254,18 @@ class AffineGate(LinearGate):
     score_maps = LinearGate.score_maps
 
     @torch.no_grad()
-    def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int) -> None:
-        """Ridge regression of `y`, in closed form."""
-        x = torch.cat([a_Nd, torch.ones_like(a_Nd[:, :1])], dim=1)
-        weights = ridge_weights(*moments(x, y_N[:, None]), 1e-3).squeeze(1)
+    def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, always_Sd: torch.Tensor | None = None) -> None:
+        """Ridge regression of `y`, in closed form; see `MLPGate.fit`.
+
+        The tokens that have to run in full are rows with a `y` of 30, which weigh a tenth of the others together.
+        """
+        rows = [(a_Nd, y_N, 1.0)]
+        if always_Sd is not None:
+            count, always = (total(torch.tensor(float(len(part)), device=a_Nd.device)) for part in (a_Nd, always_Sd))
+            rows.append((always_Sd, y_N.new_full((len(always_Sd),), 30.0), float(0.1 * count / always)))
+        x = torch.cat([F.pad(part, (0, 1), value=1.0) * weight**0.5 for part, _, weight in rows])
+        y = torch.cat([part * weight**0.5 for _, part, weight in rows])
+        weights = ridge_weights(*moments(x, y[:, None]), 1e-3).squeeze(1)
         self.score.weight.copy_(weights[:-1])
         self.score.bias.copy_(weights[-1])
 

@@ -2,7 +2,7 @@
 
 Where every process holds a share of the rows (`distributed.sharing`), sums are over all of them.
 
-Shapes: N rows, d features, m outputs, r rank.
+Shapes: N rows, S rows that are to be told apart, d features, m outputs, r rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..base.distributed import own_rows, total
+from ..base.distributed import rows_of_all, total
+
+_SINK = 5.0  # a token with this many times the median norm is an attention sink
+_RANGE = 20.0  # SiLU of minus this is nothing
+_PENALTY = 1e-2
+_NEARLY_LINEAR = 0.1  # standard deviation of the input of a SiLU that is to be nearly linear
+ALWAYS = 100.0  # the score of a token that has to run in full, in standard deviations of the others'
 
 
 def moments(x_Nd: torch.Tensor, y_Nm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +35,47 @@ def ridge_weights(gram_dd: torch.Tensor, cross_dm: torch.Tensor, penalty: float)
         penalty: On the squared weights, as a fraction of the mean squared feature.
     """
     identity = torch.eye(len(gram_dd), dtype=gram_dd.dtype, device=gram_dd.device)
-    return torch.linalg.lstsq(gram_dd + penalty * gram_dd.diagonal().mean() * identity, cross_dm).solution
+    penalised_dd = gram_dd + penalty * gram_dd.diagonal().mean() * identity
+    factor_dd, failed = torch.linalg.cholesky_ex(penalised_dd)
+    if penalty == 0 or failed:  # it may be singular
+        return torch.linalg.lstsq(penalised_dd, cross_dm).solution
+    return torch.cholesky_solve(cross_dm, factor_dd)
+
+
+def norms_and_sinks(after_Nd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How large each token's stream is, and which tokens are attention sinks.
+
+    In large models the stream of the first token of a sequence, and of a few others, is 100 times as large as that of
+    the rest (Sun et al., "Massive Activations in Large Language Models", arXiv:2402.17762). It holds such tokens apart
+    for the attention of the later ones, and least squares would see nothing else.
+
+    Args:
+        after_Nd: The stream behind the full path.
+
+    Returns:
+        `rms(after)`, float32 `[N]`, and bool `[N]`, true where it exceeds 5 times the median.
+    """
+    norms_N = after_Nd.float().square().mean(dim=-1).sqrt()
+    middle = rows_of_all(norms_N).median()
+    return norms_N.clamp(min=float(1e-6 * middle)), norms_N > _SINK * middle
+
+
+def separating_unit(x_Nd: torch.Tensor, apart_Sd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights `[d]` and bias `[]` of a map that is at least 20 at the rows in `apart`, and at most -20 at the others.
+
+    The direction is that of linear discriminant analysis. Where the two overlap, it is 20 at the rows in `apart` all
+    the same, and above 0 at some of the others, too.
+    """
+    count, apart_count = (total(torch.tensor(float(len(rows)), device=x_Nd.device)) for rows in (x_Nd, apart_Sd))
+    mean_d, apart_d = total(x_Nd.sum(0)) / count, total(apart_Sd.sum(0)) / apart_count
+    centred_Nd = x_Nd - mean_d
+    gram_dd, _ = moments(centred_Nd, centred_Nd[:, :1])
+    direction_d = ridge_weights(gram_dd / count, (apart_d - mean_d).double()[:, None], 0.1).squeeze(1).to(x_Nd)
+    others_N, apart_S = rows_of_all(centred_Nd @ direction_d), rows_of_all((apart_Sd - mean_d) @ direction_d)
+    low, middle = apart_S.min(), others_N.median()
+    high = torch.minimum(others_N.max(), low - 0.1 * (low - middle))
+    weights_d = direction_d * (2 * _RANGE / (low - high).clamp(min=1e-30))
+    return weights_d, -_RANGE * (low + high) / (low - high).clamp(min=1e-30) - weights_d @ mean_d
 
 
 def leading_directions(gram_dd: torch.Tensor, cross_dm: torch.Tensor, rank: int, penalty: float) -> torch.Tensor:
@@ -55,29 +101,55 @@ def leading_directions(gram_dd: torch.Tensor, cross_dm: torch.Tensor, rank: int,
     return (weights_dm @ basis_mr).T
 
 
-@torch.enable_grad()
-def regress(module: nn.Module, x_Nd: torch.Tensor, y_N: torch.Tensor, steps: int, seed: int) -> None:
-    """Fit a gate's `scores` to `y` by least squares: AdamW, 1,024 rows a step, learning rate 2e-3 falling to 0.
+@torch.no_grad()
+def fit_scores(
+    hidden: nn.Linear,
+    score: nn.Linear,
+    x_Nd: torch.Tensor,
+    y_N: torch.Tensor,
+    seed: int,
+    always_Sd: torch.Tensor | None,
+) -> None:
+    """Fit `score(SiLU(hidden(x)))` to `y` in closed form: hidden units are chosen, and the scores are a ridge on them.
 
-    The same rows are drawn for the same seed; the global generator is not touched.
+    The first unit is the linear prediction of `y`, so small that SiLU leaves it nearly linear. Half of the others are
+    the leading principal components of `x`, each with both signs, which together also give its size; the other half
+    are random directions (an extreme learning machine: Huang et al., "Extreme learning machine: Theory and
+    applications", Neurocomputing 70, 2006).
+
+    Args:
+        hidden: `d -> h`, with a bias; overwritten.
+        score: `h -> 1`, with a bias; overwritten.
+        x_Nd: The features, float32.
+        y_N: The values to predict.
+        seed: Of the random directions.
+        always_Sd: Features of tokens that have to get a high score: `ALWAYS`, by the last unit alone. It is 0 at the
+            rows of `x`. None: no token has to.
     """
-    parameters = list(module.parameters())
-    wanted = [parameter.requires_grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.requires_grad_(True)
-    optimizer = torch.optim.AdamW(parameters, lr=2e-3, weight_decay=1e-2)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    units = hidden.out_features - (always_Sd is not None and hidden.out_features > 1)
+    count = total(torch.tensor(float(len(x_Nd)), device=x_Nd.device))
+    mean_d = total(x_Nd.sum(0)) / count
+    centred_Nd = x_Nd - mean_d
+    gram_dd, cross_d1 = moments(centred_Nd, y_N[:, None])
+    pairs = min((units - 1) // 4, len(mean_d))
+    leading_dp = torch.linalg.eigh(gram_dd).eigenvectors.flip(1)[:, :pairs]
     generator = torch.Generator().manual_seed(seed)
-    own, size = own_rows(len(x_Nd))
-    for _ in range(steps):
-        rows = torch.randint(size, (1024,), generator=generator)
-        rows = (rows[(own.start <= rows) & (rows < own.stop)] - own.start).to(x_Nd.device)
-        loss = F.mse_loss(module(x_Nd[rows])["scores"], y_N[rows], reduction="sum") / 1024
-        grads = total(nn.utils.parameters_to_vector(torch.autograd.grad(loss, parameters)))
-        for parameter, grad in zip(parameters, grads.split([parameter.numel() for parameter in parameters])):
-            parameter.grad = grad.view_as(parameter)
-        optimizer.step()
-        scheduler.step()
-    for parameter, before in zip(parameters, wanted):
-        parameter.grad = None
-        parameter.requires_grad_(before)
+    others_dr = torch.randn(len(mean_d), units - 1 - 2 * pairs, generator=generator).to(gram_dd)
+    linear_d1 = ridge_weights(gram_dd, cross_d1, _PENALTY)
+    directions_du = torch.cat([linear_d1, leading_dp, -leading_dp, others_dr], dim=1)
+    sizes_u = ((directions_du * (gram_dd @ directions_du)).sum(0) / count).sqrt().clamp(min=1e-30)
+    directions_du = (directions_du / sizes_u).to(x_Nd)
+    directions_du[:, 0] *= _NEARLY_LINEAR
+    features_Nu = F.silu(centred_Nd @ directions_du)
+    means_u = total(features_Nu.sum(0)) / count
+    features_Nu = features_Nu - means_u
+    spreads_u = (total(features_Nu.square().sum(0)) / count).sqrt().clamp(min=1e-30)
+    weights_u = ridge_weights(*moments(features_Nu / spreads_u, y_N[:, None]), _PENALTY).squeeze(1).to(x_Nd) / spreads_u
+    for part in (hidden.weight, hidden.bias, score.weight):
+        part.zero_()
+    hidden.weight[:units], hidden.bias[:units] = directions_du.T, -mean_d @ directions_du
+    score.weight[0, :units] = weights_u
+    score.bias.copy_(total(y_N.sum()) / count - means_u @ weights_u)
+    if always_Sd is not None and units < hidden.out_features:
+        hidden.weight[units], hidden.bias[units] = separating_unit(x_Nd, always_Sd)
+        score.weight[0, units] = ALWAYS / _RANGE

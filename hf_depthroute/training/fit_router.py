@@ -60,6 +60,9 @@ def fit_router(
 
     Layer by layer on kept hidden states: branches are fitted to the target's update, gates to the error that their
     branch leaves, scaled to what the layer's cheap tokens alone cost; one threshold over all layers then holds `keep`.
+    Attention sinks, tokens whose stream is more than 5 times the median of their layer, run in full and take no part in
+    what is fitted (`norms_and_sinks`).
+
     Each further round fits branches and gates again on the stream and on the tokens that they really get. Every fifth
     row is held out: costs are measured and thresholds set on it, and the round with the lowest loss there is kept.
     Layers that run every token in full are left out of the adapter. Those that run next to none become static: they
@@ -67,9 +70,8 @@ def fit_router(
     by the mean of the rows' differences, by more than that mean's standard error: a smaller rise may be chance, and
     no gate is the cheaper choice. The thresholds of other budgets are calibrated too, so that `set_budget` holds them.
 
-    About 13 forward passes of the text with two rounds, whatever the number of layers, and the gates' regression. In
-    memory are the base and a few times the hidden states of the text at one layer. Nothing is random but for the
-    configuration's seed.
+    About 13 forward passes of the text with two rounds, whatever the number of layers. In memory are the base and a few
+    times the hidden states of the text at one layer. Nothing is random but for the configuration's seed.
 
     Under `accelerate launch` every process calls it with the whole of `batches` and a model of its own. Each takes its
     share of the rows, sums are over all, and every process gets the router of one process but for rounding.

@@ -18,7 +18,7 @@ from ..data.batches import token_mask
 from ..execution.call import RoutedCall
 from ..inference.calibration import active_routings, calibrate
 from ..inference.fitting import fit_branch, fit_memory
-from ..parts.regression import moments, ridge_weights
+from ..parts.regression import moments, norms_and_sinks, ridge_weights
 from ..routing.thresholds import quantile_table
 from ..routing.trace import full_depth, record_routes
 from .layer_walk import LayerWalk, walk_layers
@@ -36,15 +36,19 @@ class LayerFit:
     Attributes:
         share: The share of the tokens that runs in full with the final thresholds; 0 in a static layer, 1 in one that
             is not routed.
-        branch_r2: `1 - |update - branch|^2 / |update|^2`, over the tokens that take the branch.
-        gate_r2: The share of the variance of the scores, over all tokens, that the gate predicts.
+        branch_r2: `1 - |update - branch|^2 / |update|^2`, over the tokens that take the branch, errors relative to the
+            stream behind the full path.
+        gate_r2: The share of the variance of the scores, over all tokens but the sinks, that the gate predicts.
         nats: The divergence from the base that its cheap tokens alone cause, nats per token, measured.
+        sinks: Tokens of the text that are attention sinks behind this layer (`norms_and_sinks`). They run in full, and
+            nothing is fitted to them.
     """
 
     share: float
     branch_r2: float
     gate_r2: float
     nats: float
+    sinks: int = 0
 
 
 class Fits:
@@ -73,7 +77,7 @@ class Fits:
             cheap_N = None if first else self._scores(index, rows) < self.threshold
             self._fit_layer(index, rows, cheap_N)
             scores_N = self._scores(index, rows)
-            self._predicted[index] = rows_of_all(scores_N.cpu())
+            self._predicted[index] = rows_of_all(scores_N[~rows.sinks].cpu())
             return rows.outputs(None if first else scores_N >= self.next_threshold)
 
         walk_layers(self.walk, visit, self.bar.update)
@@ -140,25 +144,35 @@ class Fits:
         """Branch, then gate; without a decision yet, the cheaper half by a linear prediction stands in for it."""
         found, gate = self.layers[index], self._gate(index)
         if cheap_N is None:
-            cheap_N = _cheaper_half(rows.gate, self._fit_cheap_path(index, rows, None).norm(dim=-1))
-        missed_Nd = self._fit_cheap_path(index, rows, cheap_N)
-        missed, update = (total(part[cheap_N].double().square().sum()) for part in (missed_Nd, rows.update))
+            cheap_N = _cheaper_half(rows, self._fit_cheap_path(index, rows, ~rows.sinks))
+        missed_N = self._fit_cheap_path(index, rows, cheap_N & ~rows.sinks)
+        taken_N = cheap_N & ~rows.sinks
+        update_N = rows.update.norm(dim=-1) / rows.norms
+        missed, update = (total(part[taken_N].double().square().sum()) for part in (missed_N, update_N))
         found.branch_r2 = float(1 - missed / update) if update > 0 else 0.0
-        wanted_N = missed_Nd.norm(dim=-1).sqrt()
+        found.sinks = sum(each_of_all(int(rows.sinks.sum())))
+        always_Sd = rows.gate[rows.sinks] if found.sinks else None
+        wanted_N = missed_N[~rows.sinks].sqrt()
         of_all_N = rows_of_all(wanted_N)
         mean, spread = of_all_N.mean(), of_all_N.std().clamp(min=1e-30)
-        gate.fit(rows.gate, (wanted_N - mean) / spread, self.config.seed + index)
-        found.gate_r2 = float(1 - F.mse_loss(rows_of_all(self._scores(index, rows)), (of_all_N - mean) / spread))
+        gate.fit(rows.gate[~rows.sinks], (wanted_N - mean) / spread, self.config.seed + index, always_Sd)
+        predicted_N = rows_of_all(self._scores(index, rows)[~rows.sinks])
+        found.gate_r2 = float(1 - F.mse_loss(predicted_N, (of_all_N - mean) / spread))
         _rescale(gate, float(spread) * self.rates[index] ** 0.25, -float(mean / spread))
 
-    def _fit_cheap_path(self, index: int, rows: _Rows, chosen_N: torch.Tensor | None) -> torch.Tensor:
-        """Fit branch and memory on the tokens in `chosen_N`; what they miss of the update of each, `[N, d]`."""
+    def _fit_cheap_path(self, index: int, rows: _Rows, chosen_N: torch.Tensor) -> torch.Tensor:
+        """Fit branch and memory on the tokens in `chosen_N`; what they miss of each token's update, `[N]`.
+
+        It is relative to the stream behind the full path.
+        """
         holder = self.holders[index]
         branch = holder.depth_route_branch[holder.active_name()]
         memory: Any = holder.depth_route_memory._modules.get(holder.active_name())
         _fit_branch(branch, rows, chosen_N)
         missed_Nd = rows.missed(branch)
-        return missed_Nd if memory is None else fit_memory(memory, rows.ngrams, missed_Nd, chosen_N)
+        if memory is not None:
+            missed_Nd = fit_memory(memory, rows.ngrams, missed_Nd, chosen_N)
+        return missed_Nd.norm(dim=-1) / rows.norms
 
     def _scores(self, index: int, rows: _Rows) -> torch.Tensor:
         scores: torch.Tensor = self._gate(index)(rows.gate)["scores"]
@@ -169,7 +183,10 @@ class Fits:
 
 
 class _Rows:
-    """The real tokens of a layer: what its gate and its branch read, and the update, float32 `[N, d]` each."""
+    """The real tokens of a layer: what its gate and its branch read, and the update, float32 `[N, d]` each.
+
+    `norms` and `sinks` are those of the stream behind the full path.
+    """
 
     def __init__(self, calls: list[RoutedCall], real: list[torch.Tensor]) -> None:
         self.calls = calls
@@ -178,7 +195,9 @@ class _Rows:
         residual = calls[0].plan.config.gate_input == "residual"
         branch: Any = calls[0].branch
         streams = self._of([call.stream for call in calls])
-        self.update = self._of(self.fulls) - streams
+        after = self._of(self.fulls)
+        self.norms, self.sinks = norms_and_sinks(after)
+        self.update = after - streams
         self.gate = streams if residual else self._of([call.norm() for call in calls])
         self.normed: torch.Tensor = branch.normed(streams).float()
         ngrams = [c.ngrams.to(mask.device)[mask] for c, mask in zip(calls, self.real) if c.ngrams is not None]
@@ -203,21 +222,20 @@ class _Rows:
         return out
 
 
-def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor | None) -> None:
-    """Fit the branch on the tokens in `chosen_N`, on all of them where those are few."""
-    if chosen_N is not None and sum(each_of_all(int(chosen_N.sum()))) < max(FEWEST, 2 * branch.up.out_features):
-        chosen_N = None
-    chosen = slice(None) if chosen_N is None else chosen_N
-    x_Nd = rows.normed[chosen]
+def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor) -> None:
+    """Fit the branch on the tokens in `chosen_N`, on all but the sinks where those are few."""
+    if sum(each_of_all(int(chosen_N.sum()))) < max(FEWEST, 2 * branch.up.out_features):
+        chosen_N = ~rows.sinks
+    x_Nd = rows.normed[chosen_N]
     penalty = max(_PENALTY, 0.1 * x_Nd.shape[1] / sum(each_of_all(len(x_Nd))))
-    fit_branch(branch, x_Nd, rows.update[chosen], penalty)
+    fit_branch(branch, x_Nd, rows.update[chosen_N], penalty, rows.norms[chosen_N])
 
 
-def _cheaper_half(x_Nd: torch.Tensor, y_N: torch.Tensor) -> torch.Tensor:
-    """Bool `[N]`: where a linear prediction of `y` is low."""
-    x = torch.cat([x_Nd, torch.ones_like(x_Nd[:, :1])], dim=1)
-    predicted_N = x @ ridge_weights(*moments(x, y_N[:, None]), _PENALTY).to(x).squeeze(1)
-    of_all_N = rows_of_all(predicted_N)
+def _cheaper_half(rows: _Rows, missed_N: torch.Tensor) -> torch.Tensor:
+    """Bool `[N]`: where a linear prediction of what is missed is low."""
+    x, others_N = F.pad(rows.gate, (0, 1), value=1.0), ~rows.sinks
+    predicted_N = x @ ridge_weights(*moments(x[others_N], missed_N[others_N, None]), _PENALTY).to(x).squeeze(1)
+    of_all_N = rows_of_all(predicted_N[others_N])
     return predicted_N <= of_all_N.kthvalue((len(of_all_N) + 1) // 2).values
 
 
