@@ -77,7 +77,7 @@ BAD_FIELDS: dict[str, list[Any]] = {
     "ngram_order": [0, 1, 6, 2.5, True, "3", None, [2, 3]],
     "seed": [-1, 2**63, 1.0, True, "0", None],
     "trainable_token_indices": [[1]],
-    "task_type": ["SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"],
+    "task_type": ["QUESTION_ANS", "SEQ_2_SEQ_LM", "seq_cls", 1, ["SEQ_CLS"]],
 }
 GOOD_LAYERS = {
     "all": [0, 1, 2, 3], "last:2": [2, 3], "every:2": [1, 3], "every:3": [2], "before_last:1": [2],
@@ -200,10 +200,10 @@ def test_fields_of_lora_are_refused_with_what_comes_closest(field: str, hint: st
         DepthRouteConfig(**{field: 8})
 
 
-def test_only_causal_language_models_are_routed() -> None:
+def test_tasks_are_those_of_decoders() -> None:
     assert DepthRouteConfig(task_type=peft.TaskType.CAUSAL_LM).task_type == "CAUSAL_LM"
-    with pytest.raises(ConfigError, match="task_type='SEQ_CLS' is not supported: only causal language models"):
-        DepthRouteConfig(task_type="SEQ_CLS")
+    with pytest.raises(ConfigError, match="task_type='SEQ_2_SEQ_LM' is not supported; use one of: CAUSAL_LM, SEQ_CLS"):
+        DepthRouteConfig(task_type="SEQ_2_SEQ_LM")
 
 
 def test_halting_gate_routes_all_layers_but_the_first() -> None:

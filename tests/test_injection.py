@@ -209,7 +209,7 @@ def test_an_injection_that_fails_half_way_is_undone(part: str, beside: bool, mon
 def test_copies_that_do_not_fit_into_memory_undo_an_injection(monkeypatch: pytest.MonkeyPatch) -> None:
     base = build_base("llama")
     before = fingerprint(base)
-    monkeypatch.setattr("hf_depthroute.adapter.tuner.set_additional_trainable_modules", lambda **kwargs: 1 / 0)
+    monkeypatch.setattr("hf_depthroute.adapter.tuner.copy_modules", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         get_depth_routed_model(base, DepthRouteConfig(modules_to_save=["lm_head"]))
     assert fingerprint(base) == before

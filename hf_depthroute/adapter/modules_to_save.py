@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
-from ..config.adapter import ConfigError
+from ..config.adapter import ConfigError, DepthRouteConfig
 from ..routing.holder import Routing
 
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
@@ -21,15 +21,38 @@ _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 def check_modules_to_save(model: nn.Module, layers: Iterable[nn.Module], names: Iterable[str]) -> None:
     """Raise `ConfigError` unless every name means at least one module, and none that holds a decoder layer."""
     layers = set(layers)
-    holders = [module for layer in layers for module in layer.modules() if isinstance(module, Routing)]
-    inside = {part for holder in holders for part in holder.modules()}
     for name in names:
-        matched = {path: module for path, module in model.named_modules() if path.endswith(name)}
+        matched = matching(model, name)
         if not matched:
             raise ConfigError(f"modules_to_save: the model has no module {name!r}")
         for path, module in matched.items():
-            if isinstance(module, _CONTAINERS) or module in inside or not layers.isdisjoint(module.modules()):
+            if isinstance(module, _CONTAINERS) or not layers.isdisjoint(module.modules()):
                 raise ConfigError(f"modules_to_save: {name!r} means {path}, which cannot be copied; name parts of it")
+
+
+def matching(model: nn.Module, name: str) -> dict[str, nn.Module]:
+    """The base's modules whose names end with `name`, by name: no part of a router, such as a gate's `score`."""
+    holders = [path for path, module in model.named_modules() if isinstance(module, Routing)]
+    inside = tuple(f"{path}." for path in holders)
+    found = {path: module for path, module in model.named_modules(remove_duplicate=False) if path.endswith(name)}
+    return {path: module for path, module in found.items() if not path.startswith(inside)}
+
+
+def copy_modules(model: nn.Module, config: DepthRouteConfig, adapter_name: str, active: bool) -> None:
+    """Give adapter `adapter_name` its copies, as PEFT's `set_additional_trainable_modules` does.
+
+    PEFT would copy a gate's `score` too, where the head of a classifier is called so.
+    """
+    for name in config.modules_to_save or ():
+        for path, module in matching(model, name).items():
+            parent, _, child = path.rpartition(".")
+            if isinstance(module, ModulesToSaveWrapper):
+                module.update(adapter_name)
+                module.set_adapter(module.active_adapters, inference_mode=config.inference_mode)
+            else:
+                wrapper = ModulesToSaveWrapper(module, adapter_name)
+                wrapper.set_adapter(adapter_name if active else [], inference_mode=config.inference_mode)
+                setattr(model.get_submodule(parent), child, wrapper)
 
 
 def set_copies(model: nn.Module, routed: set[str], active: list[str], inference_mode: bool) -> None:

@@ -6,7 +6,8 @@ fails is taken out again, and what is loaded into an adapter that is there has t
 `PeftModel.save_pretrained` writes in place; here it stages and renames. `get_peft_model_state_dict` adds embeddings
 that were resized; here it does not. `print_trainable_parameters` counts; here it says what is routed too. A tuner of
 another method takes over the config of an adapter that has its name, and switches its `modules_to_save` off; here it is
-refused. All are wrapped once, on import; adapters of other methods pass through unchanged.
+refused. `get_peft_model` chooses a class by the task; here the model says its task where the configuration does not.
+All are wrapped once, on import; adapters of other methods pass through unchanged.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .base_check import check_base
 from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config
 from .loading import check_same, discard
 from .saving import save_whole, settle
+from .tasks import check_wrapper, copies_once, make_for_task
 
 # The second group is empty where the method cannot be told: spelt with escapes, or with long gaps.
 _METHOD = re.compile(rb'"peft_type"(\s{0,99}:\s{0,99}"([A-Z0-9_]{1,99})")?|\\u00[4-7]')
@@ -60,6 +62,10 @@ def install() -> None:
     _wrap(save_and_load, "torch_load", _torch_load)
     for module in (peft, peft.peft_model, peft.utils, save_and_load):  # each holds the function itself
         _wrap(module, "get_peft_model_state_dict", _state_dict_of)
+    for module in (peft, peft.mapping_func):
+        _wrap(module, "get_peft_model", make_for_task)
+    _wrap(PeftModel, "__init__", check_wrapper)
+    _wrap(peft.peft_model, "_set_trainable", copies_once)
     _wrap(BaseTuner, "__init__", _init_tuner)
 
 

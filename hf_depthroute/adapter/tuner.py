@@ -12,7 +12,6 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import register_peft_method
-from peft.utils.other import set_additional_trainable_modules
 from torch import nn
 
 from ..base.families import Family, find_decoder, find_family
@@ -36,8 +35,9 @@ from .loading import (
     unguard,
     without_adapter_name,
 )
-from .modules_to_save import set_copies, unwrap
+from .modules_to_save import copy_modules, set_copies, unwrap
 from .peft_hooks import install, is_loading
+from .tasks import for_task, make_for_task
 
 
 def get_depth_routed_model(
@@ -64,7 +64,7 @@ def get_depth_routed_model(
             "peft.get_peft_model is for other methods"
         )
     config = DepthRouteConfig() if config is None else copy.deepcopy(config)
-    return get_peft_model(model, config, adapter_name=adapter_name, **kwargs)
+    return make_for_task(get_peft_model, model, config, adapter_name=adapter_name, **kwargs)
 
 
 class DepthRouteModel(BaseTuner):
@@ -94,6 +94,8 @@ class DepthRouteModel(BaseTuner):
         try:
             family = find_family(model)
             layers = getattr(find_decoder(model, family), family.layers)
+            if isinstance(config, DepthRouteConfig):
+                config = for_task(model, config)
             routed = check_injection(model, adapter_name, config, family, layers)
         except ValueError:
             del self.peft_config[adapter_name]
@@ -106,7 +108,7 @@ class DepthRouteModel(BaseTuner):
                 stacklevel=2,
             )
         width = width_of(layers[0], family)
-        config = self.peft_config[adapter_name] = copy.deepcopy(config)  # the caller's fits other bases too
+        self.peft_config[adapter_name] = config  # a copy: the caller's fits other bases too
         config.layers = routed
         config.static_layers = sorted(config.static_layers or ()) or None
         config.branch_rank = config.branch_rank or max(1, width // 8)
@@ -133,13 +135,7 @@ class DepthRouteModel(BaseTuner):
         guard(model)
         self._fill(model, name, config, family, layers)
         self._mark_only_adapters_as_trainable(model)
-        set_additional_trainable_modules(
-            model=model,
-            peft_config=config,
-            model_config=BaseTuner.get_model_config(self),
-            adapter_name=name,
-            activate_adapter=name in self.active_adapters,
-        )
+        copy_modules(model, config, name, active=name in self.active_adapters)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def _fill(self, model: nn.Module, name: str, config: DepthRouteConfig, family: Family, layers: Any) -> None:

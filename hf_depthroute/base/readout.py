@@ -26,9 +26,13 @@ class ReadOut:
     Attributes:
         norm: The decoder stack's final norm.
         head: The LM head.
+
+    Raises:
+        ValueError: The model has no LM head.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        check_head(model, "a loss of text")
         family = find_family(model)
         self.norm: nn.Module = getattr(find_decoder(model, family), family.final_norm)
         self.head = cast(nn.Module, cast(Any, model).get_output_embeddings())
@@ -52,6 +56,17 @@ class ReadOut:
     def token_losses(self, rows_Nd: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         """`token_losses` of the logits of `rows_Nd`, which never exist all at one time."""
         return torch.cat([token_losses(self(rows), targets) for rows, targets in self.chunks(rows_Nd, targets_N)])
+
+
+def check_head(model: nn.Module, wanted: str) -> None:
+    """Raise `ValueError` where `model` has no LM head, which `wanted` needs."""
+    read = getattr(model, "get_output_embeddings", None)
+    if read is None or read() is None:
+        base = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+        raise ValueError(
+            f"{wanted} needs a model with an LM head, and {type(base).__name__} has none; use it on a causal language "
+            "model"
+        )
 
 
 def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_res
 from huggingface_hub.constants import EVAL_RESULTS_FOLDER
 
 from ..adapter.files import AdapterMismatchError
+from ..config.adapter import TASKS
 from ..data.text import PYTHON_STDLIB, is_local_file
 from ..files.staged import write_files
 from .escaping import clean, hub_id
@@ -65,7 +66,7 @@ def make_metadata(
     return ModelCardData(
         base_model=base,
         library_name="peft",
-        pipeline_tag="text-generation",
+        pipeline_tag=TASKS[facts.config.task_type or "CAUSAL_LM"][1],
         tags=[*by_base, *TAGS, *(clean(tag) for tag in tags)],
         datasets=list(dict.fromkeys(indexed)) or None,
         language=None if language is None else clean(language),

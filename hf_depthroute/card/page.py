@@ -12,6 +12,7 @@ from urllib.parse import quote
 import jinja2
 
 from ..adapter.files import CARD_NAME
+from ..config.adapter import TASKS
 from ..files.staged import write_bytes
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
@@ -88,6 +89,7 @@ def make_card(
         title=title, adapter=repo_id or PLACEHOLDER, facts=facts, config=config,
         static=traits_of(config.gate).static, soft=traits_of(config.gate).soft,
         decides=TARGETS[config.target].decides[config.granularity],
+        auto_class=TASKS[config.task_type or "CAUSAL_LM"][0],
         base=base or None, base_id=base_id(facts), results=found, tables=tables,
         training=tables.training(record, trained_on), changed=changed, version=__version__,
     )  # fmt: skip

@@ -29,6 +29,14 @@ from .rules import (
 from .rules import check_budget as check_budget
 from .rules import check_phases as check_phases
 
+# The tasks by which PEFT wraps a model, with the auto class that loads its base and the Hub's name of it.
+TASKS = {
+    "CAUSAL_LM": ("AutoModelForCausalLM", "text-generation"),
+    "SEQ_CLS": ("AutoModelForSequenceClassification", "text-classification"),
+    "TOKEN_CLS": ("AutoModelForTokenClassification", "token-classification"),
+    "FEATURE_EXTRACTION": ("AutoModel", "feature-extraction"),
+}
+
 
 @with_help
 @dataclass
@@ -57,9 +65,8 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
     weights_hash: str | None = None
 
     def __post_init__(self) -> None:
-        # PEFT wraps a model by its task, and some tasks would train heads that no configuration named.
-        what = "is not supported: only causal language models are routed; leave it out"
-        require(self.task_type is None or self.task_type == "CAUSAL_LM", "task_type", self.task_type, what)
+        what = f"is not supported; use one of: {', '.join(TASKS)}, or leave it out"
+        require(self.task_type is None or self.task_type in list(TASKS), "task_type", self.task_type, what)
         super().__post_init__()
         self.peft_type = register_peft_type()
         check_given(self)
@@ -110,7 +117,6 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
 
     def _fill_in(self) -> None:
         """The defaults that depend on other fields; the saved configuration holds what they came to."""
-        self.task_type = self.task_type or "CAUSAL_LM"  # PEFT wraps a model by it
         for name, value in TARGETS[self.target].fixed.items():
             if getattr(self, name) == getattr(RoutingFields, name):
                 setattr(self, name, value)

@@ -17,7 +17,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..base.contexts import evaluating
-from ..base.readout import predicting, token_losses
+from ..base.readout import check_head, predicting, token_losses
 from ..config.adapter import check_budget
 from ..data.batches import INPUTS, device_of, labels_of
 from ..inference.calibration import active_routings, calibrate, set_budget, use_selection
@@ -59,8 +59,9 @@ def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
             token counts when it and the one before it are real, and its label is not -100.
 
     Raises:
-        ValueError: There is no token to predict.
+        ValueError: There is no token to predict, or the model has no LM head.
     """
+    check_head(model, "a loss of text")
     device = device_of(model)
     total = torch.zeros((), dtype=torch.float64)
     count = 0

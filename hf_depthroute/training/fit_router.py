@@ -26,7 +26,7 @@ from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
 from ..base.distributed import own_share, rows_of_all, sharing, world_size
 from ..base.families import find_layers
-from ..base.readout import predicting, token_losses
+from ..base.readout import check_head, predicting, token_losses
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..data.batches import labels_of, model_inputs, token_mask
 from ..files.versions import versions
@@ -91,11 +91,13 @@ def fit_router(
     Raises:
         ConfigError: `keep` is out of range, too low for the layers in `config`, or `config` has a gate or a branch
             that is not fitted; the model is untouched.
-        ValueError: `batches` holds fewer than 512 real tokens, or fewer rows to fit on than there are processes.
+        ValueError: `batches` holds fewer than 512 real tokens, or fewer rows to fit on than there are processes; or the
+            model has no LM head.
     """
     started = time.time()
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
+    check_head(model, "fit_router")
     config = config_to_fit(len(find_layers(model)), keep, config)
     text, held_out = _split([batch for batch in model_inputs(model, batches)])
     tokens = sum(int(token_mask(batch).sum()) for batch in text)
