@@ -170,7 +170,7 @@ def test_loras_copies_of_base_modules_go_on_above_a_router() -> None:
 def test_a_routers_copies_of_base_modules_are_refused_beside_lora(tmp_path: Path) -> None:
     config = DepthRouteConfig(modules_to_save=["lm_head"])
     lora, expected = lora_with_head()
-    with pytest.raises(ConfigError, match=r"modules_to_save=\['lm_head'\].* beside a lora adapter"):
+    with pytest.raises(ConfigError, match=r"modules_to_save=\['lm_head'\].* next to a lora adapter"):
         get_depth_routed_model(lora.get_base_model(), config, adapter_name="router")
     assert torch.equal(logits(lora), expected)
     model = routed(build_base("llama"), adapter_name="router", modules_to_save=["lm_head"])
