@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 import sys
 import warnings
 from contextlib import nullcontext
@@ -510,3 +511,14 @@ def test_a_short_training_on_a_real_model_beats_random_routing(tmp_path):
     assert dense.loss == pytest.approx(1.45, abs=0.05)
     assert threshold.full_ratio == pytest.approx(0.5, abs=0.05)
     assert max(topk.loss, threshold.loss) < 2.6  # random routing without a branch: 2.77
+
+
+def test_a_page_with_a_snippet_of_a_larger_model_says_that_quality_was_measured_on_small_ones():
+    """The how-to pages start from the lines of their index, which says it."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    shown = [p for p in pages if re.search(r"```[a-z]+\n(?:(?!```)[\s\S])*Qwen/", p.read_text())]
+    assert len(shown) > 5
+    for page in shown:
+        text = page.read_text()
+        assert "18 million" in text or "(index.md)" in text, page
+    assert "18 million" in (ROOT / "docs/how-to/index.md").read_text()

@@ -100,7 +100,7 @@ def training_record(args: Any, state: Any, model: nn.Module, dataset: Any, secon
 
 
 def known(fact: Callable[[], Any]) -> Any:
-    """The result of `fact`, or None where it raises: no training stops for a line of the model card.
+    """The result of `fact`, or None if it raises: no training stops for a line of the model card.
 
     Datasets are anybody's code. A stream may have a `__len__` that raises, such as torch's `ChainDataset` over streams.
     """
@@ -111,7 +111,7 @@ def known(fact: Callable[[], Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A hyperparameter as JSON holds it; None where it is not set."""
+    """A hyperparameter as JSON holds it; None if it is not set."""
     return value if value is None or isinstance(value, (int, float)) else str(getattr(value, "value", value))
 
 

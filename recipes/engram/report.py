@@ -64,7 +64,7 @@ def area(run: dict[str, Any]) -> float:
 
 
 def gap(run: dict[str, Any]) -> float:
-    """Loss of tokens with cold slots minus that of tokens with hot ones; the publication's sign: below 0 is the flip."""
+    """Loss of tokens with cold slots minus that of tokens with hot ones; below 0 is the publication's flip."""
     return float(run["curve"][-1]["cold"] - run["curve"][-1]["hot"])
 
 

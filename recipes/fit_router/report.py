@@ -217,8 +217,8 @@ def draw_time(found: dict[str, Any], time: Callable[[str, float], float], path: 
         rows = sorted((row["share"], row["more"], row["error"]) for (k, _), row in points.items() if k == kind)
         x, more, error = zip(*rows, (1.0, 0.0, 0.0))
         for axis, places in zip(panels, (x, [time(kind, share) for share in x])):
-            modelled = ", time modelled" if axis is panels[1] and kind == "static" else ""
-            label = f"{KINDS[kind]}{modelled}"
+            note = {"static": ", time modelled", "mlp": ", times of the demo's routers"}[kind]
+            label = f"{KINDS[kind]}{note if axis is panels[1] else ''}"
             axis.errorbar(places, more, yerr=error, marker="o", capsize=2, color=color, label=label)
     for axis, label in zip(panels, ("share of the FFN calls run", "time of a prompt / dense time")):
         axis.plot(1.0, 0.0, marker="*", markersize=12, color="black", linestyle="", label="dense")
