@@ -90,7 +90,7 @@ def step(
         inputs: dict[str, Any] = {}
         weights = {"alive": 1.0, "cgs": 0.5, "z": 0.1}
         if observed:
-            stack.enter_context(overridden(model, "observed", ("similarity", "missed")))
+            stack.enter_context(overridden(model, observed=("similarity", "missed")))
             inputs["exits"] = stack.enter_context(observe_exits(model))
             inputs["routers"] = stack.enter_context(observe_routers(model))
             others = ("capacity", "depth", "similarity", "recoverability", "exit", "balance", "router_z")

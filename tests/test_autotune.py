@@ -13,7 +13,7 @@ from peft import PeftModel
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, tune_execution
 from hf_depthroute.inference import autotune
-from hf_depthroute.routing.trace import overridden, routings
+from hf_depthroute.routing.trace import full_depth, routings
 
 
 def slow(seconds_per_row: float) -> Callable[..., None]:
@@ -36,7 +36,7 @@ def model() -> PeftModel:
 def test_where_the_gate_costs_more_than_it_saves_the_base_runs(model: PeftModel) -> None:
     ids = tokens(4, 8)
     before, other = logits(model, ids), logits(model, ids[:, :1])
-    with overridden(model, "_disable_adapters", True):
+    with full_depth(model):
         dense = logits(model, ids)
     assert not torch.equal(before, dense)
     for holder in routings(model):
@@ -56,7 +56,7 @@ def test_steps_that_skip_count_beside_those_that_do_not(model: PeftModel, monkey
     """A layer that skips one token of four: its median step is a full one with a gate in front."""
 
     def timed(model: Any, layers: Any, *rest: Any) -> Any:
-        full = routings(model)[0].executor == "full"
+        full = routings(model)[0].state.settings.executor == "full"
         for seconds in [1.0] * 4 if full else [1.1, 1.1, 1.1, 0.2]:
             yield from (("decode", holder.layer_index, seconds) for holder in routings(model))
         yield from (("prefill", holder.layer_index, 1.0 if full else 2.0) for holder in routings(model))

@@ -192,7 +192,7 @@ def test_passes_are_counted_over_all_steps():
                 any_row.setdefault(index, []).append(float(record.mask.any()))
     for index, shares in counter.shares().items():
         assert shares == pytest.approx((sum(rows[index]) / 5, sum(any_row[index]) / 5))
-    assert not any(holder.recorders for holder in active_routings(model))
+    assert not any(holder.state.settings.recorders for holder in active_routings(model))
 
 
 # Roofline

@@ -18,6 +18,7 @@ from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, r
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import model_inputs
 from hf_depthroute.inference.calibration import is_calibrated
+from hf_depthroute.routing.state import RunSettings
 from hf_depthroute.routing.thresholds import TABLE_SIZE, ScoreQuantiles, quantile_table
 from hf_depthroute.routing.trace import RouteTrace, routings
 
@@ -258,7 +259,7 @@ def test_calibrate_leaves_mode_and_weights_alone(training: bool) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
     for holder in routings(model):
-        assert holder.selection is None and holder.recorders == []
+        assert holder.state.settings == RunSettings()
 
 
 def test_calibrate_marks_the_adapter_as_calibrated() -> None:
@@ -483,4 +484,4 @@ def test_calibrate_restores_the_model_when_a_forward_pass_fails() -> None:
         calibrate(model, [{"input_ids": torch.tensor([[10**6]])}], 0.5)
     assert model.training
     for holder in routings(model):
-        assert holder.selection is None and holder.recorders == []
+        assert holder.state.settings == RunSettings()

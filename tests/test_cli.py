@@ -174,7 +174,7 @@ def test_generate_takes_its_time_without_the_count(run: Run, adapter: Path, monk
     ratios, generate = [], peft.PeftModelForCausalLM.generate
 
     def spied(model: peft.PeftModel, **arguments: object) -> object:
-        assert not any(holder.recorders for holder in routings(model))
+        assert not any(holder.state.settings.recorders for holder in routings(model))
         ids = generate(model, **arguments)
         with count_routes(model) as counter:
             assert torch.equal(generate(model, **arguments), ids)

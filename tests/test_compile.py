@@ -141,7 +141,7 @@ def test_row_ops_equal_the_gathered_executor(family: str, kind: str) -> None:
 
     @torch.no_grad()
     def run(executor: str) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        with overridden(model, "executor", executor), record_routes(model) as trace:
+        with overridden(model, executor=executor), record_routes(model) as trace:
             prompt = model(input_ids=ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
             rest = model(input_ids=ids[:, 6:], attention_mask=mask, past_key_values=prompt.past_key_values)
         logits = torch.cat([prompt.logits, rest.logits], dim=1)
@@ -158,7 +158,7 @@ def test_row_ops_scale_by_the_gate() -> None:
         model, ids = build_routed("llama", **fields), tokens(3, 8)
         with torch.no_grad():
             expected = model(input_ids=ids).logits
-            with overridden(model, "executor", "rows"):
+            with overridden(model, executor="rows"):
                 assert gap(model(input_ids=ids).logits, expected) < 1e-5
 
 
@@ -167,7 +167,7 @@ def test_hooks_and_wrappers_on_the_ffn_still_run() -> None:
     model, ids = build_routed("llama", "mlp"), tokens(2, 4)
     seen = []
     decoder_layers(model)[1].mlp.up_proj.register_forward_hook(lambda *_: seen.append(True))
-    with torch.no_grad(), overridden(model, "executor", "rows"):
+    with torch.no_grad(), overridden(model, executor="rows"):
         model(input_ids=ids)
     assert seen
 
@@ -251,7 +251,7 @@ def test_graph_replay_gives_the_eager_tokens(kind: str) -> None:
         graph.replay()
         return logits.clone()
 
-    with overridden(model, "executor", "gathered"):
+    with overridden(model, executor="gathered"):
         expected = generated(eager)
     assert torch.equal(generated(replayed), expected)
 

@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import DynamicCache, StaticCache
 
 from hf_depthroute import calibrate, record_routes, set_budget
-from hf_depthroute.execution import decode
+from hf_depthroute.execution import step_weights
 from hf_depthroute.execution.decode import DECODE_ROWS, AttentionStep, DecodeStep, SequenceStep
 from hf_depthroute.parts.branches import rms_of
 from hf_depthroute.parts.gates import MLPGate
@@ -66,7 +66,7 @@ def assert_steps_equal_the_general_pass(monkeypatch: pytest.MonkeyPatch, model: 
     general = decoded(model, batch, general=True)
     torch.testing.assert_close(fast, general, atol=1e-5, rtol=1e-5)
     with monkeypatch.context() as patch:  # one map after the other, it is the same to the bit
-        patch.setattr(decode, "joint_maps", lambda *parts: None)
+        patch.setattr(step_weights, "joint_maps", lambda *parts: None)
         for holder in routings(model):
             holder.derived.clear()
         assert torch.equal(decoded(model, batch), general)
@@ -122,7 +122,7 @@ def test_where_no_step_knows_tokens_the_general_pass_runs(
 
 
 def test_take_the_stream_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "joint_maps", lambda *parts: None)
+    monkeypatch.setattr(step_weights, "joint_maps", lambda *parts: None)
     model = routed(build_base("llama", dtype=torch.bfloat16), "mlp")
     with counted_steps(monkeypatch) as taken:
         fast = decoded(model)
@@ -230,7 +230,7 @@ def test_follow_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs.append(decoded(model))
     calibrate(model, [{"input_ids": tokens(2, 16)}], budget=0.6)
     outputs.append(decoded(model))
-    with overridden(model, "executor", "full"):
+    with overridden(model, executor="full"):
         outputs.append(decoded(model))
     for i, one in enumerate(outputs):
         assert all(not torch.equal(one, other) for other in outputs[i + 1 :])

@@ -12,7 +12,7 @@ from models import GATES, build_routed, tokens
 from peft import PeftModel
 
 from hf_depthroute import calibrate, record_routes, set_budget
-from hf_depthroute.execution import decode
+from hf_depthroute.execution import step_weights
 from hf_depthroute.parts.branches import MixedLinear
 from hf_depthroute.parts.gates import JEPAGate
 from hf_depthroute.routing.trace import routings
@@ -93,7 +93,8 @@ def test_weights_made_in_inference_mode_are_never_kept() -> None:
 
 
 def test_a_kept_plan_follows_budget_threshold_and_table(model: PeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "joint_maps", lambda *parts: None)  # they round in another way than the recorded pass
+    # Joint maps round in another way than the recorded pass.
+    monkeypatch.setattr(step_weights, "joint_maps", lambda *parts: None)
 
     def share() -> float:
         with record_routes(model) as trace:

@@ -21,6 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hf_depthroute import draft_view, lossless_generate, search_draft, set_budget
 from hf_depthroute.cli import errors, main
 from hf_depthroute.inference.drafting import DraftCounter, _Draft
+from hf_depthroute.routing.state import RunSettings
 from hf_depthroute.routing.trace import count_routes, full_depth, record_routes, routings
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
@@ -319,7 +320,7 @@ def test_several_sequences_are_refused() -> None:
     model = build_routed("llama")
     with pytest.raises(ValueError, match="batch_size = 1"):
         lossless_generate(model, tokens(2, 6), draft=draft_view(model), **GREEDY)
-    assert not any(holder._disable_adapters for holder in routings(model))
+    assert all(holder.state.settings == RunSettings() for holder in routings(model))
     assert not model.get_base_model()._forward_pre_hooks
 
 

@@ -29,7 +29,7 @@ def batch(rows: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
 def state(model: PeftModel) -> list[object]:
     found: list[object] = [model.training]
     for holder in active_routings(model):
-        found += [holder.config(holder.adapter()).budget, holder.selection]
+        found += [holder.config(holder.adapter()).budget, holder.state.settings]
         found += [t.tolist() for t in holder.depth_route_quantiles.state_dict().values()]
     return found
 

@@ -19,7 +19,7 @@ from test_invariants_execution import assert_only_decided_rows_ran, counted_rows
 from hf_depthroute import record_routes, replay_routes, set_budget
 from hf_depthroute.base.families import FAMILIES, find_family
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.routing.trace import RouteTrace, routings
+from hf_depthroute.routing.trace import RouteTrace, overridden, routings
 from hf_depthroute.training.losses import routing_losses
 
 TARGETS = ("ffn", "attention", "block")
@@ -51,17 +51,6 @@ def shared(family: str, target: str) -> PeftModel:
 def run(model: Any, **inputs: Any) -> tuple[torch.Tensor, RouteTrace]:
     with record_routes(model) as trace:
         return model(**({"input_ids": IDS, "use_cache": False} | inputs)).logits, trace
-
-
-@contextmanager
-def executed(model: PeftModel, executor: str) -> Iterator[None]:
-    for holder in routings(model):
-        holder.executor = executor
-    try:
-        yield
-    finally:
-        for holder in routings(model):
-            holder.executor = "auto"
 
 
 @contextmanager
@@ -132,7 +121,7 @@ def test_a_skipped_part_adds_nothing_to_the_stream(family: str, target: str) -> 
 def test_gathered_and_masked_execution_agree(family: str, target: str) -> None:
     model = shared(family, target)
     sparse, trace = run(model)
-    with executed(model, "masked"):
+    with overridden(model, executor="masked"):
         dense, same = run(model)
     assert_pinned(gap(sparse, dense), base_gap=0.0)
     assert_free(model, trace, same)
@@ -153,9 +142,9 @@ def test_the_gate_may_read_the_stream(family: str) -> None:
     """`gate_input="residual"`: then a gathered FFN norms no row but those that it runs on."""
     model = build_routed(family, "mlp", gate_input="residual", layers=[1, 2])
     logits, _ = run(model)
-    with executed(model, "masked"):
+    with overridden(model, executor="masked"):
         assert_pinned(gap(run(model)[0], logits), base_gap=0.0)
-    with executed(model, "rows"):
+    with overridden(model, executor="rows"):
         assert_pinned(gap(run(model)[0], logits), base_gap=0.0)
 
 
@@ -205,7 +194,7 @@ def test_whole_sequences_skip_their_attention(family: str) -> None:
     kept = torch.stack([record.mask.all(dim=1) for record in trace.values()])
     assert kept.any()
     assert not kept.all()
-    with executed(model, "masked"):
+    with overridden(model, executor="masked"):
         assert_pinned(gap(run(model)[0], logits), base_gap=0.0)
     rows: dict[int, int] = {}
     with torch.no_grad(), ExitStack() as hooks:
@@ -227,7 +216,7 @@ def test_whole_sequences_skip_their_attention(family: str) -> None:
     # A sliding cache holds every sequence: there the queries of the kept ones run, without a call of the module.
     assert all(rows.get(i, 0) == count for i, count in full.items() if "sliding" not in windows[i])
     wide = RouteTrace({i: whole_record(record, 12) for i, record in prompt.items()})
-    with executed(model, "masked"), replay_routes(model, wide):
+    with overridden(model, executor="masked"), replay_routes(model, wide):
         expected = run(model)[0]
     assert_pinned(gap(torch.cat([first.logits, *steps], dim=1), expected), base_gap=0.0)
 
@@ -282,7 +271,7 @@ def test_experts_are_routed_pair_by_pair(family: str) -> None:
     with counted_rows(model) as counts:
         logits, _ = run(model)
     assert_only_decided_rows_ran(counts)
-    with executed(model, "masked"):
+    with overridden(model, executor="masked"):
         assert_pinned(gap(run(model)[0], logits), base_gap=0.0)
     set_budget(model, 1.0)
     assert torch.equal(run(model)[0], base_logits(family))

@@ -8,7 +8,7 @@ from models import FAMILY_NAMES, build_base, decoder_layers, tokens
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes
 from hf_depthroute.inference.fitting import fit_branches, fit_memory
 from hf_depthroute.parts.memory import NgramMemory, suffixes
-from hf_depthroute.routing.trace import overridden, routings
+from hf_depthroute.routing.trace import full_depth, routings
 
 BATCHES = [{"input_ids": tokens(8, 16, seed=seed)} for seed in (5, 6)]
 TARGETS = ("ffn", "attention", "block")
@@ -39,7 +39,7 @@ def dense_update(model, layer, target, batches):
         ),
         decoder.self_attn.register_forward_hook(lambda m, args, out: seen.update(update=out[0])),
     ]
-    with overridden(model, "_disable_adapters", True):
+    with full_depth(model):
         for batch in batches:
             model(**batch)
             a = seen["h"] + seen["update"]

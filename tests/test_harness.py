@@ -133,7 +133,7 @@ def test_generations_are_timed_without_their_count_and_counted_as_they_were(
     generate = HFLM._model_generate
 
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recorders.extend(len(holder.recorders) for holder in routings(self.model))
+        recorders.extend(len(holder.state.settings.recorders) for holder in routings(self.model))
         return generate(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:

@@ -9,6 +9,7 @@ from peft import PeftModel
 
 from hf_depthroute import DepthRouteConfig, record_routes, replay_routes, set_budget
 from hf_depthroute.inference.calibration import use_selection
+from hf_depthroute.routing.state import RunSettings
 from hf_depthroute.routing.trace import routings
 
 pytestmark = pytest.mark.parametrize(("family", "kind"), MODELS)
@@ -45,7 +46,7 @@ def test_state_is_restored_after_an_exception(family: str, kind: str) -> None:
         raise KeyboardInterrupt
     assert torch.equal(logits(model), routed_logits)
     for holder in routings(model):
-        assert (holder.recorders, holder.replay, holder.selection) == ([], None, None)
+        assert holder.state.settings == RunSettings()
 
 
 def test_unloaded_model_equals_base(family: str, kind: str) -> None:

@@ -328,7 +328,7 @@ def test_what_the_cheap_path_misses_is_how_far_its_update_is_from_the_full_one()
     parts = {"full": layer.mlp, "cheap": holder.depth_route_branch["default"]}
     for name, part in parts.items():
         part.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
-    with overridden(model, "observed", ("missed",)), record_routes(model) as trace:
+    with overridden(model, observed=("missed",)), record_routes(model) as trace:
         model(tokens(2, 8))
     torch.testing.assert_close(trace[holder.layer_index].missed, (seen["full"] - seen["cheap"]).norm(dim=-1))
 

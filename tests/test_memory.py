@@ -259,7 +259,7 @@ def test_rules_and_executors_that_skip_change_nothing() -> None:
         with use_selection(model, rule):
             assert torch.equal(logits(model), expected)
     for executor in ("rows", "gathered", "masked"):
-        with overridden(model, "executor", executor):
+        with overridden(model, executor=executor):
             assert torch.equal(logits(model), expected)
 
 

@@ -270,7 +270,7 @@ def test_an_oracle_changes_nothing(gate: str) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(layer._forward_pre_hooks for layer in decoder_layers(model))
-    assert not any(holder.recorders for holder in routings(model))
+    assert not any(holder.state.settings.recorders for holder in routings(model))
 
 
 def test_forks_run_without_dropout() -> None:

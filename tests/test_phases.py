@@ -284,7 +284,7 @@ def test_every_executor_runs_it_alike(executor: str) -> None:
     model, ids = build("block"), tokens(2, PROMPT + STEPS)
     set_phases(model, "prefill")
     expected = decoded(model, ids, PROMPT)
-    with overridden(model, "executor", executor):
+    with overridden(model, executor=executor):
         assert gap(decoded(model, ids, PROMPT), expected) < 1e-5
 
 

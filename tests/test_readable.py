@@ -95,7 +95,7 @@ def parts_of(model: nn.Module) -> dict[str, nn.Module]:
 @torch.no_grad()
 def outputs(model: PeftModel, executor: str) -> torch.Tensor:
     """Logits of a prompt of two rows, and of a prompt of one and two decoding steps."""
-    with overridden(model, "executor", executor):
+    with overridden(model, executor=executor):
         ids, cache = tokens(2, 9), DynamicCache(config=model.config)
         parts = [model(ids).logits]
         for part in ids[:1, :7], ids[:1, 7:8], ids[:1, 8:]:

@@ -14,7 +14,7 @@ from text_models import word_tokenizer
 
 from hf_depthroute import record_routes, set_budget
 from hf_depthroute.evaluation.cost import route_cost
-from hf_depthroute.inference.calibration import active_routings
+from hf_depthroute.inference.calibration import active_routings, use_selection
 from hf_depthroute.report.collect import Sample, collect_scores, collect_tokens, count_costs
 from hf_depthroute.report.pieces import text_pieces
 from hf_depthroute.routing.trace import RouteTrace
@@ -109,9 +109,7 @@ def test_pairs_of_tokens_and_experts_are_shown_as_several_decisions():
 
 def test_without_a_threshold_rule_the_view_claims_none():
     model = routed(build_base("llama"))
-    for holder in active_routings(model):
-        holder.selection = "topk"
-    with record_routes(model) as trace, torch.no_grad():
+    with use_selection(model, "topk"), record_routes(model) as trace, torch.no_grad():
         model(tokens(1, 6))
     assert all(record.threshold is None for record in trace.values())
     assert {layer["threshold"] for layer in trace.show().data["texts"][0]["runs"][0]["layers"]} == {None}

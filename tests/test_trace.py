@@ -14,6 +14,7 @@ from models import FAMILY_NAMES, GATES, build_base, build_routed, tokens
 from torch import nn
 
 from hf_depthroute import record_routes, replay_routes
+from hf_depthroute.routing.state import RunSettings
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, routings
 
 ROUTED = [1, 2, 3]
@@ -142,7 +143,7 @@ def test_two_recorders_that_close_out_of_order_do_not_disturb_each_other() -> No
         model(ids)
     second.__exit__(None, None, None)
     assert (len(one), len(two)) == (0, 3)
-    assert all(not holder.recorders for holder in routings(model))
+    assert all(not holder.state.settings.recorders for holder in routings(model))
 
 
 def test_after_the_block_nothing_is_recorded() -> None:
@@ -163,7 +164,7 @@ def test_an_exception_restores_the_state() -> None:
             with replay_routes(model, trace):
                 raise RuntimeError("inside")
         for holder in routings(model):
-            assert holder.recorders == [] and holder.replay is None
+            assert holder.state.settings == RunSettings()
         assert torch.equal(model(ids).logits, plain)
 
 
@@ -285,7 +286,7 @@ def test_layers_without_scores_join_those_with_them() -> None:
     with torch.no_grad():
         with record_routes(model) as first:
             model(ids)
-        with overridden(model, "executor", "full"), record_routes(model) as second:
+        with overridden(model, executor="full"), record_routes(model) as second:
             model(ids)
     joined = RouteTrace.cat([first, second])[1]
     assert joined.q_full.shape == joined.q_cheap.shape == (2, 12, 8)

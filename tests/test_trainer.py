@@ -204,7 +204,7 @@ def test_a_backward_pass_after_the_recording_block_recomputes_the_same_forward()
         lm = model(**batch).loss
     loss = sum(routing_losses(trace, lm).values())
     for holder in routings(model):  # what a schedule does between the passes
-        holder.scheduled_budget, holder.scheduled_temperature = 1.0, 9.0
+        holder.state.scheduled_budget, holder.state.scheduled_temperature = 1.0, 9.0
     loss.backward()
     assert_same_tensors(gradients(plain), gradients(model))
 
@@ -329,7 +329,8 @@ def test_the_callback_leaves_nothing_behind(tmp_path: Path) -> None:
     loss = model(**batch).loss
     model.eval()
     for holder in routings(model):
-        assert holder.recorders == [] and holder.scheduled_budget is None and holder.scheduled_temperature is None
+        state = holder.state
+        assert (state.settings.recorders, state.scheduled_budget, state.scheduled_temperature) == ((), None, None)
     fresh = build_routed("llama").train()
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(loss, fresh(**batch).loss)
@@ -353,7 +354,7 @@ def test_training_again_after_an_exception_counts_the_losses_once(tmp_path: Path
     model.zero_grad()
     trainer.train()
     assert_same_tensors(kept.steps[0], kept.steps[1])
-    assert all(holder.recorders == [] for holder in routings(model))
+    assert all(not holder.state.settings.recorders for holder in routings(model))
 
 
 # --- invariant 13: what trains ------------------------------------------------------------------------------------
@@ -457,7 +458,7 @@ def test_the_scheduled_budget_is_the_target_of_the_budget_loss(tmp_path: Path) -
     trainer.train()
     fresh = build_routed("llama").train()
     for holder in routings(fresh):
-        holder.scheduled_budget = 0.9
+        holder.state.scheduled_budget = 0.9
     with torch.no_grad(), record_routes(fresh) as trace:
         fresh(**stacked(examples))
     expected = (mean_probability(trace) - 0.9).square().mean().item()

@@ -15,15 +15,16 @@ from ..base.cache import is_paged
 from ..base.families import find_decoder, find_family
 from ..config.adapter import ConfigError
 from ..data.batches import breaks_of, document_starts
+from ..execution.context import CONTEXT, ForwardContext
 from ..execution.decode import decode_steps, decodes
-from ..execution.layer import DECODE_STEPS, LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_forward
+from ..execution.layer import routed_forward
 from ..parts.memory import suffixes
 from ..routing.holder import HOLDER, Routing
 from ..routing.misuse import warn_of_training
 
 Forward = Callable[..., Any]
 
-_handed_down: ContextVar[dict[str, Any] | None] = ContextVar("depth_route_handed_down", default=None)
+_handed_down: ContextVar[ForwardContext | None] = ContextVar("depth_route_handed_down", default=None)
 
 
 def enter(model: nn.Module) -> nn.ModuleList:
@@ -67,7 +68,7 @@ def _unhook(module: nn.Module, function: Any) -> None:
 
 
 def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of the decoder stack: give the layers, as keywords, what only the stack knows."""
+    """Forward pre-hook of the decoder stack: give the layers, by one keyword, what only the stack knows."""
     inputs, family = _inputs(args, kwargs), find_family(decoder)
     if not family.passes_keywords:
         _handed_down.set(None)
@@ -80,24 +81,25 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         )
     if decoder.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         warn_of_training(decoder, _active(decoder), inputs)
-    real = token_mask_of(args, kwargs)
-    found: dict[str, Any] = {} if real is None else {TOKEN_MASK: real}
+    layers, real = getattr(decoder, family.layers), token_mask_of(args, kwargs)
+    last, ngrams, steps = None, None, None
     if inputs.shape[1] > 1 and any(h.active_config().phases == "prefill" for h in _active(decoder)):
-        found[LAST_TOKENS] = last_tokens_of(inputs, real, kwargs)
-    order = _ngram_order(getattr(decoder, family.layers))
+        last = last_tokens_of(inputs, real, kwargs)
+    order = _ngram_order(layers)
     if order:
-        found[NGRAMS] = ngrams_of(inputs, order, real, kwargs)
+        ngrams = ngrams_of(inputs, order, real, kwargs)
     if decodes(decoder, inputs) and (real is None or real.all()):
-        found[DECODE_STEPS] = decode_steps(getattr(decoder, family.layers), inputs.shape[0])
+        steps = decode_steps(layers, inputs.shape[0])
+    context = ForwardContext(real, last, ngrams, steps)
     if not family.passes_keywords:
-        _handed_down.set(found)
+        _handed_down.set(context)
         return None
-    return (args, {**kwargs, **found}) if found else None
+    return args, {**kwargs, CONTEXT: context}
 
 
 def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of layers whose stack keeps its keywords to itself; the first, so that others see them too."""
-    return args, {**kwargs, **(_handed_down.get() or {})}
+    return args, {**kwargs, CONTEXT: _handed_down.get()}
 
 
 def _splits_a_packed_row(decoder: nn.Module, inputs: torch.Tensor, kwargs: dict[str, Any]) -> bool:

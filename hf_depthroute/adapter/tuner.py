@@ -22,6 +22,7 @@ from ..parts.gates import default_hidden
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..routing.holder import HOLDER, Routing
+from ..routing.state import RunState
 from ..routing.trace import full_depth
 from .base_check import describe_base
 from .checks import check_injection, check_name_is_free
@@ -144,10 +145,12 @@ class DepthRouteModel(BaseTuner):
         holders: list[Routing] = []
         owner: Routing | None = None
         _drop_empty_holders(layers)
+        held = (layer._modules.get(HOLDER) for layer in layers)
+        state = next((holder.state for holder in held if holder is not None), RunState())
         for index in cast("list[int]", config.layers):
             layer = layers[index]
             if HOLDER not in layer._modules:
-                setattr(layer, HOLDER, Routing(index, family, layer, self.peft_config).train(layer.training))
+                setattr(layer, HOLDER, Routing(index, family, layer, self.peft_config, state).train(layer.training))
             holder: Routing = getattr(layer, HOLDER)
             holder.peft_configs = self.peft_config
             holder.add_adapter(name, config)

@@ -24,7 +24,7 @@ from ..inference.autotune import tune_execution
 from ..inference.calibration import active_routings, calibrate
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
-from ..routing.trace import RouteRecord, overridden
+from ..routing.trace import RouteRecord, full_depth, overridden
 
 BASE, DISABLED, FULL, LEFT_OUT = "base", "disabled", "budget 1.0", "without FFNs"
 
@@ -108,12 +108,12 @@ class Variants:
                 yield self.base
             return
         if kind == DISABLED:
-            with overridden(self.model, "_disable_adapters", True):
+            with full_depth(self.model):
                 yield self.inner
             return
         self._use(float(budget))
         if kind == "masked":
-            with overridden(self.model, "executor", "masked"):
+            with overridden(self.model, executor="masked"):
                 yield self.inner
             return
         self._set_tuned(self._tuned[float(budget)] if kind == "tuned" else None)
@@ -207,14 +207,9 @@ class PassCounter:
 @contextmanager
 def count_passes(model: nn.Module) -> Iterator[PassCounter]:
     """Count what every routed layer of `model` runs in the block; forward passes must be of equal size."""
-    counter, holders = PassCounter(), active_routings(model)
-    for holder in holders:
-        holder.recorders.append(counter)  # type: ignore[arg-type]
-    try:
+    counter = PassCounter()
+    with overridden(model, recorders=(counter,)):
         yield counter
-    finally:
-        for holder in holders:
-            holder.recorders[:] = [recorder for recorder in holder.recorders if recorder is not counter]
 
 
 def _thresholds(model: nn.Module) -> list[dict[str, torch.Tensor]]:

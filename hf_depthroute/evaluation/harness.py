@@ -106,7 +106,7 @@ class DepthRouteLM(HFLM):
         return ids
 
     def _counting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.counter is None else overridden(self.model, "recorders", [self.counter])
+        return nullcontext() if self.counter is None else overridden(self.model, recorders=(self.counter,))
 
     def _timed(self, run: Callable[[], Any]) -> Any:
         start = time.perf_counter()

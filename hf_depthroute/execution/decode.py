@@ -10,7 +10,7 @@ Shapes: B batch, d model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -19,19 +19,15 @@ from torch import Tensor, nn
 from ..base.cache import SkippingLayer, cache_layer, cache_of, remembered
 from ..base.families import Family
 from ..base.readable import any_watched, is_watched, is_whole
-from ..parts.branches import TensorMap, rms_of, stamp
-from ..parts.joint import JointMaps, joint_maps
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
 from .attention import write_keys_values
 from .call import Site
+from .context import Step
 from .gathered import gathered_update
 from .memory import continued_ngrams
 from .sites import SITES, AttentionSite, BlockSite, FFNSite
-
-# From a layer, its input `[B, 1, d]`, its keyword arguments and, for a memory, the new tokens' n-grams to its output;
-# None if the general pass has to run.
-Step = Callable[[nn.Module, Tensor, dict[str, Any], Tensor | None], Tensor | None]
+from .step_weights import Prepared, StepWeights
 
 DECODE_ROWS = 64  # more sequences than this are no longer bound by overhead
 
@@ -42,41 +38,28 @@ class DecodeStep:
     It computes what `layer._run` does, with the adapter's weights in the stream's dtype and the threshold on the host.
     A batch of one needs no mask: its score is read, and one of two calls is made. A static layer needs no score. Where
     gate and branch join (`parts.joint`) their weights are float32, and scores and cheap updates differ by rounding.
+    It is not changed after it was made: threads that decode with one plan share it.
 
     Args:
         holder: The layer's adapter state.
         plan: One that `supports_decode`.
+        weights: The adapter's weights in this layer.
+
+    Attributes:
+        scores: Whether it scores tokens.
     """
 
-    def __init__(self, holder: Routing, plan: RoutePlan) -> None:
+    scores = True
+
+    def __init__(self, holder: Routing, plan: RoutePlan, weights: StepWeights) -> None:
         family = holder.family
-        self.plan = plan
+        self.plan, self.weights = plan, weights
         assert family.attention_norm is not None and family.ffn_norm is not None
         self.names = family.attention_norm, family.attention, family.ffn_norm, family.ffn
         self.reads_stream = plan.config.gate_input == "residual"
-        gate, branch = holder.depth_route_gate[plan.adapter], holder.depth_route_branch._modules.get(plan.adapter)
         self.layer_index = holder.layer_index
-        self.memory: Any = holder.depth_route_memory._modules.get(plan.adapter)
-        parts = [gate, branch, self.memory]
-        self.threshold = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
-        if plan.rule == "predictor":  # it stands in for the gate
-            gate, self.threshold = holder.depth_route_predictor[plan.adapter], 0.0
-            parts.append(gate)
-        self._parts: tuple[Any, Any] = gate, branch
-        modules = [module for part in parts if part is not None for module in part.modules()]
-        self._joins = not self.reads_stream and plan.rule != "static" and self.memory is None
-        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
-        self._plain = all(is_whole(w) and w.device.type == "cpu" for w in self._weights)
-        self._plain &= not any(is_watched(m) for m in modules)
-        self._stamp = stamp(*self._weights)
-        self._dtype: torch.dtype | None = None  # of the stream; known at the first step
-        self._joint: JointMaps | None = None
-        self._folded: Any = None  # what of the base's norm is in `_joint`
-
-    def usable(self) -> bool:
-        """Whether the weights are plain, still those of the start, and no hook watches the adapter's modules."""
-        return self._plain and not any(self._hooks) and self._stamp is not None and self._stamp == stamp(*self._weights)
+        threshold = 0.0 if plan.rule == "predictor" else plan.threshold
+        self.threshold = torch.as_tensor(threshold, dtype=torch.float32).item()
 
     def __call__(
         self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None
@@ -84,49 +67,31 @@ class DecodeStep:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
         ngrams = self._continued(ngrams, kwargs)
-        folds = _folds(modules[ffn_norm]) if self._joins else None
-        if h.dtype is not self._dtype or folds != self._folded:
-            self._freeze(h.dtype, modules[ffn_norm], folds)
+        folds = _folds(modules[ffn_norm]) if self.weights.joins else None
+        made = self.weights.prepared(h.dtype, modules[ffn_norm], folds)
         a = h + modules[attention](modules[attention_norm](h), **kwargs)[0]
         if self.plan.rule == "static":
-            return self._cheap(a, ngrams)
-        if self._joint is not None:
-            return self._joint.run(a, self.threshold, lambda rows: modules[ffn](modules[ffn_norm](rows)))[0]
+            return _cheap(made, a, ngrams)
+        if made.joint is not None:
+            return made.joint.run(a, self.threshold, lambda rows: modules[ffn](modules[ffn_norm](rows)))[0]
+        assert made.score is not None
         normed = None if self.reads_stream else modules[ffn_norm](a)
-        scores_B = self.score(a if normed is None else normed)
+        scores_B = made.score(a if normed is None else normed)
         one = len(scores_B) == 1
         if one and not scores_B.item() >= self.threshold:
-            return self._cheap(a, ngrams)
+            return _cheap(made, a, ngrams)
         normed = modules[ffn_norm](a) if normed is None else normed
         if one:
             return a + modules[ffn](normed)
         full_B = scores_B >= self.threshold
-        out = gathered_update(a, normed, full_B[:, None], modules[ffn], self.branch)
-        if ngrams is None or full_B.all():
+        out = gathered_update(a, normed, full_B[:, None], modules[ffn], made.branch)
+        if ngrams is None or made.recall is None or full_B.all():
             return out
-        return out.index_add_(0, (~full_B).nonzero().squeeze(-1), self.recall(ngrams[~full_B]))
+        return out.index_add_(0, (~full_B).nonzero().squeeze(-1), made.recall(ngrams[~full_B]))
 
     def _continued(self, ngrams: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
         """The new tokens' n-grams, `[B, 1, N]`; the KV cache learns of every token, also of those that run in full."""
-        return None if self.memory is None else continued_ngrams(self.layer_index, ngrams, kwargs)
-
-    def _cheap(self, a: Tensor, ngrams: Tensor | None) -> Tensor:
-        """The stream `[B, 1, d]` after the cheap path; `a` is overwritten."""
-        a = a if self.branch is None else a.add_(self.branch(a))
-        return a if ngrams is None else a.add_(self.recall(ngrams))
-
-    def _freeze(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> None:
-        gate, branch = self._parts
-        self._dtype, self._folded = dtype, folds
-        self._joint = None
-        if folds is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
-            self._joint = joint_maps(rms_of(norm), gate, branch)
-        if self._joint is None:
-            frozen = hasattr(gate, "frozen")
-            self.score: TensorMap = gate.frozen(dtype) if frozen else lambda x: gate(x)["scores"].view(-1)
-            self.branch: TensorMap | None = None if branch is None else branch.frozen(dtype)
-        if self.memory is not None:
-            self.recall: TensorMap = self.memory.frozen(dtype)
+        return None if self.weights.memory is None else continued_ngrams(self.layer_index, ngrams, kwargs)
 
 
 class AttentionStep(DecodeStep):
@@ -135,33 +100,33 @@ class AttentionStep(DecodeStep):
     A skipped token still writes its keys and values, for later ones to see.
     """
 
-    def __init__(self, holder: Routing, plan: RoutePlan) -> None:
-        super().__init__(holder, plan)
+    def __init__(self, holder: Routing, plan: RoutePlan, weights: StepWeights) -> None:
+        super().__init__(holder, plan, weights)
         self.style = holder.family.queries
 
     def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None) -> Tensor:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
         ngrams = self._continued(ngrams, kwargs)
-        folds = _folds(modules[attention_norm]) if self._joins else None
-        if h.dtype is not self._dtype or folds != self._folded:
-            self._freeze(h.dtype, modules[attention_norm], folds)
+        folds = _folds(modules[attention_norm]) if self.weights.joins else None
+        made = self.weights.prepared(h.dtype, modules[attention_norm], folds)
         normed, maps = modules[attention_norm](h), None
-        if self._joint is not None:
-            (score,), maps = self._joint.scores(h)
+        if made.joint is not None:
+            (score,), maps = made.joint.scores(h)
             full = score >= self.threshold
         else:
-            full = self.score(h if self.reads_stream else normed).item() >= self.threshold
+            assert made.score is not None
+            full = made.score(h if self.reads_stream else normed).item() >= self.threshold
         if full:
             a = h + modules[attention](normed, **kwargs)[0]
         else:
             write_keys_values(modules[attention], self.style, normed, kwargs)
             a = h.clone()  # the layer's input is not the step's to change
-            if maps is not None and self._joint is not None:
-                update = self._joint.cheap(maps)
+            if maps is not None and made.joint is not None:
+                update = made.joint.cheap(maps)
                 a = a if update is None else a.add_(update)
             else:
-                a = self._cheap(a, ngrams)
+                a = _cheap(made, a, ngrams)
             if self.plan.target.skips_ffn:
                 return a
         return a + modules[ffn](modules[ffn_norm](a))
@@ -174,18 +139,16 @@ class SequenceStep(DecodeStep):
     does one that skips its attention in a cache that holds its keys and values.
     """
 
-    def __init__(self, holder: Routing, plan: RoutePlan) -> None:
-        super().__init__(holder, plan)
-        self._parts, self._joins = (None, self._parts[1]), False  # nothing is scored
+    scores = False
 
     def __call__(
         self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None
     ) -> Tensor | None:
         cache = cache_of(kwargs)
-        made = remembered(cache, self.layer_index)
-        if made is None:  # these tokens are the prompt
+        decided = remembered(cache, self.layer_index)
+        if decided is None:  # these tokens are the prompt
             return None
-        keep = made[0]
+        keep = decided[0]
         kept, held, target = int(keep.sum()), cache_layer(cache, self.layer_index), self.plan.target
         skips_keys = target.skips_attention and isinstance(held, SkippingLayer)
         if 0 < kept < len(keep) or (kept and self.plan.rule == "static"):
@@ -194,18 +157,23 @@ class SequenceStep(DecodeStep):
             return None
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
-        if h.dtype is not self._dtype:
-            self._freeze(h.dtype, modules[ffn_norm], None)
         if kept:
             out = _run_base(layer, h, kwargs)
         else:
+            branch = self.weights.prepared(h.dtype, modules[ffn_norm], None).branch
             # The layer's input is not the step's to change.
             a = h.clone() if skips_keys else h + modules[attention](modules[attention_norm](h), **kwargs)[0]
-            a = a if self.branch is None else a.add_(self.branch(a))
+            a = a if branch is None else a.add_(branch(a))
             out = a + modules[ffn](modules[ffn_norm](a)) if not target.skips_ffn else a
         if skips_keys:
             held.advance(1)
         return out
+
+
+def _cheap(made: Prepared, a: Tensor, ngrams: Tensor | None) -> Tensor:
+    """The stream `[B, 1, d]` after the cheap path; `a` is overwritten."""
+    a = a if made.branch is None else a.add_(made.branch(a))
+    return a if ngrams is None or made.recall is None else a.add_(made.recall(ngrams))
 
 
 STEPS: dict[type[Site], type[DecodeStep]] = {
@@ -254,10 +222,16 @@ def _step_of(layer: nn.Module, holder: Routing, batch: int) -> Step | None:
         kind = SequenceStep
     if (kind is AttentionStep and batch > 1) or (kind is SequenceStep and remembers):
         return None
-    step: DecodeStep | None = holder.derived.get("step")
-    if step is None or step.plan is not plan or not step.usable():
-        step = holder.derived["step"] = kind(holder, plan)
-    return step if step.usable() else None
+    key = "weights", plan.adapter, plan.rule, kind.scores
+    weights: StepWeights | None = holder.derived.get(key)
+    if weights is None or not weights.usable():
+        weights = holder.derived[key] = StepWeights(holder, plan, kind.scores)
+    if not weights.usable():
+        return None
+    step: DecodeStep | None = holder.derived.get(plan)
+    if step is None or step.weights is not weights or type(step) is not kind:
+        step = holder.derived[plan] = kind(holder, plan, weights)
+    return step
 
 
 def _run_base(layer: Any, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None) -> Tensor:

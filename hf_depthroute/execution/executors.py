@@ -1,6 +1,6 @@
 """The ways to run the routed part of a layer, one row per executor.
 
-`"auto"` takes the first row that supports a call. A row is chosen by its name in `Routing.executor`, or by
+`"auto"` takes the first row that supports a call. A row is chosen by its name in `RunSettings.executor`, or by
 `tune_execution`; a call that it does not support runs as `"auto"` says. Adding an executor is one class and one row,
 from this package or from another one; after `"masked"`, which supports every call, it is only taken by name.
 

@@ -26,16 +26,11 @@ from ..routing.misuse import warn_of_backward
 from ..routing.plan import RoutePlan
 from ..routing.trace import RouteRecord
 from .call import Decision, Kwargs, RoutedCall, Site, without_scores
-from .decode import Step
+from .context import ForwardContext, unpack
 from .executors import executor_of
 from .memory import continued_ngrams
 from .sequences import decide_sequences, remember_sequences
 from .sites import SITES
-
-TOKEN_MASK = "depth_route_token_mask"  # keyword that carries the 2D attention mask to the layers
-LAST_TOKENS = "depth_route_last_tokens"  # keyword that carries which tokens `phases="prefill"` runs full
-NGRAMS = "depth_route_ngrams"  # keyword that carries the n-grams that end at each token, for memories
-DECODE_STEPS = "depth_route_decode_steps"  # keyword that carries the layers' `DecodeStep`s, by layer
 
 
 def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -47,23 +42,20 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     """
     kwargs.update(zip(layer._argument_names, args))
     holder: Routing | None = layer._modules.get(HOLDER)
-    steps: dict[Any, Step] | None = kwargs.pop(DECODE_STEPS, None)
-    last_tokens: Tensor | None = kwargs.pop(LAST_TOKENS, None)
-    if steps is not None and layer in steps and not is_recorded(ATTENTIONS, ROUTER_LOGITS):
-        kwargs.pop(TOKEN_MASK, None)  # every token is real
-        stepped = steps[layer](layer, hidden_states, kwargs, kwargs.pop(NGRAMS, None))
+    context = unpack(kwargs)
+    if context.steps is not None and layer in context.steps and not is_recorded(ATTENTIONS, ROUTER_LOGITS):
+        stepped = context.steps[layer](layer, hidden_states, kwargs, context.ngrams)
         if stepped is not None:
             return stepped
     rows = hidden_states.shape[0], hidden_states.shape[1]
-    plan = None if holder is None else holder.plan(layer.training, rows, last_tokens)
-    token_mask = kwargs.get(TOKEN_MASK)
+    plan = None if holder is None else holder.plan(layer.training, rows, context.last_tokens, context.kept)
     returned = None if holder is None or plan is None or not holder.family.returns_weights else holder.family.attention
     weights: list[Tensor | None] = []
     if returned is not None and kwargs.get("output_attentions"):
         with kept_weights(getattr(layer, returned)) as weights:
-            outputs = _outputs(layer, plan, hidden_states, kwargs)
+            outputs = _outputs(layer, plan, context, hidden_states, kwargs)
     else:
-        outputs = _outputs(layer, plan, hidden_states, kwargs)
+        outputs = _outputs(layer, plan, context, hidden_states, kwargs)
     if holder is None or plan is None:
         return outputs[0]
     if not layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -72,23 +64,27 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         mask, scores, probs, *extras = outputs[1:]
         named = dict(zip(plan.extras, extras))
         state = plan.temperature, plan.compared, plan.gate.static
-        record = RouteRecord(mask, scores, probs, token_mask, plan.budget, named, *state)
+        record = RouteRecord(mask, scores, probs, context.token_mask, plan.budget, named, *state)
         for trace in plan.recorders:
             trace[holder.layer_index] = record
     return (outputs[0], next(iter(weights), None)) if returned is not None else outputs[0]
 
 
-def _outputs(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, kwargs: Kwargs) -> Any:
+def _outputs(
+    layer: Any, plan: RoutePlan | None, context: ForwardContext, hidden_states: Tensor, kwargs: Kwargs
+) -> Any:
     """`_run`, under gradient checkpointing if that is on."""
     if not (layer.gradient_checkpointing and layer.training):
-        return _run(layer, plan, hidden_states, **kwargs)
-    run = functools.partial(_run, layer, plan, **without_cache(kwargs))
+        return _run(layer, plan, context, hidden_states, **kwargs)
+    run = functools.partial(_run, layer, plan, context, **without_cache(kwargs))
     return layer._gradient_checkpointing_func(run, hidden_states)
 
 
-def _run(layer: Any, plan: RoutePlan | None, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+def _run(
+    layer: Any, plan: RoutePlan | None, context: ForwardContext, hidden_states: Tensor, **kwargs: Any
+) -> tuple[Tensor, ...]:
     """The layer's output `[B, T, d]`, then mask, scores, probs and the plan's extras when a trace is recorded."""
-    token_mask, ngrams = kwargs.pop(TOKEN_MASK, None), kwargs.pop(NGRAMS, None)
+    token_mask, ngrams = context.token_mask, context.ngrams
     if plan is None:
         return (layer._base_forward(hidden_states, **kwargs),)
     holder: Routing = layer._modules[HOLDER]

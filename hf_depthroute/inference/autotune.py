@@ -24,7 +24,8 @@ from ..execution.call import RoutedCall
 from ..execution.executors import EXECUTORS, check_executor
 from ..execution.sites import SITES
 from ..parts.traits import traits_of
-from ..routing.holder import HOLDER, Routing, shape_class
+from ..routing.holder import HOLDER, Routing
+from ..routing.plan import shape_class
 from ..routing.trace import overridden
 from .calibration import active_routings, gated_routings
 
@@ -109,7 +110,7 @@ def tune_execution(
     for round_ in range(repeats + 1):  # the first one warms up
         for executor in ("full", *executors):
             spent: dict[tuple[str, int], list[float]] = {}
-            with overridden(model, "executor", executor):
+            with overridden(model, executor=executor):
                 for step, layer, seconds in _timed(model, layers, input_ids, attention_mask, steps):
                     spent.setdefault((step, layer), []).append(seconds)
             for key, each in spent.items() if round_ else ():
@@ -143,7 +144,7 @@ def _supported(
         found.update(name for name, executor in EXECUTORS.items() if executor.supports(call))
 
     handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]
-    with hooked(handles), overridden(model, "executor", "auto"):
+    with hooked(handles), overridden(model, executor="auto"):
         model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=1)
     return [name for name in EXECUTORS if name in found and name != "full"]
 

@@ -255,7 +255,7 @@ def _budgeted_routings(model: nn.Module) -> list[Routing]:
 @contextmanager
 def use_selection(model: nn.Module, rule: str) -> Iterator[None]:
     """Decide by `rule` ("topk" or "threshold") in training and inference alike, inside the block."""
-    with overridden(model, "selection", rule):
+    with overridden(model, selection=rule):
         yield
 
 

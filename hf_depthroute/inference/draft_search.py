@@ -15,7 +15,7 @@ from torch import nn
 
 from ..config.adapter import DepthRouteConfig
 from ..routing.holder import Routing
-from ..routing.trace import full_depth, overridden, routings
+from ..routing.trace import full_depth, routings
 from .drafting import DraftCounter, draft_view, lossless_generate
 from .importance import layer_importance, least_important
 
@@ -123,8 +123,8 @@ def search_draft(
         drops = [least_important(importance, count) for count in counts]
     adapters: list[DepthRouteConfig] = []  # by which a draft view of the model routes
     if any(isinstance(module, Routing) for module in model.modules()):
-        with overridden(model, "_disable_adapters", False):
-            adapters = [holder.active_config() for holder in routings(model) if holder.adapter() is not None]
+        chosen = [(holder, holder.chosen()) for holder in routings(model)]
+        adapters = [holder.config(name) for holder, name in chosen if name is not None]
     if budgets is None:
         budgets = BUDGETS if adapters and all(config.takes_budget() for config in adapters) else (None,)
     shapes = [

@@ -169,8 +169,6 @@ def draft_view(
     holders = [module for module in draft.modules() if isinstance(module, Routing)]
     for holder in holders:
         holder._disable_adapters = False
-        holder.replay = holder.selection = holder.scheduled_budget = holder.scheduled_temperature = None
-        holder.observed, holder.last_mask = (), None
     if not drop and not any(holder.adapter() for holder in holders):
         raise ValueError("the draft would skip nothing: no depth-routed adapter is active and drop is empty")
     if any(holder.adapter() and traits_of(holder.active_config().gate).soft for holder in holders):
@@ -195,9 +193,6 @@ def _view_of(base: nn.Module) -> Any:
         if isinstance(module, BudgetController):
             continue  # `set_budget` writes its threshold: each view has its own
         kept: list[Any] = [*module._parameters.values(), *module._buffers.values()]
-        if isinstance(module, Routing):
-            memo[id(module.recorders)] = []  # traces are the model's own
-            kept += [module.replay, module.last_mask]
         hook = module.__dict__.get("_hf_hook")
         for part in getattr(hook, "hooks", [hook]):
             kept += [value for value in getattr(part, "__dict__", {}).values() if isinstance(value, Mapping)]

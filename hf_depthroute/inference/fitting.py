@@ -18,7 +18,8 @@ from ..base.contexts import evaluating
 from ..base.distributed import each_of_all, total
 from ..base.families import find_layers
 from ..data.batches import model_inputs, token_mask
-from ..execution.layer import DECODE_STEPS, LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_call
+from ..execution.context import unpack
+from ..execution.layer import routed_call
 from ..parts.memory import NgramMemory
 from ..parts.regression import leading_directions, moments, norms_and_sinks, ridge_weights
 from ..parts.targets import TARGETS
@@ -167,10 +168,7 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
 
     def look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
-        kwargs.pop(TOKEN_MASK, None)
-        kwargs.pop(LAST_TOKENS, None)
-        kwargs.pop(DECODE_STEPS, None)
-        ngrams = kwargs.pop(NGRAMS, None)
+        ngrams = unpack(kwargs).ngrams
         h = args[0] if args else kwargs.pop("hidden_states")
         plan = holder.plan(layer.training)
         assert plan is not None

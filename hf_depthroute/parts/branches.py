@@ -70,12 +70,12 @@ class MixedLinear(nn.Linear):
     def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         """Weight and bias in `dtype`."""
         now = None if self.training or torch.is_grad_enabled() else stamp(self.weight, self.bias)
-        if now is not None and self._derived.get("stamp") == (dtype, now):
-            weight, bias = self._derived["cast"]
-            return weight, bias
+        held = self._derived.get("cast")  # with its stamp in one entry: threads share it
+        if now is not None and held is not None and held[0] == (dtype, now):
+            return held[1], held[2]
         weight, bias = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
         if now is not None:
-            self._derived.update(stamp=(dtype, now), cast=(weight, bias))
+            self._derived["cast"] = (dtype, now), weight, bias
         return weight, bias
 
 

@@ -195,8 +195,9 @@ class JEPAGate(_LinearMaps):
         w_decide, b_decide = self.decide_hidden.weight, self.decide_hidden.bias
         keeps = not (self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(a.device.type))
         now = stamp(*weights, w_decide, b_decide) if keeps else None
-        if now is not None and self._derived.get("stamp") == (a.dtype, now):
-            parts: tuple[torch.Tensor, ...] = self._derived["parts"]
+        held = self._derived.get("parts")  # with their stamp in one entry: threads share it
+        if now is not None and held is not None and held[0] == (a.dtype, now):
+            parts: tuple[torch.Tensor, ...] = held[1]
             return parts
         context_map, action_map = weights[0].split([self.context.out_features, self.actions.embedding_dim], dim=1)
         w1, w2, w3 = w_decide.chunk(3, dim=1)
@@ -204,7 +205,7 @@ class JEPAGate(_LinearMaps):
         parts = context_map, offsets, torch.cat([w1 + w3, w2 - w3], dim=1), b_decide
         if now is not None:
             parts = tuple(part.to(a.dtype) for part in parts)
-            self._derived.update(stamp=(a.dtype, now), parts=parts)
+            self._derived["parts"] = (a.dtype, now), parts
         return parts
 
 

@@ -5,8 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig
@@ -17,25 +16,17 @@ from ..base.families import Family
 from ..base.sublayers import template_norm, width_of
 from ..config.adapter import DepthRouteConfig
 from ..data.batches import device_of
-from ..parts.branches import LowRankBranch, TransientCache, stamp
+from ..parts.branches import LowRankBranch, TransientCache
 from ..parts.gates import GATES, MLPGate, TargetProjection
 from ..parts.memory import NgramMemory
 from ..parts.targets import TARGETS
 from ..parts.traits import GateTraits, traits_of
 from .description import routing_summary
-from .misuse import warn_of_thresholds
-from .plan import RoutePlan, decide, make_plan
+from .plan import RoutePlan, decide, plan_of
+from .state import RunState
 from .thresholds import BudgetController, ScoreQuantiles
 
-if TYPE_CHECKING:
-    from .trace import RouteCounter, RouteTrace
-
 HOLDER = "routing"  # the attribute of a decoder layer that holds its adapter state
-
-
-def shape_class(batch: int, length: int) -> tuple[bool, int]:
-    """Input shapes that cost about the same: decode or not, and the number of rows to the next power of two."""
-    return length == 1, (batch * length - 1).bit_length()
 
 
 class Routing(nn.Module, BaseTunerLayer):
@@ -47,6 +38,7 @@ class Routing(nn.Module, BaseTunerLayer):
         layer: The decoder layer, to read sizes from; its norms are the templates of the branch's norm, and its device
             is the one the adapter belongs on.
         peft_configs: The model's adapter configurations by name, shared by all layers.
+        state: The model's settings at run time, shared by all layers.
     """
 
     adapter_layer_names = ("depth_route_gate", "depth_route_branch", "depth_route_predictor", "depth_route_memory")
@@ -56,7 +48,14 @@ class Routing(nn.Module, BaseTunerLayer):
     weight = None  # type: ignore[assignment]
     bias = None  # type: ignore[assignment]
 
-    def __init__(self, layer_index: int, family: Family, layer: nn.Module, peft_configs: dict[str, PeftConfig]) -> None:
+    def __init__(
+        self,
+        layer_index: int,
+        family: Family,
+        layer: nn.Module,
+        peft_configs: dict[str, PeftConfig],
+        state: RunState,
+    ) -> None:
         super().__init__()
         ffn = getattr(layer, family.ffn)
         norms = {part: template_norm(layer, family, part) for part in ("ffn", "attention")}
@@ -69,6 +68,7 @@ class Routing(nn.Module, BaseTunerLayer):
         self.dense_ffn = all(parameter.ndim < 3 for parameter in ffn_parameters.values())  # not fused experts
         self.ffn_width = max((p.numel() // self.width for p in ffn_parameters.values()), default=0) or 1
         self.peft_configs = peft_configs
+        self.state = state
         self.merged_adapters: list[str] = []
         self.depth_route_gate = nn.ModuleDict()
         self.depth_route_branch = nn.ModuleDict()
@@ -84,17 +84,10 @@ class Routing(nn.Module, BaseTunerLayer):
         self.projections: dict[str, tuple[TargetProjection, ...]] = {}
         # Run-time state, never saved.
         self.runs: dict[str, Any] = {}  # of each adapter: what its model card is made of
-        self.recorders: list[RouteTrace | RouteCounter] = []
-        self.replay: RouteTrace | None = None
-        self.selection: str | None = None  # overrides the rule: "topk" or "threshold"
-        self.scheduled_budget: float | None = None  # training schedules
-        self.scheduled_temperature: float | None = None
-        self.executor = "auto"  # how inference runs the routed part: "auto", or a row of `execution.executors`
         self.tuned: dict[tuple[str, bool, int], str] = {}  # executors by adapter and `shape_class`: `tune_execution`
-        self.observed: tuple[str, ...] = ()  # of what the paths do, in training: "similarity", "missed"
-        # Plans and decoding steps; making one costs as much as a small layer's arithmetic.
+        # Plans and decoding steps; making one costs as much as a small layer's arithmetic. Threads share what is in it:
+        # each is put there whole, by one assignment, and never changed.
         self.derived = TransientCache()
-        self.last_mask: torch.Tensor | None = None  # early exit: of the forward pass in progress
 
     def extra_repr(self) -> str:
         """Each adapter in one line of `print(model)`; the same in equal layers, which fold into one."""
@@ -141,8 +134,13 @@ class Routing(nn.Module, BaseTunerLayer):
         Raises:
             ValueError: More than one routed adapter is active.
         """
-        if self._disable_adapters:
+        layers = self.state.settings.layers
+        if self._disable_adapters or (layers is not None and self.layer_index not in layers):
             return None
+        return self.chosen()
+
+    def chosen(self) -> str | None:
+        """As `adapter`, whether or not routing is turned off."""
         names = [name for name in self.active_adapters if name in self.depth_route_gate]
         if len(names) > 1:
             raise ValueError(f"only one depth-routed adapter can be active, not {', '.join(names)}; use set_adapter")
@@ -184,7 +182,11 @@ class Routing(nn.Module, BaseTunerLayer):
         return name
 
     def plan(
-        self, training: bool, rows: tuple[int, int] = (0, 0), last_tokens: torch.Tensor | None = None
+        self,
+        training: bool,
+        rows: tuple[int, int] = (0, 0),
+        last_tokens: torch.Tensor | None = None,
+        kept: dict[int, torch.Tensor] | None = None,
     ) -> RoutePlan | None:
         """How this forward pass routes; None when it runs as the base does.
 
@@ -192,32 +194,9 @@ class Routing(nn.Module, BaseTunerLayer):
             training: Whether the layer trains.
             rows: Batch size and positions of the input; `tune_execution` may have chosen an executor for them.
             last_tokens: Bool `[B, T]`, the last token of every sequence. With `phases="prefill"` they run full.
+            kept: By layer index, the tokens that have not left early in this forward pass.
         """
-        name = self.adapter()
-        if name is None:
-            return None
-        config = self.config(name)
-        executor = self.executor
-        if self.tuned and executor == "auto" and not self.active_gate().static:  # it may have become so since
-            executor = self.tuned.get((name, *shape_class(*rows)), executor)
-        prompts_only = config.phases == "prefill" and not training and self.selection is None
-        last_tokens = last_tokens if prompts_only else None
-        only_last = prompts_only and rows[1] == 1
-        now = None
-        if not (training or self.recorders or self.replay is not None):
-            controller: Any = self.depth_route_controller._modules.get(name)
-            table = cast(ScoreQuantiles, self.depth_route_quantiles[name]).values
-            now = stamp(table, None if controller is None else controller.threshold)
-        if now is None:
-            return make_plan(self, name, config, training, executor, last_tokens, only_last)
-        key = (config.budget, config.threshold, config.gate_temperature, self.selection, now)
-        kept = self.derived.get((name, executor, only_last))
-        if kept is None or kept[0] != key or kept[1].config is not config:
-            made = make_plan(self, name, config, training, executor, only_last=only_last)
-            kept = self.derived[name, executor, only_last] = key, made
-            warn_of_thresholds(self, made)
-        plan: RoutePlan = kept[1]
-        return plan if last_tokens is None else replace(plan, last_tokens=last_tokens)
+        return plan_of(self, training, rows, last_tokens, kept)
 
     def score(self, plan: RoutePlan, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """`scores` `[B, T]` (per expert `[B, T, E]`) of the gate's input `[B, T, d]`, and what the gate adds.
@@ -244,12 +223,22 @@ class Routing(nn.Module, BaseTunerLayer):
         mask, probs = decide(plan, self.layer_index, scores, token_mask, predicted, experts)
         if not plan.gate.exits:
             return mask, probs
-        if plan.replayed is None:
-            for previous in self._previous.get(plan.adapter, ()):  # who left at an earlier layer stays out
-                assert previous.last_mask is not None
-                mask = mask & previous.last_mask.to(mask.device)
-        self.last_mask = mask
+        assert plan.kept is not None
+        before = self._before(plan) if plan.replayed is None else None
+        if before is not None:
+            mask = mask & before.to(mask.device)
+        plan.kept[self.layer_index] = mask
         return mask, probs
+
+    def _before(self, plan: RoutePlan) -> torch.Tensor | None:
+        """Bool `[B, T]`: who had not left early before this layer; None if nobody could have."""
+        assert plan.kept is not None
+        layer: Routing = self
+        while before := layer._previous.get(plan.adapter):
+            layer = before[0]
+            if layer.layer_index in plan.kept:  # else it ran in full, and nobody left there
+                return plan.kept[layer.layer_index]
+        return None
 
     def train(self, mode: bool = True) -> Routing:
         self.derived.clear()

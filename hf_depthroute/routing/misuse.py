@@ -40,7 +40,7 @@ def warn_of_training(decoder: nn.Module, holders: Sequence[Routing], inputs: tor
     """
     training = next((holder for holder in holders if _trains(holder)), None)
     if training is not None:
-        if not training.recorders:
+        if not training.state.settings.recorders:
             warnings.warn(UNWATCHED, stacklevel=3)
     elif holders and not inputs.requires_grad and not any(p.requires_grad for p in decoder.parameters()):
         warnings.warn(FROZEN, stacklevel=3)
@@ -66,7 +66,7 @@ def warn_of_backward(holder: Routing, *outputs: torch.Tensor) -> None:
 def warn_of_thresholds(holder: Routing, plan: RoutePlan) -> None:
     """Warn if inference is about to compare scores with thresholds that were never fitted; said by one layer only."""
     config = plan.config
-    if plan.budget >= 1.0 or plan.rule != "threshold" or not config.takes_budget() or holder.selection:
+    if plan.budget >= 1.0 or plan.rule != "threshold" or not config.takes_budget() or holder.state.settings.selection:
         return
     if holder.layer_index not in config.gated_layers()[:1]:
         return

@@ -6,14 +6,16 @@ Shapes: B batch, T positions, K experts per token.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..config.adapter import DepthRouteConfig
+from ..parts.branches import stamp
 from ..parts.targets import TARGETS, Target
 from ..parts.traits import GateTraits, traits_of
+from .misuse import warn_of_thresholds
 from .selection import threshold_mask, topk_mask
 from .thresholds import BudgetController, ScoreQuantiles
 
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
     from .holder import Routing
     from .trace import RouteCounter, RouteTrace
 
+_KEPT_PLANS = 64  # with their steps: of as many budgets of requests as are in use at one time
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class RoutePlan:
     """The plan of one forward pass of one layer, made before it runs.
 
@@ -42,6 +46,7 @@ class RoutePlan:
         recorders: Traces and counters that want to know.
         everything: Every token runs full, whatever its score (a budget of 1 at inference, a decoding step with
             `phases="prefill"`), and the host knows it.
+        kept: Bool `[B, T]` by layer index: the tokens that have not left early in this forward pass. Layers add theirs.
         executor: How the routed part is run at inference, `"auto"` or a row of `execution.executors.EXECUTORS`.
     """
 
@@ -59,6 +64,7 @@ class RoutePlan:
     recorders: tuple[RouteTrace | RouteCounter, ...]
     last_tokens: torch.Tensor | None = None
     everything: bool = False
+    kept: dict[int, torch.Tensor] | None = None
     executor: str = "auto"
 
     @property
@@ -66,6 +72,54 @@ class RoutePlan:
         """The threshold that scores are compared with; None if something else decides."""
         elsewhere = self.rule in ("topk", "gumbel", "predictor", "static", "full") or self.replayed is not None
         return None if elsewhere or self.gate.soft else self.threshold
+
+
+def shape_class(batch: int, length: int) -> tuple[bool, int]:
+    """Input shapes that cost about the same: decode or not, and the number of rows to the next power of two."""
+    return length == 1, (batch * length - 1).bit_length()
+
+
+def plan_of(
+    holder: Routing,
+    training: bool,
+    rows: tuple[int, int],
+    last_tokens: torch.Tensor | None,
+    kept: dict[int, torch.Tensor] | None,
+) -> RoutePlan | None:
+    """`Routing.plan`: the one that was made for the same settings and thresholds before, or a new one."""
+    name = holder.adapter()
+    if name is None:
+        return None
+    config, settings = holder.config(name), holder.state.settings
+    executor = settings.executor
+    if holder.tuned and executor == "auto" and not holder.active_gate().static:  # it may have become so since
+        executor = holder.tuned.get((name, *shape_class(*rows)), executor)
+    prompts_only = config.phases == "prefill" and not training and settings.selection is None
+    last_tokens = last_tokens if prompts_only else None
+    only_last = prompts_only and rows[1] == 1
+    now = None
+    if not (training or settings.recorders or settings.replay is not None):
+        controller: Any = holder.depth_route_controller._modules.get(name)
+        table = cast(ScoreQuantiles, holder.depth_route_quantiles[name]).values
+        now = stamp(table, None if controller is None else controller.threshold)
+    if now is None:
+        made = make_plan(holder, name, config, training, executor, last_tokens, only_last)
+        return replace(made, kept=kept) if made.gate.exits else made
+    stamped = (config.budget, config.threshold, config.gate_temperature, now)
+    key = (name, executor, only_last, settings.budget, settings.selection)
+    held = holder.derived.get(key)
+    if held is None or held[0] != stamped or held[1].config is not config:
+        if len(holder.derived) > _KEPT_PLANS:
+            holder.derived.clear()
+        made = make_plan(holder, name, config, training, executor, only_last=only_last)
+        if held is not None:
+            holder.derived.pop(held[1], None)  # its step
+        held = holder.derived[key] = stamped, made
+        warn_of_thresholds(holder, made)
+    plan: RoutePlan = held[1]
+    if plan.gate.exits:
+        plan = replace(plan, kept=kept)
+    return plan if last_tokens is None else replace(plan, last_tokens=last_tokens)
 
 
 def make_plan(
@@ -77,27 +131,29 @@ def make_plan(
     last_tokens: torch.Tensor | None = None,
     only_last: bool = False,
 ) -> RoutePlan:
-    """The plan of the next forward pass of adapter `name`, from the holder's run-time state.
+    """The plan of the next forward pass of adapter `name`, under the settings of the calling thread.
 
     `last_tokens` run full whatever the rule says; `only_last`: there are no others in this pass.
     """
-    scheduled = holder.scheduled_budget if training else None
+    settings, state = holder.state.settings, holder.state
+    scheduled = state.scheduled_budget if training else None
     budget = config.budget if scheduled is None else scheduled
+    budget = budget if settings.budget is None else settings.budget
     threshold: torch.Tensor | float = -torch.inf
     if config.fixed_threshold is not None:
         threshold = config.fixed_threshold
-    elif budget < 1.0 and name in holder.depth_route_controller:
+    elif budget < 1.0 and name in holder.depth_route_controller and settings.budget is None:
         threshold = cast(BudgetController, holder.depth_route_controller[name]).threshold.clone()
     elif budget < 1.0:
         threshold = cast(ScoreQuantiles, holder.depth_route_quantiles[name])(budget)
-    replayed = None if holder.replay is None else holder.replay.get(holder.layer_index)
+    replayed = None if settings.replay is None else settings.replay.get(holder.layer_index)
     gate = traits_of(config.gate_of(holder.layer_index))
     if gate.static:
         rule = "static"
     elif gate.soft:
         rule = "soft"
-    elif holder.selection or training:
-        rule = holder.selection or cast(str, config.selection)
+    elif settings.selection or training:
+        rule = settings.selection or cast(str, config.selection)
     else:
         rule = "predictor" if config.causal_rule == "predictor" else "threshold"
     mix = "scaled_sublayers" if gate.scales_sublayers else "scaled" if config.scale_by_gate else "hard"
@@ -109,7 +165,7 @@ def make_plan(
         mix = "hard"
         if replayed is None:  # as with a budget of 1, whatever decides elsewhere
             rule, threshold, everything = "threshold", -torch.inf, True
-    if (executor == "full" and not training) or (everything and not holder.recorders):
+    if (executor == "full" and not training) or (everything and not settings.recorders):
         rule = "full"
     return RoutePlan(
         adapter=name,
@@ -121,9 +177,9 @@ def make_plan(
         extras=_extras(holder, name, gate, TARGETS[config.target], training),
         budget=math.nan if gate.soft else budget,
         threshold=threshold,
-        temperature=(holder.scheduled_temperature if training else None) or cast(float, config.gate_temperature),
+        temperature=(state.scheduled_temperature if training else None) or cast(float, config.gate_temperature),
         replayed=None if replayed is None else replayed.probs if gate.soft else replayed.mask,
-        recorders=tuple(holder.recorders),
+        recorders=settings.recorders,
         last_tokens=last_tokens,
         everything=everything,
         executor=executor,
@@ -138,7 +194,7 @@ def _extras(holder: Routing, name: str, gate: GateTraits, target: Target, traini
         return (*extras, "expert_index")
     if training and name in holder.projections:
         extras += ("z_full", "z_cheap")
-    return (*extras, *holder.observed) if training else extras
+    return (*extras, *holder.state.settings.observed) if training else extras
 
 
 def decide(

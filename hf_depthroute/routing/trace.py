@@ -6,7 +6,7 @@ Shapes: B batch, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -185,7 +185,7 @@ def record_routes(model: nn.Module) -> Iterator[RouteTrace]:
         ValueError: `model` has no routed layer.
     """
     trace = RouteTrace(holders=routings(model))
-    with _attached(model, trace):
+    with overridden(model, recorders=(trace,)):
         yield trace
 
 
@@ -197,7 +197,7 @@ def count_routes(model: nn.Module) -> Iterator[RouteCounter]:
         ValueError: `model` has no routed layer.
     """
     counter = RouteCounter()
-    with _attached(model, counter):
+    with overridden(model, recorders=(counter,)):
         yield counter
 
 
@@ -211,40 +211,31 @@ def replay_routes(model: nn.Module, trace: RouteTrace) -> Iterator[None]:
     Raises:
         ValueError: `model` has no routed layer. A forward pass raises it when a mask does not have the input's shape.
     """
-    with overridden(model, "replay", trace):
+    with overridden(model, replay=trace):
         yield
 
 
 @contextmanager
-def overridden(model: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Set run-time attribute `name` of every routing holder inside the block."""
-    holders = routings(model)
-    before = [getattr(holder, name) for holder in holders]
-    for holder in holders:
-        setattr(holder, name, value)
-    try:
+def overridden(model: nn.Module, **changes: Any) -> Iterator[None]:
+    """Change the calling thread's settings of `model` inside the block, see `RunState.override`.
+
+    Raises:
+        ValueError: `model` has no routed layer.
+    """
+    states = {id(holder.state): holder.state for holder in routings(model)}
+    with ExitStack() as stack:
+        for state in states.values():
+            stack.enter_context(state.override(**changes))
         yield
-    finally:
-        for holder, previous in zip(holders, before):
-            setattr(holder, name, previous)
 
 
 def full_depth(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside the block every layer of `model` runs in full; adapters of other methods stay on. Not its draft views."""
+    """Inside the block every layer of `model` runs in full; adapters of other methods stay on. Not its draft views.
+
+    For the calling thread only: others that run the model meanwhile are routed as ever.
+    """
     routed = any(isinstance(module, Routing) for module in model.modules())
-    return overridden(model, "_disable_adapters", True) if routed else nullcontext()
-
-
-@contextmanager
-def _attached(model: nn.Module, recorder: RouteTrace | RouteCounter) -> Iterator[None]:
-    holders = routings(model)
-    for holder in holders:
-        holder.recorders.append(recorder)
-    try:
-        yield
-    finally:
-        for holder in holders:
-            holder.recorders[:] = [r for r in holder.recorders if r is not recorder]
+    return overridden(model, layers=frozenset()) if routed else nullcontext()
 
 
 def routings(model: nn.Module) -> list[Routing]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,8 @@ from ..base.readout import ReadOut, predicting
 from ..base.sublayers import hidden_of
 from ..data.batches import breaks_of
 from ..execution.call import RoutedCall
-from ..execution.layer import LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_call
+from ..execution.context import ForwardContext, unpack
+from ..execution.layer import routed_call
 from ..inference.calibration import active_routings
 from ..parts.traits import traits_of
 from ..routing.holder import HOLDER, Routing
@@ -43,6 +45,7 @@ class Prefix:
         hidden: The stream that enters the first routed layer, `[B, T, d]`, without graph; None before the first pass.
         final: The stream that leaves the last layer, `[B, T, d]`, with graph; None before the first pass.
         kwargs: The layers' keyword arguments, without a KV cache.
+        context: What the stack told the layers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -61,24 +64,26 @@ class Prefix:
         self.final: torch.Tensor | None = None
         self.training = False
         self.kwargs: list[dict[str, Any]] = []
+        self.context = ForwardContext()
         self._autocast: tuple[bool, torch.dtype] = (False, torch.float32)
 
     def observe(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the layers."""
         kwargs = {**kwargs, **dict(zip(layer._argument_names, args[1:]))}
         hidden = kwargs.pop("hidden_states", None) if not args else args[0]
-        kwargs.pop(LAST_TOKENS, None)  # no label depends on them: they predict nothing
+        context = unpack(kwargs)
         if layer is self.layers[0]:
             assert hidden is not None
             device = hidden.device.type
             self.hidden, self.training, self.kwargs = hidden.detach(), layer.training, []
+            self.context = context
             self._autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         self.kwargs.append(without_cache(kwargs))
 
     @property
     def token_mask(self) -> torch.Tensor | None:
         """Bool `[B, T]`, true at real tokens; None when the model was called without a 2D attention mask."""
-        return cast(torch.Tensor | None, self.kwargs[0].get(TOKEN_MASK))
+        return self.context.token_mask
 
     @property
     def documents(self) -> torch.Tensor | None:
@@ -119,6 +124,7 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
             yield prefix
         finally:
             prefix.hidden, prefix.final, prefix.kwargs = None, None, []
+            prefix.context = ForwardContext()
 
 
 def run_forks(
@@ -144,17 +150,14 @@ def run_forks(
         count = streams_FBTd.shape[0]
         kwargs = _repeated(observed, batch, count)
         h = streams_FBTd.flatten(0, 1)
-        token_mask, ngrams = (
-            None if found is None else found.expand(len(h), *found.shape[1:])
-            for found in (kwargs.pop(TOKEN_MASK, None), kwargs.pop(NGRAMS, None))
-        )
+        context = prefix.context.each(partial(_repeat_rows, batch=batch, count=count))
         holder: Routing | None = layer._modules.get(HOLDER)
         plan = None if holder is None else holder.plan(prefix.training)
         if holder is None or plan is None or (not on_policy and fork is None):
             streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
             continue
         _check_forkable(plan)
-        call = routed_call(layer, plan, h, token_mask, kwargs, decides=on_policy, ngrams=ngrams)
+        call = routed_call(layer, plan, h, context.token_mask, kwargs, decides=on_policy, ngrams=context.ngrams)
         if plan.gate.static:  # there is one path
             streams_FBTd = call.finish(call.cheap()).view_as(streams_FBTd)
             continue
@@ -171,8 +174,7 @@ def run_forks(
             if holder.family.parallel:  # what is not routed reads the layer's input, for a new stream the trunk's
                 call = replace(call, stream=torch.cat([call.stream, call.stream[:batch].repeat(len(new_KBTd), 1, 1)]))
             if holder.family.parallel or call.site.attends_behind:
-                kwargs = _repeated(observed, batch, len(streams_FBTd))
-                call = replace(call, kwargs={n: v for n, v in kwargs.items() if n not in (TOKEN_MASK, NGRAMS)})
+                call = replace(call, kwargs=_repeated(observed, batch, len(streams_FBTd)))
         streams_FBTd = call.finish(streams_FBTd.flatten(0, 1)).unflatten(0, (-1, batch))
     return streams_FBTd, forks
 
@@ -249,6 +251,11 @@ def _repeated(kwargs: dict[str, Any], batch: int, count: int) -> dict[str, Any]:
             before = ends[-1] * torch.arange(count, dtype=ends.dtype, device=ends.device)
             repeated[name] = torch.cat([ends[:1], (before[:, None] + ends[1:]).flatten()])
     return repeated
+
+
+def _repeat_rows(value_B: torch.Tensor, batch: int, count: int) -> torch.Tensor:
+    """`[B or 1, ...]` for `count` times the batch, `[count * B, ...]`."""
+    return value_B.expand(batch, *value_B.shape[1:]).repeat(count, *[1] * (value_B.ndim - 1))
 
 
 def _repeat(value: Any, batch: int, count: int) -> Any:

@@ -20,7 +20,7 @@ from ..inference.calibration import active_routings, calibrate
 from ..inference.fitting import fit_branch, fit_memory
 from ..parts.regression import moments, norms_and_sinks, ridge_weights
 from ..routing.thresholds import quantile_table
-from ..routing.trace import full_depth, record_routes
+from ..routing.trace import full_depth, overridden, record_routes
 from .layer_walk import LayerWalk, walk_layers
 
 Batches = list[dict[str, torch.Tensor]]
@@ -110,11 +110,9 @@ class Fits:
         with full_depth(self.model):
             for batch in self.held_out:
                 dense, real = self.model(**batch, use_cache=False).logits, token_mask(batch)
-                for index, holder in self.holders.items():
-                    holder._disable_adapters = False
-                    with record_routes(self.model) as trace:
+                for index in self.holders:
+                    with overridden(self.model, layers=frozenset({index})), record_routes(self.model) as trace:
                         routed = self.model(**batch, use_cache=False).logits
-                    holder._disable_adapters = True
                     record = trace[index]
                     measured[index].append(_divergences(dense, routed, real).cpu())
                     predicted[index] += float(record.scores[record.real & ~record.mask].clamp(min=0).pow(4).sum())

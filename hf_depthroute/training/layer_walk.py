@@ -22,7 +22,8 @@ from ..base.families import find_layers
 from ..base.sublayers import hidden_of
 from ..data.batches import document_starts, token_mask
 from ..execution.call import RoutedCall
-from ..execution.layer import DECODE_STEPS, LAST_TOKENS, NGRAMS, TOKEN_MASK, routed_call
+from ..execution.context import unpack
+from ..execution.layer import routed_call
 from ..parts.memory import suffixes
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
@@ -58,8 +59,7 @@ class LayerWalk:
 
     def _note(self, index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
-        for name in (TOKEN_MASK, LAST_TOKENS, NGRAMS, DECODE_STEPS):
-            given.pop(name, None)
+        unpack(given)  # what it says is not needed here, or made anew
         h = args[0] if args else given.pop("hidden_states")
         if index == 0:
             self._first.append(h)

@@ -69,7 +69,7 @@ class RoutingObjective:
             watchers.enter_context(_without_input_gradients(self.model))
             observed = {"similarity": a.similarity_weight, "missed": a.recoverability_weight}
             names = tuple(name for name, weight in observed.items() if weight > 0)
-            watchers.enter_context(overridden(self.model, "observed", names))
+            watchers.enter_context(overridden(self.model, observed=names))
             trace = watchers.enter_context(record_routes(self.model))
             prefix = watchers.enter_context(observe_prefix(self.model)) if a.forks() else None
             exits = watchers.enter_context(observe_exits(self.model)) if a.exit_weight > 0 else None
@@ -149,8 +149,9 @@ class RoutingObjective:
         for holder in active_routings(self.model):
             budget, temperature = holder.active_config().budget, holder.active_config().gate_temperature
             assert temperature is not None
-            holder.scheduled_budget = _ramp(step, a.budget_schedule_steps, a.budget_start, budget)
-            holder.scheduled_temperature = _ramp(step, a.temperature_schedule_steps, a.temperature_start, temperature)
+            state = holder.state
+            state.scheduled_budget = _ramp(step, a.budget_schedule_steps, a.budget_start, budget)
+            state.scheduled_temperature = _ramp(step, a.temperature_schedule_steps, a.temperature_start, temperature)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -241,7 +242,7 @@ class RoutingObjective:
     def end_schedule(self) -> None:
         """The end of a training: the adapter's own budget and temperature are in force again, and its gates train."""
         for holder in routings(self.model):
-            holder.scheduled_budget = holder.scheduled_temperature = None
+            holder.state.scheduled_budget = holder.state.scheduled_temperature = None
         for parameter in self._frozen:
             parameter.requires_grad_(True)
 

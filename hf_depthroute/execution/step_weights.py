@@ -1,0 +1,87 @@
+"""The adapter's weights as a decoding step on a CPU needs them: in the stream's dtype, in few operators.
+
+Shapes: B batch, d model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..parts.branches import TensorMap, rms_of, stamp
+from ..parts.joint import JointMaps, joint_maps
+from ..routing.holder import Routing
+from ..routing.plan import RoutePlan
+
+
+class Prepared(NamedTuple):
+    """What a layer's steps compute with, made from weights and the stream's dtype, and never changed.
+
+    Attributes:
+        dtype: Of the stream.
+        folds: What of the base's norm is in `joint`.
+        joint: Gate and branch as one; None where they do not join.
+        score: From `[B, 1, d]` to `[B]`; None with `joint`.
+        branch: From `[B, 1, d]` to the update; None without a branch, and with `joint`.
+        recall: From the new tokens' n-grams to the memory's update; None without a memory.
+    """
+
+    dtype: torch.dtype
+    folds: Any
+    joint: JointMaps | None
+    score: TensorMap | None
+    branch: TensorMap | None
+    recall: TensorMap | None
+
+
+class StepWeights:
+    """The adapter's weights of one layer, as its steps need them; several steps, and threads, share them.
+
+    Args:
+        holder: The layer's adapter state.
+        plan: One that `supports_decode`.
+        scores: Whether a score is wanted; it is not where the KV cache holds the decision.
+    """
+
+    def __init__(self, holder: Routing, plan: RoutePlan, scores: bool) -> None:
+        gate, branch = holder.depth_route_gate[plan.adapter], holder.depth_route_branch._modules.get(plan.adapter)
+        self.memory: Any = holder.depth_route_memory._modules.get(plan.adapter)
+        parts = [gate, branch, self.memory]
+        if plan.rule == "predictor":  # it stands in for the gate
+            gate = holder.depth_route_predictor[plan.adapter]
+            parts.append(gate)
+        self._gate: Any = gate if scores else None
+        self._branch: Any = branch
+        modules = [module for part in parts if part is not None for module in part.modules()]
+        reads_norm = plan.config.gate_input != "residual"
+        self.joins = scores and reads_norm and plan.rule != "static" and self.memory is None
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
+        self._plain = all(type(w) is nn.Parameter and w.device.type == "cpu" for w in self._weights)
+        self._plain &= not any(hasattr(m, "_hf_hook") for m in modules)
+        self._stamp = stamp(*self._weights)
+        self._prepared: Prepared | None = None  # known at the first step
+
+    def usable(self) -> bool:
+        """Whether the weights are plain, still those of the start, and nobody watches the adapter's modules."""
+        return self._plain and not any(self._hooks) and self._stamp is not None and self._stamp == stamp(*self._weights)
+
+    def prepared(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> Prepared:
+        """For a stream of `dtype` and, where `folds` is not None, the base's norm in front of gate and branch."""
+        held = self._prepared  # read once: another thread may put another one there
+        if held is None or held.dtype is not dtype or held.folds != folds:
+            held = self._prepared = self._prepare(dtype, norm, folds)
+        return held
+
+    def _prepare(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> Prepared:
+        gate, branch = self._gate, self._branch
+        recall = None if self.memory is None else self.memory.frozen(dtype)
+        if folds is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
+            joint = joint_maps(rms_of(norm), gate, branch)
+            if joint is not None:
+                return Prepared(dtype, folds, joint, None, None, recall)
+        frozen = hasattr(gate, "frozen")
+        score: TensorMap = gate.frozen(dtype) if frozen else lambda x: gate(x)["scores"].view(-1)
+        return Prepared(dtype, folds, None, score, None if branch is None else branch.frozen(dtype), recall)
