@@ -1,9 +1,12 @@
-"""Around forward passes: hooks that go again, and eval mode that ends."""
+"""Around forward passes: hooks that go again or belong to one thread, and eval mode that ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,15 +22,31 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
+def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, for forward passes of the calling thread only: other threads may run the same modules meanwhile."""
+    own = threading.get_ident()
+
+    @functools.wraps(hook)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        # A compiler traces passes of the thread that compiles, and does not know thread numbers.
+        if torch.compiler.is_compiling() or threading.get_ident() == own:
+            return hook(*args, **kwargs)
+        return None
+
+    return called
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside the block."""
-    was_training = model.training
-    model.eval()
+    """Eval mode inside the block; every module's own mode after it, whatever ends it."""
+    modes = [(module, module.training) for module in model.modules()]
     try:
+        model.eval()
         yield
     finally:
-        model.train(was_training)
+        model.train(model.training)  # what was prepared for evaluation is dropped
+        for module, training in modes:
+            module.training = training
 
 
 def is_exporting() -> bool:

@@ -157,7 +157,7 @@ def _share(holder: Routing, config: DepthRouteConfig, budget: float | None) -> f
     if budget is not None:
         return check_budget(budget) if config.gate_of(holder.layer_index) == config.gate else 0.0
     if not holder.active_gate().static:
-        return config.budget
+        return holder.budget()
     if config.dropped_experts is None:
         return 0.0
     layers = cast("list[int]", config.layers)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..base.contexts import hooked
+from ..base.contexts import hooked, of_this_thread
 
 
 @dataclass
@@ -65,5 +65,6 @@ def routed_pairs(
         (token_P,) = kept
         return out.new_zeros(len(seen[0].index), out.shape[-1]).index_add(0, token_P, out)
 
-    with hooked([experts.register_forward_pre_hook(choose), experts.register_forward_hook(gather)]):
+    hooks = of_this_thread(choose), of_this_thread(gather)
+    with hooked([experts.register_forward_pre_hook(hooks[0]), experts.register_forward_hook(hooks[1])]):
         yield seen

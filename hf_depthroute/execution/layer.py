@@ -70,9 +70,7 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     return (outputs[0], next(iter(weights), None)) if returned is not None else outputs[0]
 
 
-def _outputs(
-    layer: Any, plan: RoutePlan | None, context: ForwardContext, hidden_states: Tensor, kwargs: Kwargs
-) -> Any:
+def _outputs(layer: Any, plan: RoutePlan | None, context: ForwardContext, hidden_states: Tensor, kwargs: Kwargs) -> Any:
     """`_run`, under gradient checkpointing if that is on."""
     if not (layer.gradient_checkpointing and layer.training):
         return _run(layer, plan, context, hidden_states, **kwargs)

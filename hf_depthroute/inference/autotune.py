@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.contexts import hooked
+from ..base.contexts import hooked, of_this_thread
 from ..base.families import find_layers
 from ..execution.call import RoutedCall
 from ..execution.executors import EXECUTORS, check_executor
@@ -143,7 +143,7 @@ def _supported(
         call = RoutedCall(layer, holder, plan, SITES[plan.config.target], stream, None, None, kwargs)
         found.update(name for name, executor in EXECUTORS.items() if executor.supports(call))
 
-    handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]
+    handles = [layer.register_forward_pre_hook(of_this_thread(look), with_kwargs=True) for layer in layers]
     with hooked(handles), overridden(model, executor="auto"):
         model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=1)
     return [name for name in EXECUTORS if name in found and name != "full"]
@@ -164,8 +164,8 @@ def _timed(
         _synchronise(args)
         seconds.append((layer._modules[HOLDER].layer_index, time.perf_counter() - started[layer]))
 
-    handles = [layer.register_forward_pre_hook(start) for layer in layers]
-    handles += [layer.register_forward_hook(stop) for layer in layers]
+    handles = [layer.register_forward_pre_hook(of_this_thread(start)) for layer in layers]
+    handles += [layer.register_forward_hook(of_this_thread(stop)) for layer in layers]
     with hooked(handles):
         out = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=True, logits_to_keep=1)
         yield from (("prefill", *one) for one in seconds)

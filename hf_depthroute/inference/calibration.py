@@ -18,28 +18,11 @@ from ..base.distributed import each_of_all, rows_of_all
 from ..config.adapter import check_budget, check_phases
 from ..data.batches import device_of, model_inputs, token_mask
 from ..parts.traits import traits_of
-from ..routing.thresholds import NOT_FITTED, Measured, quantile_table, quantile_tables
+from ..routing.thresholds import NOT_FITTED, Measured, quantile_table
 from ..routing.trace import count_routes, overridden, record_routes, routings
 
 if TYPE_CHECKING:
     from ..routing.holder import Routing
-    from ..routing.trace import RouteTrace
-
-
-@torch.no_grad()
-def track_thresholds(trace: RouteTrace) -> None:
-    """Move the quantile tables of the layers that `trace` recorded towards their scores, if they are being trained.
-
-    With gradients disabled, or of layers in evaluation mode, nothing moves.
-    """
-    scored = trace.gated()
-    holders = [holder for holder in trace.holders if holder.training and holder.layer_index in scored]
-    if not holders:
-        return
-    pooled = holders[0].active_config().budget_scope == "global"
-    tables = quantile_tables([trace[holder.layer_index] for holder in holders], pooled)
-    for holder, table in zip(holders, tables):
-        holder.active_quantiles().track(table)
 
 
 @torch.no_grad()
@@ -156,6 +139,8 @@ def _through(knots: Mapping[float, float], fixed: float, size: int) -> torch.Ten
 def set_budget(model: nn.Module, budget: float) -> None:
     """Change the budget of the active adapter at run time, without retraining; saved with the adapter.
 
+    A change of the model, for all threads: what generates meanwhile goes on with it. `use_budget` is for one request.
+
     Without `calibrate_budgets`, the thresholds come from quantiles measured at the calibrated budget. At another one,
     later layers see another stream, so the share that runs full can miss the budget by some points. Static layers stay
     so at every budget.
@@ -165,14 +150,38 @@ def set_budget(model: nn.Module, budget: float) -> None:
         ValueError: No routed layer is active, the adapter has a fixed threshold, or its thresholds were never fitted,
             so that no share of tokens but all of them could be asked for.
     """
-    budget = check_budget(budget)
-    holders = _budgeted_routings(model)
-    if budget < 1.0 and not is_calibrated(model):
-        raise ValueError(f"set_budget: {NOT_FITTED}")
-    for holder in holders:
+    budget = _supported_budget(model, budget, "set_budget")
+    for holder in _budgeted_routings(model):
         holder.active_config().budget = budget
         if (controller := holder.active_controller()) is not None:
             controller.set(holder.active_quantiles()(budget))
+
+
+@contextmanager
+def use_budget(model: nn.Module, budget: float) -> Iterator[None]:
+    """Route by another budget inside the block, in the calling thread only: a budget for one request.
+
+        with use_budget(model, 0.25):
+            model.generate(**inputs)
+
+    The adapter's own budget stays, in other threads and in what is saved. Thresholds are those of `set_budget`.
+
+    Raises:
+        ConfigError: `budget` is not in (0, 1].
+        ValueError: As `set_budget`.
+    """
+    budget = _supported_budget(model, budget, "use_budget")
+    with overridden(model, budget=budget):
+        yield
+
+
+def _supported_budget(model: nn.Module, budget: float, caller: str) -> float:
+    """`budget`, where the active adapter can be run at it; otherwise errors as of `set_budget`."""
+    budget = check_budget(budget)
+    _budgeted_routings(model)
+    if budget < 1.0 and not is_calibrated(model):
+        raise ValueError(f"{caller}: {NOT_FITTED}")
+    return budget
 
 
 def set_phases(model: nn.Module, phases: str) -> None:
@@ -212,7 +221,7 @@ def thresholds(model: nn.Module) -> dict[int, float]:
     holders = gated_routings(model)
     if not holders or not holders[0].active_config().takes_budget():
         return {}
-    return {h.layer_index: float(h.active_quantiles()(h.active_config().budget)) for h in holders}
+    return {h.layer_index: float(h.active_quantiles()(h.budget())) for h in holders}
 
 
 def active_routings(model: nn.Module) -> list[Routing]:

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from ..base.contexts import of_this_thread
 from ..base.families import find_decoder, find_family, find_layers
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..parts.traits import traits_of
@@ -263,7 +264,7 @@ def lossless_generate(
         passes += 1
 
     drafted = draft.drafted
-    with full_depth(model), _transformers_model(model).register_forward_pre_hook(count):
+    with full_depth(model), _transformers_model(model).register_forward_pre_hook(of_this_thread(count)):
         out = cast(Any, model).generate(*args, assistant_model=draft, **kwargs)
     if counter is not None:
         given = next(x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")) if x is not None)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.cache import without_cache
-from ..base.contexts import evaluating
+from ..base.contexts import evaluating, of_this_thread
 from ..base.distributed import each_of_all, total
 from ..base.families import find_layers
 from ..data.batches import model_inputs, token_mask
@@ -178,7 +178,7 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
         seen[:] = branch.normed(call.stream).float(), (full - call.stream).float(), full.float(), grams
 
     rows = []
-    with find_layers(model)[holder.layer_index].register_forward_pre_hook(look, with_kwargs=True):
+    with find_layers(model)[holder.layer_index].register_forward_pre_hook(of_this_thread(look), with_kwargs=True):
         for batch in batches:
             with record_routes(model) as trace:
                 model(**batch, use_cache=False, logits_to_keep=1)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..base.contexts import evaluating, hooked
+from ..base.contexts import evaluating, hooked, of_this_thread
 from ..base.families import find_family, find_layers
 from ..base.sublayers import behind, hidden_of
 from ..data.batches import model_inputs, token_mask
@@ -62,9 +62,9 @@ def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) ->
         distance_BT = 1 - F.cosine_similarity(before.double(), after.double(), dim=-1)
         totals.add(layers[layer], distance_BT)
 
-    handles = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
-    handles += [attention.register_forward_hook(attend) for attention in owners]
-    handles += [layer.register_forward_hook(leave) for layer in layers]
+    handles = [layer.register_forward_pre_hook(of_this_thread(enter), with_kwargs=True) for layer in layers]
+    handles += [attention.register_forward_hook(of_this_thread(attend)) for attention in owners]
+    handles += [layer.register_forward_hook(of_this_thread(leave)) for layer in layers]
     means = totals.means(model, batches, handles, "layer_importance")
     return {index: float(mean) for index, mean in means.items()}
 
@@ -102,7 +102,7 @@ def expert_importance(model: nn.Module, batches: Iterable[Batch]) -> dict[int, t
         given_NE.scatter_(1, experts_NK, weights_NK.double())
         totals.add(routers[router], given_NE.view(*totals.real.shape, -1))
 
-    handles = [router.register_forward_hook(gather) for router in routers]
+    handles = [router.register_forward_hook(of_this_thread(gather)) for router in routers]
     return totals.means(model, batches, handles, "expert_importance")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.contexts import hooked
+from ..base.contexts import hooked, of_this_thread
 from ..base.families import find_layers
 from ..base.sublayers import hidden_of
 from ..files.shown import OneLine
@@ -46,7 +46,7 @@ def finite_logits(model: Any) -> Iterator[None]:
         out.logits = out.logits.masked_fill(wrong, 0.0)
         return out
 
-    with base.register_forward_hook(look, with_kwargs=True):
+    with base.register_forward_hook(of_this_thread(look), with_kwargs=True):
         yield
     wrong = torch.stack([flag for _, flag in passes]).tolist() if passes else []
     if any(wrong):
@@ -90,7 +90,7 @@ def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tens
             finite[layer] = hidden_of(out).isfinite().all()
 
         given = {name: value.to(base.device) for name, value in batch.items() if name != "labels"}
-        with hooked(layer.register_forward_hook(note) for layer in layers):
+        with hooked(layer.register_forward_hook(of_this_thread(note)) for layer in layers):
             base(**given, use_cache=False)
         for index, layer in enumerate(layers):
             if layer in finite and not bool(finite[layer]):

@@ -158,6 +158,11 @@ class Routing(nn.Module, BaseTunerLayer):
         """The configuration of the adapter that routes this layer now; `ValueError` when there is none."""
         return self.config(self.active_name())
 
+    def budget(self) -> float:
+        """The budget that inference of the calling thread follows; `ValueError` when no adapter is active."""
+        override = self.state.settings.budget
+        return self.active_config().budget if override is None else override
+
     def active_gate(self) -> GateTraits:
         """The traits of this layer's active gate; `ValueError` if no routed adapter is active."""
         return traits_of(self.active_config().gate_of(self.layer_index))

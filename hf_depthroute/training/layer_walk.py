@@ -17,7 +17,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from ..base.cache import without_cache
-from ..base.contexts import hooked
+from ..base.contexts import hooked, of_this_thread
 from ..base.families import find_layers
 from ..base.sublayers import hidden_of
 from ..data.batches import document_starts, token_mask
@@ -49,7 +49,7 @@ class LayerWalk:
         self._first: list[torch.Tensor] = []
         self._given: list[list[dict[str, Any]]] = []
         handles = [
-            layer.register_forward_pre_hook(partial(self._note, index), with_kwargs=True)
+            layer.register_forward_pre_hook(of_this_thread(partial(self._note, index)), with_kwargs=True)
             for index, layer in enumerate(self.layers)
         ]
         with hooked(handles), full_depth(model), torch.no_grad():

@@ -32,14 +32,23 @@ from torch.utils.checkpoint import checkpoint
 from ..base.contexts import hooked
 from ..base.families import find_layers
 from ..base.readout import ReadOut, predicting
-from ..inference.calibration import active_routings, track_thresholds
+from ..inference.calibration import active_routings
 from ..routing.selection import topk_mask
 from ..routing.trace import RouteTrace
 from .arguments import LOSSES, LossTerm, RoutingArguments
 from .base_routers import RouterTrace, load_balance, router_z
 from .forks import Prefix, divergence_from_dense
 from .oracle import UtilityLabels
-from .trace_statistics import cosine, diagnostics, gate_logits, mean_probability, real_tokens, stack, token_mean
+from .trace_statistics import (
+    cosine,
+    diagnostics,
+    gate_logits,
+    mean_probability,
+    real_tokens,
+    stack,
+    token_mean,
+    track_thresholds,
+)
 
 __all__ = ["LOSSES", "LossInputs", "LossTerm", "diagnostics", "mean_probability", "routing_losses", "token_mean"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..base.distributed import sum_over_processes, world_size
+from ..routing.thresholds import quantile_tables
 from ..routing.trace import RouteTrace
 
 
@@ -82,3 +83,19 @@ def diagnostics(trace: RouteTrace) -> dict[str, torch.Tensor]:
             values["q_cosine"] = mean(cosine(q_full, q_cheap))
         result |= {f"{name}/layer_{index}": value for name, value in values.items()}
     return result
+
+
+@torch.no_grad()
+def track_thresholds(trace: RouteTrace) -> None:
+    """Move the quantile tables of the layers that `trace` recorded towards their scores, if they are being trained.
+
+    With gradients disabled, or of layers in evaluation mode, nothing moves.
+    """
+    scored = trace.gated()
+    holders = [holder for holder in trace.holders if holder.training and holder.layer_index in scored]
+    if not holders:
+        return
+    pooled = holders[0].active_config().budget_scope == "global"
+    tables = quantile_tables([trace[holder.layer_index] for holder in holders], pooled)
+    for holder, table in zip(holders, tables):
+        holder.active_quantiles().track(table)
