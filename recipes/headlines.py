@@ -7,6 +7,8 @@ rounds.
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import claims
 from fit_router import report as fit_report
 from router_tuning import report as tuning_report
 from token_selective import report as selective_report
+from vllm_load import report as vllm_report
 
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.report.claims import tell_states
@@ -22,10 +25,7 @@ from hf_depthroute.report.intervals import tell_mean
 from hf_depthroute.training.presets import PRESETS
 
 RECIPES = Path(__file__).parent
-NOTE = (
-    "Losses are in nats; ± is a standard error, of a mean over seeds or of a median over rounds. No quality figure is "
-    "of a model above 18 million weights."
-)
+CODE = "https://gitlab.com/fars-a/counterfactual-gate-supervision"
 CHAPTER = "Auxiliary Loss Approaches and Their Cost"  # has no identifier; its method has
 VERDICTS = {  # by the presets of a paper: one sentence on what came out
     ("conditional-depth-routing", "conditional-depth-routing-jepa"):
@@ -50,18 +50,25 @@ def papers() -> list[str]:
         first = PRESETS[names[0]]
         title = CHAPTER if CHAPTER in paper.title else first.title
         assert title in paper.title
-        identifier = f"its method: {first.identifier}" if title == CHAPTER else first.identifier
+        identifier = linked(first.identifier)
+        identifier = f"its method: {identifier}" if title == CHAPTER else identifier
         states = tell_states(row.state for row in paper.rows() if not row.ours)
         presets = ", ".join(f"`{name}`" for name in names)
         rows.append([title, identifier, presets, f"{said} ([{states}](docs/claims.md))"])
     return markdown_table(["paper", "identifier", "preset", "what became of its claims"], rows)
 
 
+def linked(identifier: str) -> str:
+    """An identifier with a link to its paper, or to the published code if it has no number."""
+    number = identifier.removeprefix("arXiv:")
+    return f"[{identifier}]({CODE if number == identifier else f'https://arxiv.org/abs/{number}'})"
+
+
 def results() -> list[str]:
     """Six questions: the answer, one number with its error and size, and where it is from."""
-    rows = [losses(), prompts(), decoding(), gpu(), router_tuning(), token_selective()]
+    rows = [losses(), routed_prompts(), router_tuning(), token_selective(), with_lora(), served()]
     rows = [[question, answer, number, f"[{folder}](recipes/{folder})"] for question, answer, number, folder in rows]
-    return [*markdown_table(["question", "answer", "number", "study"], rows), "", NOTE]
+    return markdown_table(["question", "answer", "number", "study"], rows)
 
 
 def losses() -> Sequence[str]:
@@ -69,32 +76,29 @@ def losses() -> Sequence[str]:
     routed, static = points["mlp", 2], points["static", 2]
     return (
         "Does routing lose less than leaving layers out?", "Yes, without any training.",
-        f"+{routed['more']:.3f} ± {routed['error']:.3f} nats with {1 - routed['share']:.0%} of the FFN calls skipped "
-        f"(best {1 - static['share']:.0%} of the FFNs left out: +{static['more']:.3f} ± {static['error']:.3f}); "
-        f"18 million weights, {routed['seeds']} seeds", "fit_router",
+        f"+{routed['more']:.3f} ± {routed['error']:.3f} nats ({perplexity(routed['more'])}), half of the FFN calls "
+        f"skipped; layers left out +{static['more']:.3f} ± {static['error']:.3f}; 18 million weights, "
+        f"{routed['seeds']} seeds", "fit_router",
     )  # fmt: skip
 
 
-def prompts() -> Sequence[str]:
-    demo, phases = read("demo/results.json"), read("fit_router/phases.json")
-    half, machine = demo["bench"]["prefill"]["budgets"]["0.5"], demo["bench"]["machine"]
-    others = [row["first_token"]["all"]["ratio"] for row in phases["rows"] if row["keep"] == 0.5]
+def routed_prompts() -> Sequence[str]:
+    rows = [row for row in read("fit_router/phases.json")["rows"] if row["keep"] == 0.5]
+    more = [row["prefill"]["more"] for row in rows]
     return (
-        "Does a prompt get faster on a CPU?", "Yes; how much depends on the processor.",
-        f"{half['ratio']:.2f} ± {half['ratio_error']:.2f} of the dense time at budget 0.5 ({machine['device']} with "
-        f"AMX), {min(others):.2f} to {max(others):.2f} ({phases['machine']['device']}, {len(others)} fits); 18 million "
-        f"weights, {demo['bench']['setting']['dtype']}, {machine['threads']} threads", "demo",
+        "What does a routed prompt cost the text after it?", 'Little: `phases="prefill"` generates in full.',
+        f"{tell_mean(more, sign='+')} nats ({perplexity(statistics.fmean(more))}); 18 million weights, "
+        f"{len(rows)} fits", "fit_router",
     )  # fmt: skip
 
 
-def decoding() -> Sequence[str]:
-    result = read("speed/decode-batches.json")
-    case = next(m for m in result["measurements"] if m["case"] == "decode" and m["batch"] == 8)
-    half = case["budgets"]["0.5"]
+def with_lora() -> Sequence[str]:
+    seeds = read("lora/results.json")["seeds"].values()
+    more = [seed["joint"]["loss"] - seed["lora"]["loss"] for seed in seeds]
     return (
-        "Does decoding of several sequences get faster on a CPU?", 'No: route prompts only (`phases="prefill"`).',
-        f"{half['ratio']:.2f} ± {half['ratio_error']:.2f} of the dense time for 8 sequences at budget 0.5 "
-        f"({result['machine']['device']}, width of Qwen2.5-0.5B, random weights)", "speed",
+        "What does routing cost a model that LoRA fine-tunes?", "A tenth of a nat, trained jointly.",
+        f"{tell_mean(more, sign='+')} nats ({perplexity(statistics.fmean(more))}), a quarter of the FFN calls skipped; "
+        f"5.2 million weights, {len(seeds)} seeds", "lora",
     )  # fmt: skip
 
 
@@ -106,17 +110,20 @@ def eager_decode(result: Any) -> tuple[float, float, float]:
     return dense, taken, taken / dense
 
 
-def gpu() -> Sequence[str]:
-    result = read("speed/h100.json")
-    dense, taken, ratio = eager_decode(result)
-    case = next(m for m in result["measurements"] if m["case"] == "decode")
-    compiled = case["budgets"]["0.5"]
+def served() -> Sequence[str]:
+    load = vllm_report.read_load()
+    found = vllm_report.ratios(load, "all", "total_token_throughput")
+    ratios = [statistics.median(found[cell]) for cell in found if cell[0] == max(prompt for prompt, _ in found)]
     return (
-        "Does decoding get faster on a GPU?", "Eagerly no, compiled yes.",
-        f"eager {ratio:.1f} times the dense eager time ({taken:.1f} ms against {dense:.1f}); compiled "
-        f"{compiled['ratio']:.3f} ± {compiled['ratio_error']:.3f} of compiled dense ({result['machine']['device']}, 1 "
-        f"sequence, {case['setting']['depth']} layers of the width of Llama-3-8B, random weights)", "speed",
+        "Does vLLM serve more tokens per second?", "Yes, on a CPU, random weights.",
+        f"{min(ratios):.2f} to {max(ratios):.2f} of the dense rate, prompts of {max(found)[0]:,} tokens, 1 to 16 "
+        f"clients; {load['machine']['device']}, {load['setting']['layers']} layers, width of Qwen2.5-0.5B", "vllm_load",
     )  # fmt: skip
+
+
+def perplexity(nats: float) -> str:
+    """A difference in loss as a factor of the perplexity."""
+    return f"perplexity x {math.exp(nats):.2f}"
 
 
 def router_tuning() -> Sequence[str]:
@@ -137,6 +144,6 @@ def token_selective() -> Sequence[str]:
     soft, hard = selective_report.costs(results), selective_report.costs(results, hard=True)
     return (
         "Does a gate trained with soft scaling survive real skipping?", "No: the loss doubles.",
-        f"{hard[2]} of loss at {hard[1]} of operations saved (soft, where nothing is skipped, {soft[2]}); 4.8 million "
+        f"{hard[2]} of loss, {hard[1]} of operations saved; soft {soft[2]}, nothing skipped; 4.8 million "
         f"weights, {len(results['exit_sweeps'])} seeds", "token_selective",
     )  # fmt: skip

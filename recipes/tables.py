@@ -2,8 +2,9 @@
 
 python recipes/tables.py
 
-The README has the papers and six results, `docs/results.md` a row a study and the tables, `docs/how-to/pick-a-gate.md`
-the comparison of two gates, `fit_router` and `demo` a picture each. A number after ± is a standard error everywhere.
+The README has where routing pays, the papers and six results, `docs/results.md` a row a study and the tables,
+`docs/how-to/pick-a-gate.md` the comparison of two gates, `fit_router` and `demo` a picture each. A
+number after ± is a standard error everywhere.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import headlines
 import numpy as np
+import when_it_pays
 from aux_losses.paper.claims import judge
 from aux_losses.paper.values import fixed, spread, values
 from demo import report as demo_report
@@ -47,7 +49,7 @@ BRIEF = (
     "weights. Times are of the processor that is named, and differ on others."
 )
 LEARNED = {"recoverability", "similarity", "oracle", "jepa", "linear"}  # kinds of `fit_router`
-RESULTS, GATES, PAPERS = "results", "gates", "papers"  # the names of the generated parts' markers
+RESULTS, GATES, PAPERS, PAYS = "results", "gates", "papers", "pays"  # the names of the generated parts' markers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -889,6 +891,7 @@ def results() -> list[tuple[Path, str, list[str]]]:
         made = f"From [`recipes/{s.folder}`](../recipes/{s.folder}/README.md), which has the exact commands."
         sections += ["", f"## {s.title}", "", made, "", *s.section]
     return [
+        (README, PAYS, when_it_pays.lines()),
         (README, PAPERS, headlines.papers()),
         (README, RESULTS, headlines.results()),
         (RESULTS_PAGE, RESULTS, sections),

@@ -111,6 +111,18 @@ def test_a_page_runs_from_top_to_bottom(page: Path, reader: Path) -> None:
         assert run_page(page, namespace)
 
 
+def test_the_readme_is_read_in_minutes() -> None:
+    """At most 120 lines, cells of tables that are read at a glance, and each term explained where it first stands."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    cells = [cell for line in text.splitlines() if line.startswith("|") for cell in line.split("|")]
+    assert max(len(cell.split()) for cell in cells) <= 30
+    prose = re.sub(r"!\[.*?\]\(.*?\)|<!--.*?-->|```.*?```", "", text, flags=re.DOTALL)
+    for term in ("budget", "branch", "prefill", "nats"):
+        first = re.search(rf"(\*+)?\b{term}\b", prose)
+        assert first and first[1], f"{term} is not set off where it first stands"
+
+
 def code_cells() -> list[dict[str, Any]]:
     return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
 

@@ -76,7 +76,7 @@ def test_card_of_a_base_is_made_from_its_files(folder, page):
 def test_figures_of_the_readme_and_of_the_results_are_made_from_the_committed_results():
     parts = load_script(RECIPES / "tables.py").parts()
     names = [page.name for page, _ in parts]
-    assert names == ["README.md", "README.md", "results.md", "pick-a-gate.md"]
+    assert names == ["README.md", "README.md", "README.md", "results.md", "pick-a-gate.md"]
     for page, written in parts:
         assert written in page.read_text(), page
 
