@@ -113,7 +113,8 @@ def quality() -> Study:
     to_random = " and ".join(f"{row['loss'] - random['loss']:+.3f}" for row in residual)
     brief = (
         f"FFNs of 3 of 5 layers at budget 0.5: loss {dense:.3f} dense, {mlp['loss']:.3f} with the MLP gate "
-        f"({to_drop:+.3f} to FFNs left out at the same share), {random['loss']:.3f} with a random gate. Gates that "
+        f"({to_drop:+.3f} to the least important FFNs left out at the same share), "
+        f"{random['loss']:.3f} with a random gate. Gates that "
         f"read the residual stream end no lower than the random one ({to_random}); with the JEPA gate "
         f"{flops['jepa', 'normed', routed]:.2f} of the dense FLOPs at this width, as its study counts them"
     )
@@ -122,8 +123,8 @@ def quality() -> Study:
         "layers 2-4 of 5 routed at budget 0.5. Learned gates stand beside a frozen random one and beside the least "
         "important FFNs left out for every token, all with branches of rank 8 trained for 800 steps of 16 x 256 "
         f"tokens. Validation loss in nats, mean over seeds (lowest - highest); dense: {dense:.3f}. The two differences "
-        "are those of the causal threshold's loss: to random routing, and to leaving FFNs out at the same share of FFN "
-        "calls. FLOPs are counted with the routers: at this width the JEPA gate costs more than it saves. What the "
+        "are those of the causal threshold's loss: to random routing, and to leaving these FFNs out at the same share "
+        "of FFN calls. FLOPs are counted with the routers: at this width the JEPA gate costs more than it saves. What the "
         "branches are worth: random routing without any ends at "
         f"{result['random_routing_without_branch']:.3f}.",
         "",

@@ -63,7 +63,8 @@ class BenchOptions:
     loss: Annotated[str, "Of a training step: naive, fused, or both, comma-separated."] = "naive"
     dtype: Annotated[str, "auto (as stored; bfloat16 with --shape), float32, ..."] = "auto"
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="Rounds; medians are reported. Default: 15, or the suite's.")
+        int | None,
+        typer.Option(min=1, help="Rounds; medians ± standard errors are reported. Default: 15, or the suite's."),
     ] = None
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None
     json_file: ResultFile = None
