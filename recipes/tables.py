@@ -124,8 +124,8 @@ def quality() -> Study:
         "important FFNs left out for every token, all with branches of rank 8 trained for 800 steps of 16 x 256 "
         f"tokens. Validation loss in nats, mean over seeds (lowest - highest); dense: {dense:.3f}. The two differences "
         "are those of the causal threshold's loss: to random routing, and to leaving these FFNs out at the same share "
-        "of FFN calls. FLOPs are counted with the routers: at this width the JEPA gate costs more than it saves. What the "
-        "branches are worth: random routing without any ends at "
+        "of FFN calls. FLOPs are counted with the routers: at this width the JEPA gate costs more than it saves. What "
+        "the branches are worth: random routing without any ends at "
         f"{result['random_routing_without_branch']:.3f}.",
         "",
         *markdown_table(

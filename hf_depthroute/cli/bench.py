@@ -64,7 +64,7 @@ class BenchOptions:
     dtype: Annotated[str, "auto (as stored; bfloat16 with --shape), float32, ..."] = "auto"
     repeats: Annotated[
         int | None,
-        typer.Option(min=1, help="Rounds; medians ± standard errors are reported. Default: 15, or the suite's."),
+        typer.Option(min=1, help="Rounds; figures are medians ± standard errors. Default: 15, or the suite's."),
     ] = None
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None
     json_file: ResultFile = None
