@@ -144,6 +144,6 @@ def token_selective() -> Sequence[str]:
     soft, hard = selective_report.costs(results), selective_report.costs(results, hard=True)
     return (
         "Does a gate trained with soft scaling survive real skipping?", "No: the loss doubles.",
-        f"{hard[2]} of loss, {hard[1]} of operations saved; soft {soft[2]}, nothing skipped; 4.8 million "
+        f"loss {hard[2]}, {hard[1]} of operations saved; soft {soft[2]}, nothing skipped; 4.8 million "
         f"weights, {len(results['exit_sweeps'])} seeds", "token_selective",
     )  # fmt: skip
