@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 
 import pytest
+import typer
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -80,3 +81,53 @@ def test_any_argv_ends_in_order(argv: list[str]) -> None:
 
 def test_the_commands_are_all_of_them() -> None:
     assert {command.name for command in app.registered_commands} == set(COMMANDS)
+
+
+NEEDED = {
+    "train": ["--model", "m", "--dataset", "d", "--out", "o"],
+    "fit": ["--model", "m", "--dataset", "d", "--out", "o"],
+    "generate": ["adapter", "--prompt", "x"],
+}
+
+
+def numeric_options(kind: type) -> list[tuple[str, str]]:
+    """Every option of this type: a command and what the command line calls it."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found = []
+    for name, command in commands.items():
+        for parameter in command.params:
+            described = getattr(parameter, "type_descriptor", None)
+            if described is not None and described.annotation in (kind, kind | None):
+                found.append((name, parameter.opts[0]))
+    return found
+
+
+def said_by(argv: list[str]) -> tuple[int, str]:
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), pytest.raises(SystemExit) as caught:
+        main(argv)
+    return caught.value.code, err.getvalue()
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+def test_no_option_takes_a_number_that_is_not_finite(value: str) -> None:
+    options = [(command, option) for command, option in numeric_options(float) if command in NEEDED]
+    assert len(options) > 20
+    for command, option in options:
+        code, said = said_by([command, *NEEDED[command], option, value])
+        assert code == 2 and option in said, (command, option, said)
+
+
+def test_every_seed_has_the_range_of_what_it_seeds() -> None:
+    options = [(command, option) for command, option in numeric_options(int) if option == "--seed"]
+    assert {command for command, _ in options} >= {"train", "fit", "generate"}
+    for command, option in options:
+        for value in (-1, 2**32, 2**64):
+            code, said = said_by([command, *NEEDED.get(command, []), option, str(value)])
+            assert code == 2 and option in said, said
+
+
+def test_a_file_in_the_place_of_the_root_is_refused() -> None:
+    for command in (["families"], ["eval", "x", "--dataset", "d"], ["bench", "x"]):
+        code, said = said_by([*command, "--out", "/"])
+        assert code == 2 and "--out /: is a folder; name a file" in said

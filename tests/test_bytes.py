@@ -113,6 +113,15 @@ DAMAGES = [
     '{"temperature": [1]}',
     '{"temperature": NaN}',
     '{"temperature": 1e999}',
+    '{"temperature": 0}',
+    '{"temperature": -1}',
+    '{"temperature": true}',
+    '{"temperature": 1e31}',
+    '{"temperature": 1' + "0" * 400 + "}",
+    '{"temperature": 1' + "0" * 5000 + "}",
+    '{"temperature": null}',
+    '{"temperature": ' + "[" * 100_000,
+    '{"Temperature": 1}',
     "\udce9",
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import peft
 import pytest
@@ -580,6 +581,33 @@ def test_an_adapter_that_a_killed_overwriting_hid_is_put_back(
     ended = run("doctor", adapter)
     assert ended.code == errors.ADAPTER
     assert ".adapter.previous-4711, .adapter.previous-4712" in ended.error
+
+
+class SmallDisk(io.RawIOBase):
+    """A file on a disk that holds `room` bytes more."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(data)
+
+
+@pytest.mark.parametrize("room", [0, 100, 4096, 70_000])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_disk_that_is_full_inside_torchs_writer_is_named_so(room: int, zipped: bool) -> None:
+    """It goes on after the first error, and ends with one of its own."""
+    states = {f"state{number}": torch.zeros(4096) for number in range(8)}
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        torch.save(states, SmallDisk(room), _use_new_zipfile_serialization=zipped)
+    code, said = errors.describe(caught.value)
+    assert code == errors.RESOURCES and said.startswith("disk full")
 
 
 @pytest.mark.parametrize(

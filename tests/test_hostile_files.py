@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -24,12 +25,16 @@ from safetensors.torch import load_file, save_file
 import hf_depthroute.adapter.peft_hooks
 from hf_depthroute import cli
 from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError, read_tensors
+from hf_depthroute.adapter.loading import match_tensors
 from hf_depthroute.adapter.saving import settle
+from hf_depthroute.adapter.tensor_rules import has_rule
 from hf_depthroute.card import make_card, push_folder, write_card
 from hf_depthroute.card.readme import parse_readme
+from hf_depthroute.config.adapter import DepthRouteConfig
 from hf_depthroute.files.hub import without_tokens
 from hf_depthroute.files.strict_yaml import YamlError, read_mapping
 from hf_depthroute.files.untrusted import RefusedFileError, nests_deeper, place_of, read_file
+from hf_depthroute.parts.memory import NgramMemory
 
 SECRET = "the secret of another folder"
 FIELDS = ("arguments", "calibrated_full_ratio", "command", "dataset", "evaluation", "examples", "hyperparameters")
@@ -47,6 +52,15 @@ METADATA = (
     "tags: {a: 1}", "? [1, 2]\n: 3", "a: &a [*a]", "license: !!python/object:os.system x", "- a", "x: \"\\ud800\"",
     "base_model: [1]", "1: 2", "date: 2024-01-01", "model_name: 3", "tags: [[1]]", "[" * 5000, "x: " + "\n" * 5000,
 )  # fmt: skip
+
+
+def nested_merges(depth: int) -> str:
+    """YAML of some bytes per level that a parser which follows merge keys takes `2 ** depth` steps for."""
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, depth)]
+    return "\n".join(lines) + "\n"
+
+
 BEGIN = "<!-- hf_depthroute: generated, ab -->\n"
 READMES = st.binary(max_size=60) | st.tuples(
     st.sampled_from(["---\n", "\ufeff---\n", "---\r\n", "\n---\n", ""]),
@@ -115,6 +129,7 @@ def test_any_record_of_training_makes_a_card(model: PeftModel, record: dict[str,
 @example(content=b"---\n" + b"\n" * 200_000)
 @example(content=b"<!-- hf_depthroute: generated, a -->\n" * 20_000)
 @example(content=b"---\na: 1\n" + b"# \n" * 30_000 + b"\n---\nwords")
+@example(content=b"---\n" + nested_merges(24).encode() + b"---\nwords")
 def test_any_readme_lets_a_save_happen(model: PeftModel, content: bytes) -> None:
     began = time.process_time()
     said = saved_beside(model, "README.md", content)
@@ -388,6 +403,13 @@ def test_yaml_without_an_end_is_refused() -> None:
         read_mapping(Path("/dev/zero"))
 
 
+def test_every_file_of_yaml_is_read_by_the_strict_reader() -> None:
+    package = Path(hf_depthroute.__file__).parent
+    readers = re.compile(r"yaml\.(?:safe_|full_|unsafe_)?load|ModelCard\.load|metadata_load")
+    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if readers.search(path.read_text())}
+    assert found == {"files/strict_yaml.py"}
+
+
 # Weights -----------------------------------------------------------------------------------------------------------
 
 
@@ -417,6 +439,113 @@ def test_tensors_that_share_bytes_are_refused(adapter: Path, change: Callable[[l
     with pytest.raises(AdapterMismatchError, match="corrupt"):
         PeftModel.from_pretrained(base, adapter)
     assert not hasattr(base, "peft_config")
+
+
+Change = Callable[[dict[str, torch.Tensor]], None]
+
+
+def put(ending: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in tensors if name.endswith(ending))
+        tensors[name] = value(tensors[name])
+
+    return change
+
+
+RANGES: dict[str, tuple[Change, str]] = {
+    "a count of -1": (put("updates", lambda t: t.fill_(-1)), "is a count"),
+    "a count of -2": (put("updates", lambda t: t.fill_(-2)), "is a count"),
+    "the least count": (put("updates", lambda t: t.fill_(-(2**63))), "is a count"),
+    "a count that overflows": (put("updates", lambda t: t.fill_(2**63 - 1)), "is a count"),
+    "counts of floats": (put("updates", lambda t: t.float() * torch.nan), "is a count"),
+    "a table that falls": (put("quantiles.values", lambda t: t.flip(0)), "quantiles ascend"),
+    "a table with a dip": (put("quantiles.values", lambda t: t.index_fill(0, torch.tensor(100), -9)), "ascend"),
+    "a table whose differences are infinite": (put("quantiles.values", lambda t: t.sign() * 3e38), "beyond 1e"),
+    "a table with NaN": (put("quantiles.values", lambda t: t * torch.nan), "not finite"),
+    "a controller out of reach": (put("controller.threshold", lambda t: t + 3e38), "beyond 1e"),
+    "a controller of NaN": (put("controller.threshold", lambda t: t * torch.nan), "not finite"),
+    "a memory with infinity": (put("memory.table", lambda t: t + torch.inf), "not finite"),
+}
+
+
+@pytest.fixture(scope="module")
+def with_every_buffer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("buffers")
+    memory = {"branch": "memory", "memory_slots": 8192, "memory_width": 4}
+    build_routed("llama", selection="controller", **memory).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_every_number_of_an_adapter_has_a_range(name: str, with_every_buffer: Path, tmp_path: Path) -> None:
+    folder, (change, said) = Path(shutil.copytree(with_every_buffer, tmp_path / "adapter")), RANGES[name]
+    tensors = load_file(folder / WEIGHTS_NAME)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS_NAME)
+    config = json.loads((folder / CONFIG_NAME).read_text()) | {"weights_hash": None}
+    (folder / CONFIG_NAME).write_text(json.dumps(config))
+    base = build_base("llama")
+    with pytest.raises(AdapterMismatchError, match=said):
+        PeftModel.from_pretrained(base, folder)
+    with pytest.raises(AdapterMismatchError, match=said):
+        base.load_adapter(str(folder))
+    assert not hasattr(base, "peft_config")
+
+
+def test_every_buffer_of_an_adapter_has_a_rule() -> None:
+    """One that is added needs a range as well; those of frozen gates are weights."""
+    memory = {"branch": "memory", "memory_slots": 8192, "memory_width": 4}
+    model = build_routed("llama", selection="controller", **memory)
+    buffers = [name for name, _ in model.named_buffers() if "depth_route" in name]
+    assert buffers and not [name for name in buffers if not has_rule(name.replace(".default", ""))]
+
+
+def test_weights_that_are_finite_in_the_file_alone_are_refused(adapter: Path) -> None:
+    tensors = load_file(adapter / WEIGHTS_NAME)
+    put("gate.hidden.weight", lambda t: t + 1e38)(tensors)
+    model = PeftModel.from_pretrained(build_base("llama"), adapter).half()
+    with pytest.raises(AdapterMismatchError, match="not finite"):
+        match_tensors(model, model.peft_config["default"], "default", tensors)
+
+
+def many_tensors(folder: Path, layer: int, count: int) -> None:
+    """Weights of `count` empty tensors whose names are those of a gate."""
+    start = f"base_model.model.model.layers.{layer}.routing.depth_route_gate.x"
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"{start}{number}.weight": empty for number in range(count)}).encode()
+    (folder / WEIGHTS_NAME).write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+@pytest.mark.parametrize("count", [300, 20_000, 40_000])
+def test_a_file_of_many_tensors_is_refused_by_its_header(adapter: Path, count: int) -> None:
+    many_tensors(adapter, 1, count)
+    began = time.process_time()
+    with pytest.raises(AdapterMismatchError, match=r"more than 256 tensors of layer 1|its header says that it has"):
+        PeftModel.from_pretrained(build_base("llama"), adapter)
+    assert time.process_time() - began < 3.0
+
+
+@pytest.mark.parametrize("missing", ["table", "file", "layers"])
+@pytest.mark.parametrize("way", ["PEFT", "transformers", "a given config"])
+def test_no_room_is_made_for_a_table_that_its_file_lacks(
+    adapter: Path, missing: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"branch": "memory", "memory_slots": 1 << 22, "memory_width": 32, "memory_heads": 1, "ngram_order": 2}
+    config = json.loads((adapter / CONFIG_NAME).read_text()) | {"weights_hash": None, **sizes}
+    config |= {"layers": "last:3"} if missing == "layers" else {}
+    (adapter / CONFIG_NAME).write_text(json.dumps(config))
+    if missing == "file":
+        (adapter / WEIGHTS_NAME).unlink()
+    monkeypatch.setattr(NgramMemory, "__init__", lambda *args: pytest.fail("a table of 512 MiB was made"))
+    base = build_base("llama")
+    with pytest.raises(AdapterMismatchError, match=r"table of layer 1 is missing|is missing; copy|list its layers"):
+        if way == "transformers":
+            base.load_adapter(str(adapter))
+        elif way == "PEFT":
+            PeftModel.from_pretrained(base, adapter)
+        else:
+            PeftModel.from_pretrained(base, adapter, config=DepthRouteConfig(**config))
+    assert not hasattr(base, "peft_config") and not any("routing" in name for name, _ in base.named_modules())
 
 
 @pytest.fixture

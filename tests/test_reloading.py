@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import CONFIGS, build_base, logits, randomised, routed, tokens
+from models import CONFIGS, build_base, build_routed, logits, randomised, routed, tokens
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from training import rows
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import hf_depthroute.adapter.peft_hooks
 from hf_depthroute import (
     DepthRouteConfig,
     DepthRouteTrainer,
@@ -267,3 +268,41 @@ def test_a_config_makes_adapters_of_several_bases() -> None:
         model = get_peft_model(build_base("llama", seed=seed), config, adapter_name="router")
         assert model.peft_config["router"].layers == [2, 3]
     assert {**config.to_dict(), "base_model_name_or_path": None} == {**before, "base_model_name_or_path": None}
+
+
+@pytest.mark.parametrize("way", ["PeftModel.from_pretrained", "load_adapter", "transformers", "PeftConfig"])
+def test_files_that_another_process_replaces_meanwhile_are_read_again(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both saves are whole, and a load is of one of them."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for seed, folder in enumerate(folders):
+        build_routed("llama", seed=seed).save_pretrained(folder)
+    place = Path(shutil.copytree(folders[0], tmp_path / "adapter"))
+    saves = iter([1, 0, 1])
+    read = hf_depthroute.adapter.peft_hooks.read_config
+
+    def slow(path: Path) -> Any:
+        """The config; then another process saves, so that the weights are of another save."""
+        found, save = read(path), next(saves, None)
+        for name in (WEIGHTS_NAME, CONFIG_NAME) if save is not None else ():
+            shutil.copy(folders[save] / name, tmp_path / "staged")
+            os.replace(tmp_path / "staged", place / name)
+        return found
+
+    monkeypatch.setattr(hf_depthroute.adapter.peft_hooks, "read_config", slow)
+    base = build_base("llama")
+    if way == "PeftConfig":
+        PeftConfig.from_pretrained(place)
+        return
+    if way == "transformers":
+        base.load_adapter(str(place))
+        model: Any = base
+    elif way == "load_adapter":
+        model = build_routed("llama", seed=5)
+        model.load_adapter(place, "other")
+        model.set_adapter("other")
+    else:
+        model = PeftModel.from_pretrained(base, place)
+    last = PeftModel.from_pretrained(build_base("llama"), folders[1])
+    assert torch.equal(logits(model.eval()), logits(last.eval()))

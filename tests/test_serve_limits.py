@@ -25,8 +25,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from transformers.utils.import_utils import is_serve_available
 
 from hf_depthroute.cli.serve import link_model
-from hf_depthroute.cli.serve_limits import Guard, Limits, limited_managers
-from hf_depthroute.cli.serve_settings import wrong_settings
+from hf_depthroute.cli.serve_generation import check_generation, check_shared, limited_managers
+from hf_depthroute.cli.serve_limits import Guard
+from hf_depthroute.cli.serve_prompts import fault_of_prompt
+from hf_depthroute.cli.serve_settings import Limits, wrong_settings
 
 POSITIONS = 1 << 17
 OPTIONS = ["--max-prompt-tokens", "64", "--max-output-tokens", "100000", "--max-requests", "20"]
@@ -71,15 +73,13 @@ class Server:
             time.sleep(seconds)
 
 
-@pytest.fixture(
-    scope="module", params=[[], ["--continuous-batching", "--cb-num-blocks", "64"]], ids=["plain", "batched"]
-)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("served")
+@contextlib.contextmanager
+def running(folder: Path, options: list[str]) -> Iterator[tuple[subprocess.Popen[str], Server]]:
+    """A server's process, with `folder` for its adapter and its temporary files."""
     adapter = save_adapter(folder)
     command = [sys.executable, "-m", "hf_depthroute", "serve", str(adapter), "--port", "0", "--device", "cpu"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    process = subprocess.Popen([*command, *OPTIONS, *request.param], stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen([*command, *OPTIONS, *options], stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     try:
         seen = ""
@@ -89,10 +89,18 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             seen += line
         threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
         host, port = seen.split("http://")[1].split()[0].rsplit(":", 1)
-        yield Server((host, int(port)))
+        yield process, Server((host, int(port)))
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(
+    scope="module", params=[[], ["--continuous-batching", "--cb-num-blocks", "64"]], ids=["plain", "batched"]
+)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("served"), request.param) as (_, served):
+        yield served
 
 
 SHORT: dict[str, Any] = {"prompt": "the cat sat", "max_tokens": 3, "temperature": 0.0}
@@ -118,6 +126,19 @@ WRONG: dict[str, tuple[str, Any, int]] = {
     "cache": ("/v1/completions", SHORT | {"generation_config": json.dumps({"cache_implementation": "quantized"})}, 400),
     "end": ("/v1/completions", SHORT | {"generation_config": json.dumps({"forced_eos_token_id": 999_999})}, 400),
     "long stop": ("/v1/completions", SHORT | {"stop": "ab" * 10_000}, 400),
+    "NaN": ("/v1/completions", b'{"prompt": "the", "max_tokens": 3, "temperature": NaN}', 400),
+    "Infinity": ("/v1/completions", b'{"prompt": "the", "max_tokens": 3, "user": -Infinity}', 400),
+    "infinite": ("/v1/completions", b'{"prompt": "the", "max_tokens": 3, "top_p": 1e999}', 400),
+    "cold": ("/v1/completions", SHORT | {"temperature": -1}, 400),
+    "seed": ("/v1/completions", SHORT | {"seed": 2**64}, 400),
+    "two answers": ("/v1/completions", SHORT | {"n": 2}, 400),
+    "logprobs": ("/v1/completions", SHORT | {"logprobs": 1}, 400),
+    "presence": ("/v1/completions", SHORT | {"presence_penalty": 0.5}, 400),
+    "a bias where there is none": ("/v1/completions", SHORT | {"logit_bias": {"3": 1}}, 400),
+    "JSON mode": ("/v1/chat/completions", {"messages": [], "response_format": {"type": "json_object"}}, 400),
+    "own template": ("/v1/chat/completions", {"messages": [], "chat_template_kwargs": {"chat_template": "x"}}, 400),
+    "long words": ("/v1/completions", SHORT | {"prompt": "x" * 100_000}, 400),
+    "long chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the " * 1200}]}, 400),
     "other model": ("/v1/completions", SHORT | {"model": "gpt2"}, 400),
     "load another": ("/load_model", {"model": "gpt2"}, 400),
     "load none": ("/load_model", {}, 400),
@@ -170,9 +191,129 @@ def test_the_served_model_answers_and_loads(server: Server) -> None:
     status, said = server.post("/v1/completions", SHORT | {"model": "adapter"})
     assert status == 200 and said["usage"]["completion_tokens"] == 3
     assert server.post("/load_model", {"model": "adapter"})[0] == 200
-    settings = {"do_sample": True, "temperature": 0.5, "top_k": 4}
-    status, said = server.post("/v1/completions", SHORT | {"generation_config": json.dumps(settings)})
-    assert status == 200, said
+    for harmless in ({"n": 1, "echo": False, "presence_penalty": 0.0, "stop": None}, {"temperature": 0, "seed": 3}):
+        status, said = server.post("/v1/completions", SHORT | harmless)
+        assert status == 200, said
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stop": {"stop": ["zz"]},
+    "stop_strings": {"generation_config": json.dumps({"stop_strings": ["zz"]})},
+    "repetition_penalty": {"generation_config": json.dumps({"repetition_penalty": 1.5})},
+    "min_new_tokens": {"generation_config": json.dumps({"min_new_tokens": 2, "max_new_tokens": 3})},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "do_sample": {"generation_config": json.dumps({"do_sample": True, "temperature": 0.5, "top_k": 4})},
+}
+
+
+@needs_serve
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_honoured_or_refused_by_its_name(name: str, server: Server, request: Any) -> None:
+    status, said = server.post("/v1/completions", SHORT | SETTINGS[name])
+    if request.node.callspec.params["server"]:
+        assert status == 400 and name in json.dumps(said), said
+    elif not name.startswith("stop"):  # transformers matches no stop strings with a tokenizer of whole words
+        assert status == 200, said
+
+
+@pytest.mark.parametrize(
+    "wanted, shared, named",
+    [
+        ({}, {}, None),
+        ({"temperature": 0.7}, {}, None),  # nobody samples
+        ({"do_sample": False, "temperature": 0.0}, {"do_sample": True, "temperature": 0.7}, "do_sample"),
+        ({"do_sample": True, "temperature": 0.2}, {"do_sample": True, "temperature": 0.7}, "temperature"),
+        ({"do_sample": True, "temperature": 0.7}, {"do_sample": True, "temperature": 0.7}, None),
+        ({"do_sample": True, "top_p": 0.9}, {"do_sample": True}, "top_p"),
+        ({"do_sample": True, "min_p": 0.1}, {"do_sample": True}, "min_p"),
+        ({"repetition_penalty": 1.0, "min_new_tokens": 0}, {}, None),
+        ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}, None),
+        ({"sequence_bias": {(3,): 1.0}}, {}, "logit_bias"),
+    ],
+)
+def test_continuous_batching_serves_the_models_own_settings(wanted: Any, shared: Any, named: str | None) -> None:
+    pytest.importorskip("fastapi")
+    if named is None:
+        check_shared(GenerationConfig(**wanted), GenerationConfig(**shared))
+        return
+    with pytest.raises(Exception, match=rf"400: {named}\b.*share the model's own"):
+        check_shared(GenerationConfig(**wanted), GenerationConfig(**shared))
+
+
+def test_a_long_prompt_is_counted_outside_of_the_event_loop() -> None:
+    """Whoever is served at the same time does not wait for it."""
+
+    class Slow:
+        def __call__(self, text: str, **how: Any) -> dict[str, list[int]]:
+            time.sleep(0.4)
+            return {"input_ids": [0] * (len(text) // 4)}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    guard = Guard(app, "m", Limits(10_000, 8, 2), Slow)
+    gaps: list[float] = []
+
+    async def run() -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": json.dumps({"prompt": "abcd" * 9000}).encode(), "more_body": False}
+
+        async def tick() -> None:
+            while True:
+                began = time.monotonic()
+                await asyncio.sleep(0.01)
+                gaps.append(time.monotonic() - began)
+
+        ticking = asyncio.ensure_future(tick())
+        with contextlib.suppress(TimeoutError):
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+            await asyncio.wait_for(guard(scope, receive, send), 10)
+        ticking.cancel()
+        return sent
+
+    assert asyncio.run(run())[0]["status"] == 200
+    assert max(gaps) < 0.3
+
+
+@pytest.mark.parametrize(
+    "content, most, said",
+    [
+        ({"prompt": "the cat " * 5}, 4, None),  # short ones are left to the handler
+        ({"prompt": "the cat " * 1000}, 4000, None),
+        ({"prompt": "the cat " * 2000}, 1000, "more than 1000 tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "the " * 5000}]}]}, 2000, "more than"),
+        ({"input": "x" * 100_000, "instructions": None}, 64, "100,000 characters"),
+        ({"prompt": 5, "messages": {"a": [None, True]}}, 64, None),
+    ],
+)
+def test_a_prompt_is_bounded_before_its_handler(content: dict[str, Any], most: int, said: str | None) -> None:
+    fault = fault_of_prompt(content, most, word_tokenizer())
+    assert fault == said if said is None else said in str(fault)
+
+
+@needs_serve
+@pytest.mark.parametrize("option", [[], ["--continuous-batching", "--cb-num-blocks", "64"]], ids=["plain", "batched"])
+def test_sigterm_ends_a_server_with_streams_and_leaves_nothing(option: list[str], tmp_path: Path) -> None:
+    with running(tmp_path, option) as (process, server):
+        body = json.dumps(SHORT | {"max_tokens": 100_000, "stream": True}).encode()
+        streams = []
+        for _ in range(6):
+            connection = http.client.HTTPConnection(*server.address, timeout=60)
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            streams.append(connection)
+        streams[0].getresponse().read(10)
+        began = time.monotonic()
+        process.terminate()
+        assert process.wait(timeout=60) == 143
+        assert time.monotonic() - began < 20  # they have 5 seconds
+        for connection in streams:
+            connection.close()
+    assert not list(tmp_path.glob("depthroute*"))
 
 
 @needs_serve
@@ -194,8 +335,6 @@ def test_clients_that_vanish_are_not_computed_for(server: Server) -> None:
 @needs_serve
 def test_an_answer_is_cut_to_the_models_positions(server: Server) -> None:
     from types import SimpleNamespace
-
-    from hf_depthroute.cli.serve_limits import check_generation
 
     config = SimpleNamespace(max_new_tokens=1024, max_length=20, num_beams=1, num_return_sequences=1)
     check_generation({"input_ids": [1] * 60}, config, Limits(64, 512, 1, positions=64))

@@ -21,7 +21,7 @@ from text_models import save_base, write_text
 from hf_depthroute import DepthRouteConfig, RoutingArguments
 from hf_depthroute.cli import app, errors, main
 from hf_depthroute.cli.training import hold_out
-from hf_depthroute.training.checkpoints import MARKER
+from hf_depthroute.training.checkpoints import MARKER, mark_complete
 from hf_depthroute.training.losses import LOSSES
 from hf_depthroute.training.presets import PRESETS
 
@@ -134,6 +134,46 @@ def test_a_preset_is_the_method_and_options_override_it(train: Run, tmp_path: Pa
 # Going on
 
 
+OTHER_OPTIONS = [
+    ("--lr", 2e-4, 1e-3),
+    ("--warmup-steps", None, 3),
+    ("--batch-size", 2, 3),
+    ("--accumulate", 1, 2),
+    ("--length", 16, 8),
+    ("--alive-weight", 0.5, 0.25),
+    ("--hold-out", 0.05, 0.1),
+    ("--calibration-blocks", 64, 8),
+]
+
+
+def test_resume_of_a_longer_run_says_so(train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--save-steps", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_depthroute.inference.calibration.calibrate", lambda *args: 1 / 0)
+        assert train(*words, "--steps", 3)[0] == errors.OTHER
+    code, out, err = train(*words, "--steps", 5, "--resume")
+    assert code == 0, err
+    assert "note: --steps is 5 from here on" in out and "was trained with 3" in out
+    assert record(tmp_path / "out")["arguments"]["steps"] == 5
+
+
+def test_resume_of_a_checkpoint_without_options_compares_what_its_trainer_had(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--save-steps", 2, "--steps", 4)
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_depthroute.inference.calibration.calibrate", lambda *args: 1 / 0)
+        assert train(*words)[0] == errors.OTHER
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    noted = json.loads((checkpoint / "training.json").read_text())
+    del noted["arguments"]
+    (checkpoint / "training.json").write_text(json.dumps(noted))
+    mark_complete(checkpoint)
+    code, _, err = train(*words, "--resume", "--lr", 1e-3)
+    assert code == errors.USAGE and "was trained with --lr 0.0002, not 0.001" in err
+    assert train(*words, "--resume")[0] == 0
+
+
 def test_resume_ends_where_an_uninterrupted_run_ends(
     train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,9 +200,15 @@ def test_resume_ends_where_an_uninterrupted_run_ends(
     assert code == errors.USAGE and "checkpoint-4 was trained with budget=0.5, not 0.75" in err
     code, _, err = train(*words, "--resume", "--phases", "prefill")
     assert code == errors.USAGE and "checkpoint-4 was trained with phases=all, not prefill" in err
+    code, _, err = train(*words, "--resume", "--seed", 1)
+    assert code == errors.USAGE and "checkpoint-4 was trained with seed=0, not 1" in err
+    for option, before, now in OTHER_OPTIONS:
+        code, _, err = train(*words, "--resume", option, now)
+        assert code == errors.USAGE and f"checkpoint-4 was trained with {option} {before}, not {now}" in err
     (tmp_path / "out" / "checkpoint-4" / MARKER).unlink()
-    code, out, err = train(*words, "--resume")
+    code, out, err = train(*words, "--resume", "--logging-steps", 1)
     assert code == 0, err
+    assert record(tmp_path / "out")["arguments"]["lr"] == 2e-4
     assert "passed over checkpoint-4" in out and "going on from" in out and "checkpoint-2" in out
     assert weights(tmp_path / "out") == whole
     assert "--resume" not in record(tmp_path / "out")["command"]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..files.shown import OneLine
 from ..files.untrusted import RefusedFileError, nests_deeper, read_file
+from .tensor_rules import MAX_HEADER_BYTES, WRAPPER, Entry, fault_of_header, first_fault
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -29,12 +29,6 @@ STAGE_PREFIX = ".saving-"  # folders inside an adapter's folder that hold a save
 MAX_CONFIG_BYTES = 1 << 20
 _MAX_DEPTH = 8
 _MAX_README_BYTES = 1 << 20
-_WRAPPER = "base_model.model."
-_OWN_NAME = re.compile(r"(?:\w+\.)+?(\d{1,6})\.routing\.depth_route_[a-z]+\.[\w.]+")
-_DTYPES = ("F32", "BF16", "F16")
-_COUNTER = ".depth_route_quantiles.updates"  # the one tensor of integers
-_MAX_NAME = 256
-_TABLE = ".depth_route_memory.table"
 
 
 class AdapterMismatchError(OneLine, ValueError):
@@ -105,6 +99,10 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
             raise AdapterMismatchError(f"{folder}: adapter_model.bin is a pickle; only safetensors are read")
         return
     tensors = read_tensors(path, config)
+    _check_hash(path, tensors, config)
+
+
+def _check_hash(path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
     wanted = config.get("weights_hash")
     if wanted is not None and tensors_hash(tensors) != wanted:
         raise AdapterMismatchError(
@@ -113,60 +111,61 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
         )
 
 
+def check_header(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a weights file whose names, dtypes and sizes are not those of `config`; no value is read.
+
+    Raises:
+        AdapterMismatchError: As `check_folder`, or there is no such file.
+    """
+    with _checked(path, config):
+        pass
+
+
 def read_tensors(path: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter's weights file; names, dtypes and layers are checked before any value is read.
+    """The tensors of an adapter's weights file; its header is checked before any value is read.
 
     Raises:
         AdapterMismatchError: As `check_folder`.
     """
-    saved_modules = config.get("modules_to_save") or ()
-    layers = config.get("layers")
-    routed = set(layers) if isinstance(layers, list) else None
+    with _checked(path, config) as (file, header):
+        # Copies: what is checked is what is used, even if the file is written to meanwhile.
+        tensors = {name: file.get_tensor(name).clone() for name in header}
+    if fault := first_fault(tensors.items()):
+        _check_hash(path, tensors, config)  # whoever saved it did not save that
+        raise AdapterMismatchError(f"{path}: {fault}; train it again")
+    return tensors
+
+
+@contextmanager
+def _checked(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Entry]]]:
+    """A safetensors file and its header, which is that of the adapter in `config`."""
     try:
+        with path.open("rb") as raw:
+            size = int.from_bytes(raw.read(8), "little")
+        if size > MAX_HEADER_BYTES:
+            raise AdapterMismatchError(f"{path}: corrupt, or no adapter: its header says that it has {size:,} bytes")
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            for name in names:
-                part = file.get_slice(name)
-                fault = _fault_of(name, part.get_dtype(), saved_modules, routed)
-                fault = fault or _fault_of_table(name, part.get_shape(), config)
-                if fault is not None:
-                    raise AdapterMismatchError(f"{path}: {fault}")
-            # Copies: what is checked is what is used, even if the file is written to meanwhile.
-            tensors = {name: file.get_tensor(name).clone() for name in names}
+            names: list[str] = list(file.keys())
+            header = {name: _entry(file.get_slice(name)) for name in names}
+            if fault := fault_of_header(header, config):
+                raise AdapterMismatchError(f"{path}: {fault}")
+            yield file, header
+    except FileNotFoundError as error:
+        raise AdapterMismatchError(f"{path}: is missing; copy it again") from error
     except (SafetensorError, OSError) as error:
         raise AdapterMismatchError(
             f"{path}: corrupt or not in safetensors format ({error}); download or copy it again"
         ) from error
-    for name, value in tensors.items():
-        if value.is_floating_point() and not value.isfinite().all():
-            raise AdapterMismatchError(f"{path}: tensor {name} holds values that are not finite; train it again")
-    return tensors
 
 
-def _fault_of(name: str, dtype: str, saved_modules: Iterable[str], routed: set[Any] | None) -> str | None:
-    """Why an adapter's file cannot hold this tensor: it is neither a router's nor of a base module saved whole."""
-    own = _OWN_NAME.fullmatch(name) if len(name) <= _MAX_NAME else None
-    if own is None and not any(f"{module}." in name.removeprefix(_WRAPPER) for module in saved_modules):
-        return f"unexpected tensor {name[:100]}; no routed adapter has it"
-    if own is not None and routed is not None and int(own[1]) not in routed:
-        return f"tensor {name} is of a layer that is not routed; the config says layers={reprlib.repr(sorted(routed))}"
-    if dtype not in _DTYPES and not (dtype == "I64" and name.endswith(_COUNTER)):
-        return f"tensor {name} has dtype {dtype}; use one of: {', '.join(_DTYPES)}"
-    return None
-
-
-def _fault_of_table(name: str, shape: list[int], config: Mapping[str, Any]) -> str | None:
-    """Why this is not the memory's table that the config speaks of; asked before one of its size is made."""
-    wanted = [config.get("memory_slots"), config.get("memory_width")]
-    if not name.endswith(_TABLE) or wanted == shape:
-        return None
-    return f"tensor {name[:_MAX_NAME]} has shape {shape}, the config says {reprlib.repr(wanted)}"
+def _entry(part: Any) -> Entry:
+    return Entry(part.get_dtype(), part.get_shape())
 
 
 def tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:
     """`sha256:...` over names, dtypes, shapes and bytes, whatever the order and PEFT's prefix of the names."""
     digest = hashlib.sha256()
-    for name, value in sorted((name.removeprefix(_WRAPPER), value) for name, value in tensors.items()):
+    for name, value in sorted((name.removeprefix(WRAPPER), value) for name, value in tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)

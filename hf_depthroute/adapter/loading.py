@@ -25,10 +25,10 @@ from ..routing.holder import HOLDER, Routing
 from .files import AdapterMismatchError, read_tensors, tensors_hash
 from .injection import leave
 from .modules_to_save import key_in_file, unwrap
+from .tensor_rules import WRAPPER, fault_of_values
 
 PREFIX = "depth_route_"
 _OWN_KEY = re.compile(rf"\.{HOLDER}\.{PREFIX}[a-z]+\.")
-_WRAPPER = "base_model.model."
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}  # one for another
 _SETTINGS = ("budget", "phases", "selection")  # may be others than when the adapter was saved
 _SEEN_IN_TENSORS = ("layers", "static_layers", "branch_rank", "gate_hidden", "modules_to_save")
@@ -58,12 +58,12 @@ def match_tensors(
     """
     # Copies: what is checked is what is loaded, even if the file is written to meanwhile.
     state_dict = {key: value.detach().clone() for key, value in state_dict.items()}
-    given = {key_in_file(key.removeprefix(_WRAPPER), adapter_name): value for key, value in state_dict.items()}
+    given = {key_in_file(key.removeprefix(WRAPPER), adapter_name): value for key, value in state_dict.items()}
     held = model.state_dict()
     copies = {key: value for key, value in held.items() if key_in_file(key, adapter_name) != key}
     matched = {}
     for key, expected in (own_tensors(held, adapter_name) | copies).items():
-        bare = (without_adapter_name(key, adapter_name) or key_in_file(key, adapter_name)).removeprefix(_WRAPPER)
+        bare = (without_adapter_name(key, adapter_name) or key_in_file(key, adapter_name)).removeprefix(WRAPPER)
         value = given.pop(bare, None)
         if value is None:
             fault = "is missing"
@@ -71,8 +71,8 @@ def match_tensors(
             fault = f"has shape {tuple(value.shape)}, expected {tuple(expected.shape)}"
         elif value.dtype != expected.dtype and not {value.dtype, expected.dtype} <= _FLOATS:
             fault = f"has dtype {value.dtype}, expected {expected.dtype}"
-        elif not value.isfinite().all():
-            fault = "holds values that are not finite"
+        elif wrong := fault_of_values(bare, value) or fault_of_values(bare, value.to(expected.dtype)):
+            fault = wrong
         else:
             matched[key] = value
             continue

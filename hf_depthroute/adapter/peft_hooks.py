@@ -17,7 +17,6 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,12 @@ from .base_check import check_base
 from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config
 from .loading import check_same, discard
 from .saving import save_whole, settle
+from .source import HUB, current_load, folder_of, is_loading, loading_from, read_whole
 from .tasks import check_wrapper, copies_once, make_for_task
 
 # The second group is empty where the method cannot be told: spelt with escapes, or with long gaps.
 _METHOD = re.compile(rb'"peft_type"(\s{0,99}:\s{0,99}"([A-Z0-9_]{1,99})")?|\\u00[4-7]')
 _LONGEST = 512  # more than the pattern takes
-_LOADING: ContextVar[tuple[Any, str] | None] = ContextVar("_LOADING", default=None)  # a model and an adapter's name
-_HUB = ("subfolder", "revision", "cache_dir", "token")
 _MARK = "_depth_route_wrapped"
 # What else `print_trainable_parameters` says of a model: a line each, or None if there is nothing to say.
 remarks: list[Callable[[PeftModel], str | None]] = []
@@ -110,33 +108,50 @@ def _init_tuner(
 def _from_pretrained(
     make: Any, cls: Any, model: Any, model_id: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
 ) -> Any:
-    with (
-        _loading(model, adapter_name),
-        _kept_where_it_is(model, model_id, kwargs),
-        _undone(model, model_id, adapter_name),
-    ):
-        return make(cls, model, model_id, adapter_name, *args, **kwargs)
+    def read() -> Any:
+        with (
+            loading_from(model, adapter_name, model_id, kwargs),
+            _kept_where_it_is(model, model_id, kwargs),
+            _undone(model, model_id, adapter_name),
+        ):
+            return make(cls, model, model_id, adapter_name, *args, **kwargs)
+
+    return read_whole(folder_of(model_id, kwargs), read)
 
 
 def _load_adapter(load: Any, self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     config = None if is_loading() else self.peft_config.get(adapter_name)  # None: it has just been injected for this
     base = self.base_model.model if isinstance(self.base_model, BaseTuner) else self.base_model
-    with _loading(self, adapter_name), _kept_where_it_is(base, model_id, kwargs), _undone(self, model_id, adapter_name):
-        if not isinstance(config, DepthRouteConfig):
-            return load(self, model_id, adapter_name, *args, **kwargs)
-        config.weights_hash = _check_reload(model_id, config, base, self._split_kwargs(kwargs)[0])
-        try:
-            return load(self, model_id, adapter_name, *args, **kwargs)
-        finally:
-            config.weights_hash = None
+
+    def read() -> Any:
+        with (
+            loading_from(self, adapter_name, model_id, kwargs),
+            _kept_where_it_is(base, model_id, kwargs),
+            _undone(self, model_id, adapter_name),
+        ):
+            if not isinstance(config, DepthRouteConfig):
+                return load(self, model_id, adapter_name, *args, **kwargs)
+            config.weights_hash = _check_reload(model_id, config, base, self._split_kwargs(kwargs)[0])
+            try:
+                return load(self, model_id, adapter_name, *args, **kwargs)
+            finally:
+                config.weights_hash = None
+
+    return read_whole(folder_of(model_id, kwargs), read)
 
 
 def _load_natively(
     load: Any, self: Any, peft_model_id: Any = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     name = "default" if adapter_name is None else adapter_name
-    with _loading(self, name), _undone(self, peft_model_id, name):
-        return load(self, peft_model_id, adapter_name, *args, **kwargs)
+    asked = (kwargs.get("adapter_kwargs"), getattr(kwargs.get("load_config"), "download_kwargs", None), kwargs)
+    hub = {key: value for part in asked for key, value in (part or {}).items()}
+
+    def read() -> Any:
+        with loading_from(self, name, peft_model_id, hub), _undone(self, peft_model_id, name):
+            return load(self, peft_model_id, adapter_name, *args, **kwargs)
+
+    return read_whole(folder_of(peft_model_id, hub), read)
 
 
 def _check_reload(source: Any, config: DepthRouteConfig, base: Any, hub: Mapping[str, Any]) -> str | None:
@@ -150,20 +165,6 @@ def _check_reload(source: Any, config: DepthRouteConfig, base: Any, hub: Mapping
     except AdapterMismatchError as error:
         raise AdapterMismatchError(f"{source}: {error}") from error
     return saved.weights_hash
-
-
-def is_loading() -> bool:
-    """Whether an adapter is being read from files, on any path."""
-    return _LOADING.get() is not None
-
-
-@contextmanager
-def _loading(model: Any, adapter_name: str) -> Iterator[None]:
-    token = _LOADING.set((model, adapter_name))
-    try:
-        yield
-    finally:
-        _LOADING.reset(token)
 
 
 def _state_dict_of(
@@ -190,8 +191,8 @@ def _torch_load(read: Any, *args: Any, **kwargs: Any) -> Any:
     `check_folder` refuses one next to a config. It does not see what a repository of the Hub holds, nor what takes the
     place of the safetensors after it has looked.
     """
-    loading = _LOADING.get()
-    if loading is not None and _has(*loading):
+    load = current_load()
+    if load is not None and _has(load.model, load.adapter_name):
         raise AdapterMismatchError("adapter_model.bin is a pickle; only safetensors are read")
     return read(*args, **kwargs)
 
@@ -217,7 +218,7 @@ def _is_routed(source: Any, kwargs: Mapping[str, Any]) -> bool:
     if kwargs.get("config") is not None:
         return isinstance(kwargs["config"], DepthRouteConfig)
     try:
-        return bool(PeftConfig._get_peft_type(source, **{n: kwargs[n] for n in _HUB if n in kwargs}) == PEFT_TYPE)
+        return bool(PeftConfig._get_peft_type(source, **{n: kwargs[n] for n in HUB if n in kwargs}) == PEFT_TYPE)
     except Exception:  # PEFT looks again, and says what is wrong
         return False
 
@@ -265,7 +266,7 @@ def _from_json_file(read: Any, cls: Any, path_json_file: str, **kwargs: Any) -> 
         return _read_ours(path)
     except AdapterMismatchError:
         settle(path.parent)
-        return _read_ours(path)
+        return read_whole(path.parent, lambda: _read_ours(path))
 
 
 def _methods_in(path: Path) -> set[str]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from ..files.locks import locked
 from ..files.out_of_resources import disk_full
@@ -165,8 +164,9 @@ def _finish(root: Path) -> None:
             continue  # no save leaves one
         weights = place.with_name(WEIGHTS_NAME)
         with contextlib.suppress(ValueError, OSError, SafetensorError):
-            wanted = read_config(staged).get("weights_hash")
-            if wanted is not None and weights.is_file() and tensors_hash(load_file(weights)) == wanted:
+            config = read_config(staged)
+            wanted = config.get("weights_hash")
+            if wanted is not None and weights.is_file() and tensors_hash(read_tensors(weights, config)) == wanted:
                 os.replace(staged, place)
 
 

@@ -37,7 +37,8 @@ from .loading import (
     without_adapter_name,
 )
 from .modules_to_save import copy_modules, set_copies, unwrap
-from .peft_hooks import install, is_loading
+from .peft_hooks import install
+from .source import check_tables, is_loading
 from .tasks import for_task, make_for_task
 
 
@@ -98,7 +99,8 @@ class DepthRouteModel(BaseTuner):
             if isinstance(config, DepthRouteConfig):
                 config = for_task(model, config)
             routed = check_injection(model, adapter_name, config, family, layers)
-        except ValueError:
+            check_tables(config)
+        except Exception:
             del self.peft_config[adapter_name]
             raise
 

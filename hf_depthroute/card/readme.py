@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from ..adapter.files import CARD_NAME, AdapterMismatchError, read_readme
+from ..files.strict_yaml import parse_mapping
 from .escaping import hub_id, literal
 from .measured import Score
 
@@ -61,7 +61,7 @@ def parse_readme(content: bytes) -> Card:
     if len(metadata) > _MAX_METADATA:
         raise AdapterMismatchError(f"{CARD_NAME}: its metadata is larger than {_MAX_METADATA:,} characters")
     try:
-        card = Card(ModelCardData(**(yaml.safe_load(metadata) or {}), ignore_metadata_errors=True), text)
+        card = Card(ModelCardData(**parse_mapping(metadata, CARD_NAME), ignore_metadata_errors=True), text)
         str(card).encode()
     except Exception:  # whatever a stranger's metadata makes the parsers do
         card = Card(ModelCardData(), text)

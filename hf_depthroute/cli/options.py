@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from ..config.fields import MAX_SEED
 from ..files.remote_code import trust_remote_code
 from ..files.strict_yaml import YamlError, read_mapping
 from ..files.suggestions import closest
@@ -17,6 +19,7 @@ from .errors import CliError, usage_message
 
 OTHER_NAMES = {"gate_temperature": "temperature", "learning_rate": "lr"}  # fields whose option has another name
 _TAKEN = "hf_depthroute.cli option in the place of ADAPTER"
+_RANGES = {"seed": (0, MAX_SEED)}  # of fields that several commands have and whose annotation says no range
 _NOT_IN_YAML = ("config", "help", "debug")
 
 
@@ -82,6 +85,9 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
         parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, **how))
 
     def call(**values: Any) -> None:
+        for name, value in values.items():  # a range lets NaN pass
+            if isinstance(value, float) and not math.isfinite(value):
+                raise CliError(f"--{option_name(name)} {value}: must be a finite number")
         function(owner(**values))
 
     call.__doc__ = function.__doc__
@@ -99,7 +105,8 @@ def _annotation(field: Field[Any], kind: Any) -> Any:
     if len(types) > 1 or not types <= {str, int, float, bool}:
         kind = str | None
     words = [f"--{option_name(field.name)}"] if kind is not bool or field.default is False else []
-    return Annotated[kind, typer.Option(*words, help=text)]
+    low, high = _RANGES.get(field.name, (None, None))
+    return Annotated[kind, typer.Option(*words, help=text, min=low, max=high)]
 
 
 def option_name(field: str) -> str:

@@ -97,9 +97,9 @@ def check_file(path: Path | None) -> Path | None:
     if path is None or path == STDOUT:
         return path
     try:
-        parent = next(folder for folder in path.expanduser().resolve().parents if folder.exists())
         if path.is_dir():
             raise CliError(f"--out {path}: is a folder; name a file")
+        parent = next(folder for folder in path.expanduser().resolve().parents if folder.exists())
     except (OSError, ValueError) as error:
         raise CliError(f"--out {path}: {reason(error)}") from error
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):

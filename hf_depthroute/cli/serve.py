@@ -8,7 +8,9 @@ either; `serve_limits` adds them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -22,9 +24,12 @@ import typer
 from ..files.shown import reason, say
 from . import options as o
 from .errors import CliError
-from .serve_limits import Guard, Limits, error_body, limited_managers
+from .serve_generation import limited_managers
+from .serve_limits import Guard, error_body
+from .serve_settings import Limits
 from .serve_vllm import ServedAdapter, serve_vllm
 
+_GRACE = 5  # seconds that running answers have when the server is told to end
 _BASE_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -45,7 +50,9 @@ def serve(options: ServeOptions) -> None:
 
     Every other option goes to `transformers serve` (see its --help), such as --port, --device, --dtype and
     --continuous-batching; with --engine vllm, to `vllm serve`. The limits are those of the first. Requests name the
-    model by the adapter's Hub id or folder name, or not at all. A client that leaves ends its request. Needs
+    model by the adapter's Hub id or folder name, or not at all. A client that leaves ends its request; Ctrl-C and
+    SIGTERM end the server, and after 5 seconds what it still answers. With --continuous-batching all requests share
+    the model's own sampling settings, and one that asks for others, or for stop strings, gets 400. Needs
     pip install "transformers[serving]", or vLLM.
 
     \b
@@ -74,7 +81,7 @@ def serve(options: ServeOptions) -> None:
     name = loading.served_name(adapter)
     from transformers.cli.transformers import app
 
-    with tempfile.TemporaryDirectory(prefix="depthroute") as root:
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="depthroute") as root:
         base_folder = loading.folder_of("model", base, [*_BASE_FILES, "*.py"] if trusted else _BASE_FILES)
         link_model(
             base_folder, loading.folder_of("model", adapter, loading.ADAPTER_FILES), Path(root, name), code=trusted
@@ -89,6 +96,20 @@ def serve(options: ServeOptions) -> None:
 
 
 @contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Inside the block, SIGTERM ends the process as an exception does: what is to be removed is."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
 def _one_model(name: str, limits: Limits) -> Iterator[None]:
     """Let `transformers serve` list the model that is served, keep to the limits, and end on Ctrl-C.
 
@@ -96,6 +117,7 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
     continuous batching outlive it.
     """
     import jinja2
+    import uvicorn
     from fastapi.responses import JSONResponse
     from transformers.cli.serving import server, utils
 
@@ -114,9 +136,11 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
         served = build(model_manager, *handlers, generation_state=generation_state, **others)
         for kind in (ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError):
             served.add_exception_handler(kind, wrong)
-        return Guard(served, name, limits)
+        return Guard(served, name, limits, lambda: next(iter(model_manager.loaded_models.values())).processor)
 
+    configure: Any = uvicorn.Config
     server.build_server = build_server  # type: ignore[assignment]
+    uvicorn.Config = functools.partial(configure, timeout_graceful_shutdown=_GRACE)  # type: ignore[misc,assignment]
     utils.GenerateManager, utils.CBGenerateManager = limited_managers(limits)  # type: ignore[misc,assignment]
     try:
         yield
@@ -126,6 +150,7 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
         raise
     finally:
         server.build_server = build
+        uvicorn.Config = configure  # type: ignore[misc]
         utils.GenerateManager, utils.CBGenerateManager = managers  # type: ignore[misc]
         for state in states:
             state.shutdown()

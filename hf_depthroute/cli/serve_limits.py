@@ -2,7 +2,7 @@
 
 `transformers serve` takes every request, computes for clients that have left, loads any model it is asked for, and
 answers 500 to what a client got wrong. `Guard` wraps it, and its two generation managers are replaced by
-`limited_managers` while a server runs.
+`serve_generation.limited_managers` while a server runs.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
-from collections.abc import Awaitable, Callable, MutableMapping
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from ..files.shown import shown
-from .serve_settings import wrong_settings
+from .serve_generation import STREAMERS
+from .serve_prompts import fault_of_prompt
+from .serve_settings import Limits, parse_json, wrong_settings
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -27,32 +26,6 @@ GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _LOAD = "/load_model"
 _COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _BODY_SECONDS = 30.0
-
-# The streamers of the request that is running. An answer whose client left before its first word was sent is never
-# begun, and only an answer that was begun ends its generation.
-_streamers: ContextVar[list[Any]] = ContextVar("streamers")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one server.
-
-    Attributes:
-        prompt_tokens: In one request.
-        output_tokens: In one answer.
-        requests: At one time, running and waiting; one more is answered with 429.
-        positions: How many the model has, for prompt and answer together.
-    """
-
-    prompt_tokens: int
-    output_tokens: int
-    requests: int
-    positions: int | None = None
-
-    @property
-    def body_bytes(self) -> int:
-        """No prompt within the limit needs more: tokens are words, and chats have roles and tools."""
-        return (1 << 20) + 32 * self.prompt_tokens
 
 
 class BadRequest(Exception):
@@ -70,10 +43,11 @@ class Guard:
         app: The server that it wraps.
         model: The name of the one model that is served.
         limits: What a request may ask for.
+        tokenizer: Gives the model's, with which prompts are counted first; None: only the app counts them.
     """
 
-    def __init__(self, app: Any, model: str, limits: Limits) -> None:
-        self.app, self.model, self.limits = app, model, limits
+    def __init__(self, app: Any, model: str, limits: Limits, tokenizer: Callable[[], Any] | None = None) -> None:
+        self.app, self.model, self.limits, self.tokenizer = app, model, limits, tokenizer
         self.requests = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -81,31 +55,38 @@ class Guard:
             await self.app(scope, receive, send)
             return
         try:
-            body = await self._checked_body(scope["path"], receive)
+            body = await _read(receive, self.limits.body_bytes) if self._serves(scope["path"]) else None
             if body is None:  # the client has left
                 return
+            content = self._checked(scope["path"], body)
             if self.requests >= self.limits.requests:
                 raise BadRequest(429, f"{self.requests} requests are running or waiting; try again later")
+            self.requests += 1
+            try:
+                await self._check_prompt(content)
+                await self._run(scope, body, receive, send)
+            finally:
+                self.requests -= 1
         except BadRequest as refused:
             await _answer(send, refused)
-            return
-        self.requests += 1
-        try:
-            await self._run(scope, body, receive, send)
-        finally:
-            self.requests -= 1
 
-    async def _checked_body(self, path: str, receive: Receive) -> bytes | None:
+    def _serves(self, path: str) -> bool:
         if path not in (*GENERATION, _LOAD):
             raise BadRequest(404, f"{shown(path)[:100]} is not served; use one of: {', '.join(GENERATION)}")
+        return True
+
+    async def _check_prompt(self, content: Mapping[str, Any]) -> None:
+        """Refuse a prompt that is too long, in a thread: tokenising one of a megabyte takes seconds."""
+        if self.tokenizer is not None:
+            most = self.limits.prompt_tokens
+            fault = await asyncio.to_thread(fault_of_prompt, content, most, self.tokenizer())
+            if fault is not None:
+                raise BadRequest(400, fault)
+
+    def _checked(self, path: str, body: bytes) -> dict[str, Any]:
+        """The content of a body that may be run."""
         try:
-            body = await asyncio.wait_for(_read(receive, self.limits.body_bytes), _BODY_SECONDS)
-        except TimeoutError:
-            raise BadRequest(408, f"the body did not arrive within {_BODY_SECONDS:.0f} s") from None
-        if body is None:
-            return None
-        try:
-            content = json.loads(body.decode("utf-8"))
+            content = parse_json(body.decode("utf-8"))
             text = json.dumps(content, ensure_ascii=False)
         except (ValueError, RecursionError) as error:
             raise BadRequest(400, "the body is not JSON in UTF-8") from error
@@ -120,10 +101,10 @@ class Guard:
             value, most = content.get(name), self.limits.output_tokens
             if value is not None and not (isinstance(value, int) and value is not True and 1 <= value <= most):
                 raise BadRequest(400, f"{name} must be a whole number from 1 to {most}")
-        wrong = wrong_settings(content, self.limits.output_tokens)
+        wrong = wrong_settings(content, self.limits.output_tokens, path)
         if wrong is not None:
             raise BadRequest(400, wrong)
-        return body
+        return content
 
     async def _run(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
         """The app on the body that was read, until it is done or the client has left."""
@@ -145,7 +126,7 @@ class Guard:
             left.set()
 
         streamers: list[Any] = []
-        _streamers.set(streamers)
+        STREAMERS.set(streamers)
         running = asyncio.ensure_future(self.app({**scope, "headers": headers}, replay, send))
         listening = asyncio.ensure_future(wait_for_the_end())
         try:
@@ -158,12 +139,20 @@ class Guard:
             with contextlib.suppress(asyncio.CancelledError):
                 await running
         finally:
-            if left.is_set():
+            if left.is_set() or running.cancelled():  # the client has gone, or the server is about to
                 for streamer in streamers:
                     streamer.cancel()
 
 
 async def _read(receive: Receive, most: int) -> bytes | None:
+    """The body of a request; None if its client leaves before it has arrived."""
+    try:
+        return await asyncio.wait_for(_read_parts(receive, most), _BODY_SECONDS)
+    except TimeoutError:
+        raise BadRequest(408, f"the body did not arrive within {_BODY_SECONDS:.0f} s") from None
+
+
+async def _read_parts(receive: Receive, most: int) -> bytes | None:
     parts, size = [], 0
     while True:
         message = await receive()
@@ -191,93 +180,3 @@ async def _answer(send: Send, refused: BadRequest) -> None:
 def error_body(why: str) -> dict[str, Any]:
     """An error as OpenAI's API says it."""
     return {"error": {"message": why, "type": "invalid_request_error"}}
-
-
-def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> None:
-    """Refuse a prompt or settings that cost too much, and cut the answer to what may follow the prompt.
-
-    Raises:
-        HTTPException: 400, with what is too large.
-    """
-    from fastapi import HTTPException
-
-    ids = inputs["input_ids"]
-    length = len(ids) if isinstance(ids, list) else ids.shape[-1]
-    room = limits.output_tokens if limits.positions is None else limits.positions - length
-    if length == 0:
-        raise HTTPException(400, "the prompt has no tokens")
-    if length > limits.prompt_tokens:
-        raise HTTPException(400, f"the prompt has {length} tokens; this server takes {limits.prompt_tokens}")
-    if room < 1:
-        raise HTTPException(400, f"the prompt has {length} tokens; the model has {limits.positions} positions")
-    for name in ("num_beams", "num_return_sequences"):  # of the model's own settings: a request's were checked
-        if (getattr(generation_config, name, None) or 1) > 1:
-            raise HTTPException(400, f"{name} is not served; a request has one answer")
-    wanted = generation_config.max_new_tokens
-    most = min(limits.output_tokens, room)
-    generation_config.max_new_tokens = most if wanted is None else max(1, min(wanted, most))
-    generation_config.max_length = None
-
-
-def limited_managers(limits: Limits) -> tuple[type, type]:
-    """`GenerateManager` and `CBGenerateManager` of transformers, within `limits`.
-
-    transformers.cli.serving has no setting for what a request may compute, nor for its end when its client leaves.
-    """
-    import torch
-    from transformers import StoppingCriteriaList
-    from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
-
-    class Stoppable:
-        """`generate` of a model, which ends when its client is gone, and does not begin then."""
-
-        def __init__(self, model: Any, gone: threading.Event) -> None:
-            self.model, self.gone = model, gone
-
-        def stop(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            return torch.full(input_ids.shape[:1], self.gone.is_set(), device=input_ids.device)
-
-        def generate(self, **arguments: Any) -> Any:
-            if self.gone.is_set():
-                return arguments["input_ids"]
-            return self.model.generate(**arguments, stopping_criteria=StoppingCriteriaList([self.stop]))
-
-    class Checked:
-        """Both managers' streamed generation, of a request that is within the limits."""
-
-        def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any) -> Any:
-            check_generation(inputs, gen_config, limits)
-            manager: Any = super()
-            queue, streamer = manager.generate_streaming(model, processor, inputs, gen_config, **rest)
-            _streamers.get().append(streamer)
-            return queue, streamer
-
-    class OneAtATime(Checked, GenerateManager):  # type: ignore[misc]
-        async def generate_non_streaming(
-            self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-        ) -> Any:
-            check_generation(inputs, gen_config, limits)
-            gone = threading.Event()
-            try:
-                stoppable: Any = Stoppable(model, gone)
-                return await super().generate_non_streaming(stoppable, processor, inputs, gen_config, request_id)
-            except asyncio.CancelledError:
-                gone.set()
-                raise
-
-        def async_submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-            # The thread sets the result of a future whose client has left, too.
-            return asyncio.shield(super().async_submit(fn, *args, **kwargs))
-
-    class Continuous(Checked, CBGenerateManager):  # type: ignore[misc]
-        async def generate_non_streaming(
-            self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-        ) -> Any:
-            check_generation(inputs, gen_config, limits)
-            try:
-                return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
-            except asyncio.CancelledError:
-                self._cb.cancel_request(request_id)  # type: ignore[union-attr]
-                raise
-
-    return OneAtATime, Continuous

@@ -26,7 +26,6 @@ from ..files.shown import reason, say
 from ..files.versions import versions
 from ..inference import calibration
 from ..training.arguments import RoutingArguments
-from ..training.checkpoints import CheckpointError, last_complete
 from ..training.fit_router import config_to_fit, fit_router
 from ..training.presets import find_preset
 from ..training.record import record_of, remember_training
@@ -35,6 +34,7 @@ from . import loading
 from . import options as o
 from .errors import OTHER, CliError
 from .output import check_space, made
+from .resuming import ARGUMENTS, check_same_run, checkpoint_to_resume
 from .saving import bytes_needed, save_adapter
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def train_adapter(options: TrainOptions) -> None:
     run, out = _prepared(options), options.out
     transformers.set_seed(options.seed)
     base = run.source.base_model()
-    checkpoint = _checkpoint_to_resume(out) if options.resume else None
+    checkpoint = checkpoint_to_resume(out) if options.resume else None
     if options.adapter is not None:
         model: Any = run.source.routed(base, is_trainable=True)
     elif options.init == "fit":
@@ -76,7 +76,7 @@ def train_adapter(options: TrainOptions) -> None:
     else:
         model = get_depth_routed_model(base, run.source.config)
     if checkpoint is not None:
-        _check_same(checkpoint, _active_config(model))
+        check_same_run(checkpoint, _active_config(model), _arguments_of(run))
         say(f"going on from {checkpoint}")
     remark = route_cost(model, length=options.length).remark
     if remark is not None:  # routers and branches cost more than what is skipped
@@ -271,30 +271,9 @@ def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
     return model
 
 
-def _checkpoint_to_resume(out: Path) -> Path | None:
-    """The last whole checkpoint in `out`; None if there is none at all."""
-    try:
-        found, skipped = last_complete(out) if out.is_dir() else (None, [])
-    except CheckpointError as error:
-        raise CliError(f"--resume: {error}") from error
-    for line in skipped:
-        say(f"passed over {line}")
-    if found is None:
-        say(f"no checkpoint in {out}: training begins at the first step")
-    return found
-
-
-def _check_same(checkpoint: Path, config: DepthRouteConfig) -> None:
-    """Refuse a checkpoint of another adapter than `config` describes."""
-    saved = loading.load_adapter_config(str(checkpoint))
-    for field in fields(RoutingFields):
-        before, now = getattr(saved, field.name), getattr(config, field.name)
-        if before != now:
-            raise CliError(f"--resume: {checkpoint} was trained with {field.name}={before}, not {now}; give it again")
-
-
 def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, Any]]:
     """Train, from `checkpoint` on if there is one (of the last step, it is only loaded); what the Trainer logged."""
+    remember_training(model, record_of(model) | {ARGUMENTS: _arguments_of(run)})  # checkpoints are saved with it
     with _said_in_one_line():
         collator = transformers.default_data_collator
         trainer = DepthRouteTrainer(model=model, args=run.arguments, train_dataset=run.blocks, data_collator=collator)
@@ -324,18 +303,23 @@ def _active_config(model: Any) -> DepthRouteConfig:
     return calibration.active_routings(model)[0].active_config()
 
 
-def _record_of(
-    run: Run, model: Any, log_history: list[dict[str, Any]], full_ratio: dict[int, float], rows: Sequence[BudgetRow]
-) -> dict[str, Any]:
-    """The content of training.json."""
+def _arguments_of(run: Run) -> dict[str, Any]:
+    """The options of the run, with what its preset says, by the names of the command line."""
     given = {
         _option(name): str(value) if isinstance(value, Path) else value
         for name, value in run.options.context.params.items()
         if name != "adapter_option"
     }
+    return given | {_option(name): value for name, value in run.preset.items()} | {"model": run.source.base}
+
+
+def _record_of(
+    run: Run, model: Any, log_history: list[dict[str, Any]], full_ratio: dict[int, float], rows: Sequence[BudgetRow]
+) -> dict[str, Any]:
+    """The content of training.json."""
     return {
         "command": o.command_words(run.options.context, leave_out=("out", "overwrite", "resume")),
-        "arguments": given | {_option(name): v for name, v in run.preset.items()} | {"model": run.source.base},
+        ARGUMENTS: _arguments_of(run),
         "seconds": round(time.time() - run.started, 1),
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "calibrated_full_ratio": {str(index): ratio for index, ratio in full_ratio.items()},

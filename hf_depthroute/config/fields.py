@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 Owner = TypeVar("Owner", bound=type)
+MAX_SEED = 2**32 - 1  # of a run: `transformers.set_seed` seeds NumPy too
 MEMORY_FIELDS = ("memory_slots", "memory_width", "memory_heads", "ngram_order")
 
 

@@ -218,11 +218,11 @@ def check_complete(c: DepthRouteConfig) -> None:
     _check_choice("selection", c.selection, SELECTIONS)
     check_budget(c.budget)
     check_phases(c.phases, c.granularity, c.target)
-    _check_number("gate_temperature", c.gate_temperature, low=0.0, low_open=True)
+    _check_number("gate_temperature", c.gate_temperature, low=1e-6, high=1e6)  # scores divided by it stay finite
     if isinstance(c.threshold, str):
         require(c.threshold == "budget", "threshold", c.threshold, "must be a finite number, or 'budget'")
     elif c.threshold is not None:
-        _check_number("threshold", c.threshold)
+        _check_number("threshold", c.threshold, low=-1e30, high=1e30)  # a float32, with room for differences
     for name in ("context_dim", "summary_dim", "action_dim"):
         _check_int(name, getattr(c, name), low=1, high=65536)
     for name in ("gate_hidden", "branch_rank"):

@@ -23,47 +23,60 @@ def read_mapping(path: Path, key_name: Callable[[str], str] = str) -> dict[Any, 
         key_name: Two keys of the same name are the same key.
 
     Raises:
-        YamlError: The file cannot be read, is larger than 1 MiB, is no YAML, holds anything but a mapping, repeats a
-            key, of which parsers silently keep the last, has an alias, which can explode, or a merge key.
+        YamlError: The file cannot be read, is larger than 1 MiB, or holds what `parse_mapping` refuses.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise YamlError(f"{path}: larger than 1 MiB; this is no config file")
+        text = content.decode("utf-8")
+    except OSError as error:
+        raise YamlError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise YamlError(f"{path}: not valid YAML: {error}") from error
+    return parse_mapping(text, str(path), key_name)
+
+
+def parse_mapping(text: str, name: str, key_name: Callable[[str], str] = str) -> dict[Any, Any]:
+    """The mapping in `text`, of a file called `name`; empty when the text is.
+
+    Raises:
+        YamlError: It is no YAML, holds anything but a mapping, repeats a key, of which parsers
+            silently keep the last, has an alias or a merge key, which can explode, or nests too deep.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.events.AliasEvent):
-                raise YamlError(f"{path}: YAML aliases are not supported; write the value out")
+                raise YamlError(f"{name}: YAML aliases are not supported; write the value out")
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen = set()
             for key_node, _ in node.value:
                 if key_node.tag == "tag:yaml.org,2002:merge":  # its keys would not come by here
-                    raise YamlError(f"{path}: YAML merge keys (<<) are not supported; write the values out")
-                name = key_name(str(key_node.value))
-                if name in seen:
-                    raise YamlError(f"{path}: key {key_node.value!r} appears twice; keep one")
-                seen.add(name)
+                    raise YamlError(f"{name}: YAML merge keys (<<) are not supported; write the values out")
+                key = key_name(str(key_node.value))
+                if key in seen:
+                    raise YamlError(f"{name}: key {key_node.value!r} appears twice; keep one")
+                seen.add(key)
             return super().construct_mapping(node, deep)
 
     def whole_number(loader: Loader, node: Any) -> int:
         value = loader.construct_yaml_int(node)
         if not -(1 << 63) <= value < 1 << 63:  # no option takes it, and Python may refuse to print it
-            raise YamlError(f"{path}: line {node.start_mark.line + 1}: {node.value[:20]}... is too large a number")
+            raise YamlError(f"{name}: line {node.start_mark.line + 1}: {node.value[:20]}... is too large a number")
         return value
 
     Loader.add_constructor("tag:yaml.org,2002:int", whole_number)
     try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_BYTES + 1)
-        if len(text) > _MAX_BYTES:
-            raise YamlError(f"{path}: larger than 1 MiB; this is no config file")
-        loaded = yaml.load(text.decode("utf-8"), Loader=Loader)
-    except OSError as error:
-        raise YamlError(f"{path}: {error.strerror}") from error
+        loaded = yaml.load(text, Loader=Loader)
     except YamlError:
         raise
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise YamlError(f"{path}: not valid YAML: {str(error) or type(error).__name__}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise YamlError(f"{name}: not valid YAML: {str(error) or type(error).__name__}") from error
     if loaded is not None and not isinstance(loaded, dict):
-        raise YamlError(f"{path}: must be a mapping of names to values, not a {type(loaded).__name__}")
+        raise YamlError(f"{name}: must be a mapping of names to values, not a {type(loaded).__name__}")
     return loaded or {}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..config.adapter import ConfigError, DepthRouteConfig
-from ..config.fields import RoutingFields
+from ..config.fields import MAX_SEED, RoutingFields
 from ..files.shown import reason
 from ..files.strict_yaml import YamlError, read_mapping
 from ..files.suggestions import did_you_mean
@@ -200,6 +200,8 @@ def read_study(path: Path, steps: int | None = None) -> Study:
     for key in ("seeds", "configs"):
         if not content[key] or len(set(content[key])) < len(content[key]):
             raise ConfigError(f"{path}: {key} must not be empty, and not repeat anything")
+    if max(content["seeds"]) > MAX_SEED:
+        raise ConfigError(f"{path}: seeds={max(content['seeds'])} must be at most {MAX_SEED}")
     if content["steps"] < 2 * content["eval_every"]:
         raise ConfigError(f"{path}: eval_every={content['eval_every']} must be at most half of steps")
     factor = 1.0 if steps is None else steps / content["steps"]

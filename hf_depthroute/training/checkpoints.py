@@ -8,7 +8,6 @@ that it lists, is passed over.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -17,10 +16,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..adapter.files import CONFIG_NAME, PEFT_TYPE, AdapterMismatchError, check_folder, read_config
 from ..files.shown import OneLine
 from ..files.staged import sync, write_json
+from ..files.untrusted import read_file
 
 MARKER = "depth_route_complete.json"
 ROUTING_STATE = "routing_state.json"
 RECORD = "training.json"
+_MAX_BYTES = 1 << 24  # of the marker, which has a line for each file
+_HOTTEST = 1e30
 
 
 class CheckpointError(OneLine, ValueError):
@@ -40,11 +42,11 @@ def fault_of(folder: Path) -> str | None:
     if not folder.is_dir():
         return "there is no such folder"
     try:
-        listed = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        listed = json.loads(read_file(folder / MARKER, _MAX_BYTES))
         sizes = {str(name): int(size) for name, size in listed.items()}
     except FileNotFoundError:
         return f"it was not saved to the end (no {MARKER})"
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return f"its {MARKER} is corrupt"
     for name, size in sizes.items():
         file = folder / name
@@ -56,7 +58,7 @@ def fault_of(folder: Path) -> str | None:
         read_routing_state(folder / ROUTING_STATE)
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return f"its {ROUTING_STATE} is corrupt"
     try:
         for path in folder.rglob(CONFIG_NAME):
@@ -70,8 +72,10 @@ def fault_of(folder: Path) -> str | None:
 
 def read_routing_state(path: Path) -> dict[str, float]:
     """Check the state that `RoutingObjective.state` returned; ValueError or TypeError for anything else."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or not set(found) <= {"temperature"} or not all(map(math.isfinite, found.values())):
+    found = json.loads(read_file(path, _MAX_BYTES))
+    temperature = found.get("temperature", 1.0) if isinstance(found, dict) else None
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not number or not set(found) <= {"temperature"} or not 0 < temperature <= _HOTTEST:
         raise ValueError(f"{path}: holds no state of the routing losses")
     return {name: float(value) for name, value in found.items()}
 

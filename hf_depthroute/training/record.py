@@ -23,6 +23,7 @@ _ARGUMENTS = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "max_steps",
     "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "seed",
 )  # fmt: skip
+_KEPT = ("fit", "arguments")
 
 
 @dataclass
@@ -81,7 +82,7 @@ def training_record(args: Any, state: Any, model: nn.Module, dataset: Any, secon
 
     The log's history is referred to, not copied. The Hub's id is read from `dataset` where `datasets` noted it;
     `seconds` have passed since training began. A fact that cannot be found out is left out. What is remembered of a fit
-    that training started from stays.
+    that training started from, and of the options of its command, stays.
     """
     before = record_of(model)
     values = {name: getattr(args, name, None) for name in (*_ARGUMENTS, *(f.name for f in fields(RoutingArguments)))}
@@ -95,7 +96,7 @@ def training_record(args: Any, state: Any, model: nn.Module, dataset: Any, secon
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "log_history": state.log_history,
         "versions": versions(),
-        **({"fit": before["fit"]} if "fit" in before else {}),
+        **{name: before[name] for name in _KEPT if name in before},
     }
 
 

@@ -1,0 +1,108 @@
+"""Where the adapter that is being loaded comes from, and what is looked at there before a model makes room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ..config.adapter import DepthRouteConfig
+from .files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError, check_header
+
+Found = TypeVar("Found")
+_TRIES = 20
+HUB = ("subfolder", "revision", "cache_dir", "token")
+
+
+class Loading(NamedTuple):
+    """A load in progress.
+
+    Attributes:
+        model: What the adapter is loaded onto.
+        adapter_name: Its name there.
+        source: A folder or a Hub id; None if the weights are given.
+        hub: How a Hub id is asked for; the names in `HUB`.
+    """
+
+    model: Any
+    adapter_name: str
+    source: Any
+    hub: Mapping[str, Any]
+
+
+_LOADING: ContextVar[Loading | None] = ContextVar("_LOADING", default=None)
+
+
+@contextmanager
+def loading_from(model: Any, adapter_name: str, source: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the block, an adapter is being read from files."""
+    hub = {name: kwargs[name] for name in HUB if kwargs.get(name) is not None}
+    token = _LOADING.set(Loading(model, adapter_name, source, hub))
+    try:
+        yield
+    finally:
+        _LOADING.reset(token)
+
+
+def current_load() -> Loading | None:
+    return _LOADING.get()
+
+
+def is_loading() -> bool:
+    """Whether an adapter is being read from files, on any path."""
+    return _LOADING.get() is not None
+
+
+def folder_of(source: Any, hub: Mapping[str, Any]) -> Path:
+    """The folder of an adapter's files; one that does not exist, of a Hub id."""
+    return Path("" if source is None else source, hub.get("subfolder") or "")
+
+
+def check_tables(config: DepthRouteConfig) -> None:
+    """Refuse a load whose file lacks the tables of n-grams that `config` speaks of; they may be gigabytes.
+
+    Raises:
+        AdapterMismatchError: The file is missing, or its header does not go with `config`.
+    """
+    load = _LOADING.get()
+    if load is None or load.source is None or not config.has_memory:
+        return
+    path = folder_of(load.source, load.hub) / WEIGHTS_NAME
+    if not Path(load.source).is_dir():
+        from huggingface_hub import hf_hub_download
+
+        path = Path(hf_hub_download(str(load.source), WEIGHTS_NAME, **load.hub))
+    check_header(path, config.to_dict())
+
+
+def read_whole(folder: Path, read: Callable[[], Found]) -> Found:
+    """Return `read()`, called again if another process has saved into `folder` meanwhile.
+
+    A save replaces two files, one after the other, and each is whole; what is read in between is of two saves.
+
+    Raises:
+        AdapterMismatchError: As `read`, of files that nobody changes.
+    """
+    for _ in range(_TRIES):
+        before = _state(folder)
+        try:
+            return read()
+        except AdapterMismatchError:
+            if _state(folder) == before:
+                raise
+    return read()
+
+
+def _state(folder: Path) -> list[tuple[int, int, int] | None]:
+    """Which files of an adapter stand in a folder: a file that replaces another one has another number and time."""
+    found: list[tuple[int, int, int] | None] = []
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        try:
+            stat = (folder / name).stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
+    return found
