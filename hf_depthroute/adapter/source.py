@@ -83,7 +83,7 @@ def read_whole(folder: Path, read: Callable[[], Found]) -> Found:
     A save replaces two files, one after the other, and each is whole; what is read in between is of two saves.
 
     Raises:
-        AdapterMismatchError: As `read`, of files that nobody changes.
+        AdapterMismatchError: As `read`, if the files stay as they are.
     """
     for _ in range(_TRIES):
         before = _state(folder)

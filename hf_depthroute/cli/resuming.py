@@ -55,8 +55,8 @@ def check_same_run(checkpoint: Path, config: DepthRouteConfig, arguments: Mappin
 
     Args:
         checkpoint: Its folder.
-        config: Of the adapter that is to be trained.
-        arguments: The options of this run.
+        config: Configuration of the adapter that is to be trained.
+        arguments: Options of this run, by name.
 
     Raises:
         CliError: Names the first option that differs, and the value of the checkpoint's run.

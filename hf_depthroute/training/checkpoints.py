@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -73,7 +74,7 @@ def fault_of(folder: Path) -> str | None:
 def read_routing_state(path: Path) -> dict[str, float]:
     """Check the state that `RoutingObjective.state` returned; ValueError or TypeError for anything else."""
     found = json.loads(read_file(path, _MAX_BYTES))
-    temperature = found.get("temperature", 1.0) if isinstance(found, dict) else None
+    temperature: Any = found.get("temperature", 1.0) if isinstance(found, dict) else None
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not number or not set(found) <= {"temperature"} or not 0 < temperature <= _HOTTEST:
         raise ValueError(f"{path}: holds no state of the routing losses")
