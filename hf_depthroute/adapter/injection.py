@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.cache import is_paged
+from ..base.cache import is_paged, starts_prompt
 from ..base.families import find_decoder, find_family
 from ..config.adapter import ConfigError
 from ..data.batches import breaks_of, document_starts
@@ -81,6 +81,9 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         )
     if decoder.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         warn_of_training(decoder, _active(decoder), inputs)
+    if not torch.compiler.is_compiling() and starts_prompt(kwargs, inputs.shape[1]):
+        for holder in _active(decoder):  # a training or averaging library may have written weights in a way of its own
+            holder.forget_prepared()
     layers, real = getattr(decoder, family.layers), token_mask_of(args, kwargs)
     last, ngrams, steps = None, None, None
     if inputs.shape[1] > 1 and any(h.active_config().phases == "prefill" for h in _active(decoder)):

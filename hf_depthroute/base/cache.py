@@ -145,6 +145,22 @@ def cache_layer(cache: Any, index: int) -> Any:
     return cache.layers[index]
 
 
+def starts_prompt(kwargs: dict[str, Any], length: int) -> bool:
+    """Whether a call of the decoder stack with `length` new positions begins a prompt, and does not go on with one.
+
+    Never waits for a device: of a cache of fixed size elsewhere than on the CPU, more than one position is a prompt.
+    """
+    if is_paged(kwargs):
+        return length > 1 and int(kwargs.get("max_length_q", length)) > 1
+    layers = getattr(kwargs.get("past_key_values"), "layers", None)
+    first = layers[0] if layers else None
+    if first is None or (getattr(first, "keys", None) is None and not isinstance(first, SkippingLayer)):
+        return True
+    if isinstance(first, DynamicLayer) or first.keys.device.type == "cpu":
+        return int(first.get_seq_length()) == 0
+    return length > 1
+
+
 def can_skip(layer: Any) -> bool:
     """Whether a cache layer can leave out the keys and values of whole sequences.
 

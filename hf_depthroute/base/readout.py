@@ -23,9 +23,7 @@ class ReadOut:
     Args:
         model: A transformers model of a supported family with an LM head, or a `PeftModel` around one.
 
-    Attributes:
-        norm: The decoder stack's final norm.
-        head: The LM head.
+    The head and the norm are the model's of the moment: resizing its embeddings gives it another head.
 
     Raises:
         ValueError: The model has no LM head.
@@ -33,11 +31,24 @@ class ReadOut:
 
     def __init__(self, model: nn.Module) -> None:
         check_head(model, "a loss of text")
-        family = find_family(model)
-        self.norm: nn.Module = getattr(find_decoder(model, family), family.final_norm)
-        self.head = cast(nn.Module, cast(Any, model).get_output_embeddings())
+        self._model: Any = model
+        self._family = find_family(model)
+        self._decoder = find_decoder(model, self._family)
         self.change = logit_change(model)
-        self.vocabulary = int(cast(Any, model).config.vocab_size)
+
+    @property
+    def norm(self) -> nn.Module:
+        """The decoder stack's final norm."""
+        return cast(nn.Module, getattr(self._decoder, self._family.final_norm))
+
+    @property
+    def head(self) -> nn.Module:
+        """The LM head."""
+        return cast(nn.Module, self._model.get_output_embeddings())
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._model.config.vocab_size)
 
     def __call__(self, stream: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.norm(stream))

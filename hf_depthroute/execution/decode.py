@@ -224,7 +224,7 @@ def _step_of(layer: nn.Module, holder: Routing, batch: int) -> Step | None:
         return None
     key = "weights", plan.adapter, plan.rule, kind.scores
     weights: StepWeights | None = holder.derived.get(key)
-    if weights is None or not weights.usable():
+    if weights is None or weights.prompts != holder.prompts or not weights.usable():
         weights = holder.derived[key] = StepWeights(holder, plan, kind.scores)
     if not weights.usable():
         return None

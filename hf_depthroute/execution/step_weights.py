@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..base.readable import is_watched, is_whole
 from ..parts.branches import TensorMap, rms_of, stamp
 from ..parts.joint import JointMaps, joint_maps
 from ..routing.holder import Routing
@@ -59,8 +60,9 @@ class StepWeights:
         self.joins = scores and reads_norm and plan.rule != "static" and self.memory is None
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
-        self._plain = all(type(w) is nn.Parameter and w.device.type == "cpu" for w in self._weights)
-        self._plain &= not any(hasattr(m, "_hf_hook") for m in modules)
+        self._plain = all(is_whole(w) and w.device.type == "cpu" for w in self._weights)
+        self._plain &= not any(is_watched(m) for m in modules)
+        self.prompts = holder.prompts  # what is prepared serves one of them
         self._stamp = stamp(*self._weights)
         self._prepared: Prepared | None = None  # known at the first step
 

@@ -28,16 +28,18 @@ class TransientCache(dict[Any, Any]):
 
 
 def stamp(*tensors: torch.Tensor | None) -> tuple[tuple[int, int], ...] | None:
-    """Changes whenever one of the tensors does; None if that cannot be told, and nothing may be kept.
+    """Changes with a write that PyTorch counts; None where nothing may be kept.
 
-    A write through `tensor.data` does not show.
+    A write through `tensor.data`, by NumPy or by a fused optimizer is not counted. So what is kept serves one prompt
+    and its generation (`Routing.forget_prepared`). Graphs of a compiler and captured ones read long after: they keep
+    nothing.
     """
     if torch.compiler.is_compiling():
         return None
     marks = []
     for t in tensors:  # plain statements: this runs in every layer of a decoding step
         if t is not None:
-            if t.is_inference():
+            if t.is_inference() or (t.is_cuda and torch.cuda.is_current_stream_capturing()):
                 return None
             marks.append((t.data_ptr(), t._version))
     return tuple(marks)
@@ -50,7 +52,7 @@ class MixedLinear(nn.Linear):
     the matmul in the base's dtype (several times faster on CPUs and GPUs), with float32 master weights.
 
     Inference keeps the cast weights: casting them in every step of a generation costs as much as multiplying with them.
-    They are made again when the weights change, and after `train()` or `eval()`.
+    They are made again when the weights change, for a new prompt, and after `train()` or `eval()`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,7 +71,10 @@ class MixedLinear(nn.Linear):
 
     def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         """Weight and bias in `dtype`."""
-        now = None if self.training or torch.is_grad_enabled() else stamp(self.weight, self.bias)
+        keeps = (
+            not (self.training or torch.is_grad_enabled()) and "weight" in self._parameters
+        )  # not a parametrized one
+        now = stamp(self.weight, self.bias) if keeps else None
         held = self._derived.get("cast")  # with its stamp in one entry: threads share it
         if now is not None and held is not None and held[0] == (dtype, now):
             return held[1], held[2]

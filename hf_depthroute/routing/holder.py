@@ -88,6 +88,7 @@ class Routing(nn.Module, BaseTunerLayer):
         # Plans and decoding steps; making one costs as much as a small layer's arithmetic. Threads share what is in it:
         # each is put there whole, by one assignment, and never changed.
         self.derived = TransientCache()
+        self.prompts = 0  # that were read; what is derived serves one of them
 
     def extra_repr(self) -> str:
         """Each adapter in one line of `print(model)`; the same in equal layers, which fold into one."""
@@ -248,6 +249,14 @@ class Routing(nn.Module, BaseTunerLayer):
     def train(self, mode: bool = True) -> Routing:
         self.derived.clear()
         return super().train(mode)
+
+    def forget_prepared(self) -> None:
+        """Drop plans, cast weights and decoding steps; what comes next makes them from the weights as they are then."""
+        self.prompts += 1
+        for module in self.modules():
+            kept = module.__dict__.get("_derived")
+            if kept:
+                kept.clear()
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         """Activate routed adapters. Names of other PEFT methods leave the active one as it is."""

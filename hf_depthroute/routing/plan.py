@@ -108,14 +108,15 @@ def plan_of(
     stamped = (config.budget, config.threshold, config.gate_temperature, now)
     key = (name, executor, only_last, settings.budget, settings.selection)
     held = holder.derived.get(key)
-    if held is None or held[0] != stamped or held[1].config is not config:
+    if held is None or held[0] != stamped or held[1].config is not config or held[2] != holder.prompts:
         if len(holder.derived) > _KEPT_PLANS:
             holder.derived.clear()
         made = make_plan(holder, name, config, training, executor, only_last=only_last)
         if held is not None:
             holder.derived.pop(held[1], None)  # its step
-        held = holder.derived[key] = stamped, made
-        warn_of_thresholds(holder, made)
+        if held is None or held[0] != stamped:
+            warn_of_thresholds(holder, made)
+        held = holder.derived[key] = stamped, made, holder.prompts
     plan: RoutePlan = held[1]
     if plan.gate.exits:
         plan = replace(plan, kept=kept)

@@ -73,6 +73,7 @@ class FFNStep:
         if generates:
             plan = holder.plan(False, (rows, 1))
         else:
+            holder.forget_prepared()  # there is a prompt among the rows
             plan = holder.plan(False, (1, rows), None if batch is None else _last_rows(batch, rows))
         assert plan is not None
         ran: Tensor | int = rows if real is None else real  # rows in full
@@ -96,7 +97,7 @@ class FFNStep:
 
     def _joint_of(self, holder: Routing, plan: RoutePlan) -> JointMaps | None:
         """Gate and branch as one product, where a decoding step of the library's own would have them so."""
-        if plan is not self._plan:  # served weights stay as they are
+        if plan is not self._plan:  # a new one comes with every prompt
             self._plan, self._joint = plan, None
             norm, reads_norm = holder.norm_in_front("ffn"), plan.config.gate_input == "normed"
             rms = None if norm is None else rms_of(norm)
