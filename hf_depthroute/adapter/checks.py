@@ -13,6 +13,7 @@ from ..base.families import Family
 from ..base.sublayers import width_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..parts.memory import embedding_width, hash_count
+from ..parts.neurons import neurons_of
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..routing.holder import Routing
@@ -65,7 +66,11 @@ def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], con
     """Raise `ConfigError` where a layer lacks what the configuration routes, or a part would be absurdly wide."""
     width = width_of(layers[0], family)
     widest = max(4 * width, _SMALL_WIDTH)
-    for name in ("gate_hidden", "branch_rank", "context_dim", "summary_dim", "action_dim"):
+    sizes = ["gate_hidden", "branch_rank", "context_dim", "summary_dim", "action_dim"]
+    if config.branch == "neurons":
+        sizes.remove("branch_rank")
+        _check_neurons(config, family, layers, routed)
+    for name in sizes:
         if (getattr(config, name) or 0) > widest:
             raise ConfigError(f"{name}={getattr(config, name)} must be at most {widest} on a model of width {width}")
     if config.has_memory:
@@ -83,6 +88,27 @@ def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], con
         for expert in (config.dropped_experts or [[]] * len(routed))[place]:
             if expert >= count:
                 raise ConfigError(f"dropped_experts: layer {index} has experts 0 to {count - 1}, not {expert}")
+
+
+def default_rank(config: DepthRouteConfig, width: int, ffn: Any) -> int:
+    """The rank of a branch where the configuration names none."""
+    neurons = neurons_of(ffn) if config.branch == "neurons" else None
+    return max(1, width // 8 if neurons is None else neurons // 4)
+
+
+def _check_neurons(config: DepthRouteConfig, family: Family, layers: Any, routed: list[int]) -> None:
+    """Raise `ConfigError` where a routed layer's FFN has no neurons to take, or too few."""
+    for index in routed:
+        count = neurons_of(getattr(layers[index], family.ffn))
+        if count is None:
+            raise ConfigError(
+                f"branch='neurons': the FFN of layer {index} has no up_proj, act_fn and down_proj of its own (a fused "
+                "projection, a mixture or another form); use branch='lowrank'"
+            )
+        if (config.branch_rank or 1) > count:
+            raise ConfigError(
+                f"branch_rank={config.branch_rank} must be at most {count}, the neurons of layer {index}'s FFN"
+            )
 
 
 def _check_memory(config: DepthRouteConfig, layers: int, widest: int) -> None:

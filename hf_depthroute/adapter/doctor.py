@@ -171,5 +171,9 @@ def _examine_parts(shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig)
     has_branch, up = any(name.startswith("branch.") for name in shapes), shapes.get("branch.up.weight")
     if has_branch != (config.branch != "none"):
         yield "fault", f"branch={config.branch!r}, and the weights hold {'one' if has_branch else 'none'}"
+    elif config.branch == "neurons":
+        chosen, down = shapes.get("branch.neurons"), shapes.get("branch.down.weight")
+        if chosen != (config.branch_rank,) or down != (width, config.branch_rank):
+            yield "fault", f"the branch has {chosen} neurons and an output {down}, not {config.branch_rank} neurons"
     elif has_branch and up != (config.branch_rank, width):
         yield "fault", f"the branch has shape {up}, not ({config.branch_rank}, {width})"

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ..config.adapter import DepthRouteConfig
 from ..config.fields import MEMORY_FIELDS, RoutingFields
+from ..parts.neurons import NEURONS
 from ..routing.holder import HOLDER, Routing
 from .files import AdapterMismatchError, read_tensors, tensors_hash
 from .injection import leave
@@ -73,6 +74,8 @@ def match_tensors(
             fault = f"has dtype {value.dtype}, expected {expected.dtype}"
         elif wrong := fault_of_values(bare, value) or fault_of_values(bare, value.to(expected.dtype)):
             fault = wrong
+        elif key.endswith(NEURONS) and not cast(Any, model.get_submodule(key.rpartition(".")[0])).has(value):
+            fault = "holds neurons that the base's FFN does not have; is it another base's adapter?"
         else:
             matched[key] = value
             continue

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..parts.neurons import NEURONS
 from ..parts.targets import TARGETS
 
 WRAPPER = "base_model.model."
@@ -24,7 +25,8 @@ _MOST_OF_SAVED_MODULES = 4096
 _MAX_NAME = 256
 _OWN_NAME = re.compile(r"(?:\w+\.)+?(\d{1,6})\.routing\.depth_route_[a-z]+\.[\w.]+")
 _FLOATS = ("F32", "BF16", "F16")
-_COUNTER = ".depth_route_quantiles.updates"  # the one tensor of integers
+_COUNTER = ".depth_route_quantiles.updates"
+_NEURONS = f".depth_route_branch{NEURONS}"
 _TABLE = ".depth_route_memory.table"
 _LARGEST = 1e30  # sums and differences of numbers up to it are finite in float32
 _MOST_UPDATES = 1 << 40
@@ -56,7 +58,7 @@ def fault_of_header(header: Mapping[str, Entry], config: Mapping[str, Any]) -> s
         if own is not None and routed is not None and int(own[1]) not in routed:
             listed = reprlib.repr(sorted(routed))
             return f"tensor {name} is of a layer that is not routed; the config says layers={listed}"
-        if entry.dtype not in _FLOATS and not (entry.dtype == "I64" and name.endswith(_COUNTER)):
+        if entry.dtype not in _FLOATS and not (entry.dtype == "I64" and name.endswith((_COUNTER, _NEURONS))):
             return f"tensor {name[:_MAX_NAME]} has dtype {entry.dtype}; use one of: {', '.join(_FLOATS)}"
         layer = None if own is None else int(own[1])
         found[layer] += 1
@@ -123,9 +125,16 @@ def _fault_of_count(value: torch.Tensor) -> str | None:
     return None
 
 
+def _fault_of_neurons(value: torch.Tensor) -> str | None:
+    if value.is_floating_point():
+        return f"has dtype {value.dtype}, and is of indices"
+    return "holds a negative index" if value.numel() and int(value.min()) < 0 else None
+
+
 _RULES: dict[str, Callable[[torch.Tensor], str | None]] = {
     ".depth_route_quantiles.values": _fault_of_quantiles,
     _COUNTER: _fault_of_count,
+    _NEURONS: _fault_of_neurons,
     ".depth_route_controller.threshold": _fault_of_score,
 }
 

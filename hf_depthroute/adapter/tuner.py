@@ -25,7 +25,7 @@ from ..routing.holder import HOLDER, Routing
 from ..routing.state import RunState
 from ..routing.trace import full_depth
 from .base_check import describe_base
-from .checks import check_injection, check_name_is_free
+from .checks import check_injection, check_name_is_free, default_rank
 from .injection import enter, leave
 from .loading import (
     PREFIX,
@@ -114,7 +114,7 @@ class DepthRouteModel(BaseTuner):
         self.peft_config[adapter_name] = config  # a copy: the caller's fits other bases too
         config.layers = routed
         config.static_layers = sorted(config.static_layers or ()) or None
-        config.branch_rank = config.branch_rank or max(1, width // 8)
+        config.branch_rank = config.branch_rank or default_rank(config, width, getattr(layers[routed[0]], family.ffn))
         config.gate_hidden = config.gate_hidden or default_hidden(width)
         config.base_architecture = describe_base(model)
         if not is_loading():

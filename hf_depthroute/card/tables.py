@@ -40,6 +40,7 @@ def routed_rows(facts: Facts) -> list[Safe]:
         budget = Safe("none")
     elif not c.takes_budget():
         budget = Safe(f"{c.budget:g} in training; inference follows another rule")
+    width = "neurons:" if c.branch == "neurons" else "rank"
     rows: list[tuple[str, object]] = [
         ("layers", Safe(", ".join(map(str, layers)) + depth)),
         *([("static, without a gate", Safe(", ".join(map(str, c.static_layers))))] if c.static_layers else []),
@@ -47,7 +48,7 @@ def routed_rows(facts: Facts) -> list[Safe]:
         ("one decision for each", code(c.granularity)),
         *_memory(c),
         ("gate", Safe(f"{code(c.gate)}{reads}")),
-        ("branch", Safe(f"{code(c.branch)}, rank {c.branch_rank}") if c.branch != "none" else code(c.branch)),
+        ("branch", Safe(f"{code(c.branch)}, {width} {c.branch_rank}") if c.branch != "none" else code(c.branch)),
         ("budget", budget),
         ("rule in training", code(c.selection)),
         ("rule at inference", _inference(facts)),

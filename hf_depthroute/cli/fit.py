@@ -29,7 +29,7 @@ class FitOptions:
     gate: Annotated[str, "What scores a token: mlp or affine."] = "mlp"
     layers: Annotated[str, "Which layers may be routed, such as all or last:12."] = "all"
     branch_rank: Annotated[int | None, "Rank of the low-rank branch; by default an eighth of the model's width."] = None
-    branch: Annotated[str, "What easy tokens get: lowrank, or memory, which also looks their n-grams up."] = "lowrank"
+    branch: Annotated[str, "What easy tokens get: lowrank, neurons (of the FFN's own) or memory (n-grams)."] = "lowrank"
     memory_slots: Annotated[int, "Branch memory: slots of a layer's table."] = RoutingFields.memory_slots
     memory_width: Annotated[int, "Branch memory: width of a slot."] = RoutingFields.memory_width
     memory_heads: Annotated[int, "Branch memory: hashes of every order."] = RoutingFields.memory_heads

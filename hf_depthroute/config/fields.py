@@ -62,10 +62,12 @@ class RoutingFields:
         context_dim: JEPA gate: width of the compressed context.
         summary_dim: JEPA gate: width of the predicted outcomes `q`.
         action_dim: JEPA gate: width of the two action embeddings.
-        branch: What easy tokens take: `"lowrank"` (`W_down SiLU(W_up LN(a))`), `"memory"` (the same, and what a table
-            holds for the n-grams of token ids that end at the token) or `"none"` (they keep the residual stream).
+        branch: What easy tokens take: `"lowrank"` (`W_down SiLU(W_up LN(a))`), `"neurons"` (some of the FFN's own, with
+            an output of their own; target ffn), `"memory"` (the low-rank branch, and what a table holds for the n-grams
+            of token ids that end at the token) or `"none"` (they keep the residual stream).
             `"memory"` is for the targets ffn, attention and block per token, and needs the token ids.
-        branch_rank: Rank of the low-rank branch; by default an eighth of the model's width.
+        branch_rank: Rank of the low-rank branch; by default an eighth of the model's width. Of the branch neurons, how
+            many it has; by default a quarter of the FFN's.
         budget: Fraction of tokens (of pairs, of sequences) that run in full, in (0, 1].
         budget_scope: Who holds the budget: every `"layer"`, or `"global"`: all routed layers share one threshold, and
             their mean holds it.

@@ -28,7 +28,7 @@ CHOICES: dict[str, Collection[str]] = {
     "target": TARGETS,
     "granularity": ("token", "sequence"),
     "gate_input": ("residual", "normed"),
-    "branch": ("lowrank", "memory", "none"),
+    "branch": ("lowrank", "neurons", "memory", "none"),
     "budget_scope": ("layer", "global"),
     "phases": ("all", "prefill"),
     "causal_rule": ("quantile", "predictor"),
@@ -108,6 +108,8 @@ def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
             f"branch='memory' looks up what ends at a token; it is not supported with target={c.target!r} per "
             f"{c.granularity}; use ffn, attention or block per token"
         )
+    if c.branch == "neurons" and c.target != "ffn":
+        yield f"branch='neurons' is made of the FFN; it is not supported with target={c.target!r}; use 'ffn'"
     if c.has_memory:
         hashes = hash_count(c)
         if c.memory_slots < LEAST_SLOTS * hashes:

@@ -22,6 +22,7 @@ from ..base.projections import STYLES
 from ..inference.calibration import active_routings
 from ..parts.gates import MLPGate
 from ..parts.memory import NgramMemory
+from ..parts.neurons import NeuronBranch
 from ..parts.targets import TARGETS
 from ..routing.holder import HOLDER, Routing
 
@@ -175,7 +176,13 @@ def branch_weights(holder: Routing, config: Any) -> float:
     name, recalls = holder.active_name(), holder.active_config().branch == "memory"
     branches = [holder.depth_route_branch[name]] if name in holder.depth_route_branch else []
     weights = sum(matrix.per_token for branch in branches for matrix in matrices(branch, config))
+    weights += sum(_borrowed(branch) for branch in branches)
     return weights + (_memory_weights(holder) if recalls else 0.0)
+
+
+def _borrowed(branch: nn.Module) -> int:
+    """Weights of the base that a branch multiplies a token with."""
+    return branch.borrowed_weights() if isinstance(branch, NeuronBranch) else 0
 
 
 def memory_weights(holder: Routing) -> float:
@@ -300,7 +307,9 @@ def _count_router(
         module = group[name]
         held = sum(p.numel() * p.element_size() for p in module.parameters())
         if group is holder.depth_route_branch:
-            met, seen = sum(matrix.per_token for matrix in matrices(module, config)), tokens * cheap
+            borrowed = _borrowed(module)
+            met, seen = sum(matrix.per_token for matrix in matrices(module, config)) + borrowed, tokens * cheap
+            held += borrowed * next(p.element_size() for p in module.parameters())
         else:
             met = float(cast(MLPGate, module).weights_per_token())
             seen = tokens / length if holder.active_config().granularity == "sequence" else tokens

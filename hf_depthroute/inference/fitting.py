@@ -21,6 +21,7 @@ from ..data.batches import model_inputs, token_mask
 from ..execution.context import unpack
 from ..execution.layer import routed_call
 from ..parts.memory import NgramMemory
+from ..parts.neurons import NeuronBranch
 from ..parts.regression import leading_directions, moments, norms_and_sinks, ridge_weights
 from ..parts.targets import TARGETS
 from ..routing.holder import Routing
@@ -35,14 +36,15 @@ _SPREAD = 0.1  # of the branch's inputs to SiLU, which is nearly linear there: f
 def fit_branch(
     branch: Any, x_Nd: torch.Tensor, y_Nd: torch.Tensor, ridge: float, norms_N: torch.Tensor | None = None
 ) -> float:
-    """Set a low-rank branch's `up` and `down` so that `down(silu(up(x)))` comes close to `y`.
+    """Set a branch so that its output comes close to `y`.
 
-    `up` gets the directions of `x` from which `y` is predicted best by a linear map of the branch's rank (it stays as
-    it is where there are fewer than two tokens for each of its inputs), `down` is then the ridge solution.
+    A branch of neurons takes those with the most energy (`NeuronBranch.choose`). A low-rank branch's `up` gets
+    the directions of `x` from which `y` is predicted best by a linear map of the branch's rank; it stays as it is where
+    there are fewer than two tokens for each of its inputs. `down` is then the ridge solution.
 
     Args:
-        branch: A `LowRankBranch`.
-        x_Nd: The input of its `up`, after its norm, float32.
+        branch: A `LowRankBranch` or a `NeuronBranch`.
+        x_Nd: The output of its norm, float32.
         y_Nd: The update that it stands in for, float32.
         ridge: Penalty on the weights, as a fraction of the mean squared feature.
         norms_N: How large the stream behind the full path is; the next norm divides by it, and so the squared error of
@@ -53,8 +55,10 @@ def fit_branch(
     """
     scale_N1 = x_Nd.new_ones(len(x_Nd), 1) if norms_N is None else 1 / norms_N[:, None]
     y_Nd = y_Nd * scale_N1
-    rank, count = branch.up.out_features, sum(each_of_all(len(x_Nd)))
-    if count >= 2 * max(rank, x_Nd.shape[1]):
+    rank, count = branch.down.in_features, sum(each_of_all(len(x_Nd)))
+    if isinstance(branch, NeuronBranch):
+        branch.choose(x_Nd, scale_N1.squeeze(1).square())
+    elif count >= 2 * max(rank, x_Nd.shape[1]):
         gram, cross = moments(x_Nd * scale_N1, y_Nd)
         directions = leading_directions(gram, cross, min(rank, len(cross.T)), ridge)
         weight = total(scale_N1.double().square().sum())
@@ -62,7 +66,7 @@ def fit_branch(
         branch.up.weight[: len(directions)].copy_(directions / sizes[:, None] * _SPREAD)
         if branch.up.bias is not None:
             branch.up.bias.zero_()
-    features = F.silu(branch.up(x_Nd.to(branch.up.weight.dtype))).float()
+    features = branch.features(x_Nd).float()
     if branch.down.bias is not None:
         features = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
     features = features * scale_N1
@@ -151,7 +155,7 @@ def fit_branches(
         known = ", ".join(name for name, target in TARGETS.items() if not target.per_pair)
         raise ValueError(f"fit_branches: target={config.target!r} has no update to imitate; use {known}")
     if config.branch == "none":
-        raise ValueError("fit_branches: branch='none' has nothing to fit; use 'lowrank' or 'memory'")
+        raise ValueError("fit_branches: branch='none' has nothing to fit; use 'lowrank', 'neurons' or 'memory'")
     if not ridge >= 0:
         raise ValueError(f"fit_branches: ridge={ridge!r} must be at least 0")
     kept = list(model_inputs(model, batches))
@@ -197,7 +201,7 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
     memory: Any = holder.depth_route_memory._modules.get(name)
     if memory is None:
         return missed
-    missed_Nd = y_Nd - branch.down(F.silu(branch.up(x_Nd)))
+    missed_Nd = y_Nd - branch.down(branch.features(x_Nd))
     left_Nd = fit_memory(memory, ngrams_NO, missed_Nd)
     left, square = ((part / norms_N[:, None]).double().square().sum() for part in (left_Nd, y_Nd))
     return float(left / square) if square > 0 else 0.0

@@ -120,6 +120,10 @@ class LowRankBranch(nn.Module):
         weight = getattr(self.norm, "weight", None)
         return self.norm(a if weight is None or isinstance(self.norm, RMSNorm) else a.to(weight.dtype))
 
+    def features(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., r]
+        """The input of `down`, from the output of `normed`."""
+        return F.silu(self.up(x.to(self.up.weight.dtype)))
+
     def frozen(self, dtype: torch.dtype) -> TensorMap:
         """The branch with its weights as they are now, for decoding: `[B, 1, d] -> [B, 1, d]`, in few operators."""
         (up, up_bias), (down, down_bias) = self.up.cast(dtype), self.down.cast(dtype)

@@ -109,7 +109,7 @@ class MLPGate(_LinearMaps):
         Args:
             a_Nd: The gate's input, float32.
             y_N: The scores to come close to, standardised.
-            seed: Of random directions.
+            seed: Seed of the random directions.
             always_Sd: The input of tokens that have to run in full, whatever their error.
         """
         fit_scores(self.hidden, self.score, a_Nd, y_N, seed, always_Sd)

@@ -122,7 +122,7 @@ def fit_scores(
         score: `h -> 1`, with a bias; overwritten.
         x_Nd: The features, float32.
         y_N: The values to predict.
-        seed: Of the random directions.
+        seed: Seed of the random directions.
         always_Sd: Features of tokens that have to get a high score: `ALWAYS`, by the last unit alone. It is 0 at the
             rows of `x`. None: no token has to.
     """

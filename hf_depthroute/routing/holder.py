@@ -19,6 +19,7 @@ from ..data.batches import device_of
 from ..parts.branches import LowRankBranch, TransientCache
 from ..parts.gates import GATES, MLPGate, TargetProjection
 from ..parts.memory import NgramMemory
+from ..parts.neurons import NeuronBranch
 from ..parts.targets import TARGETS
 from ..parts.traits import GateTraits, traits_of
 from .description import routing_summary
@@ -105,7 +106,11 @@ class Routing(nn.Module, BaseTunerLayer):
         if config.branch != "none":
             assert config.branch_rank is not None
             norm, same = self._norms[0][target.norm]
-            branch = LowRankBranch(norm, self.width, config.branch_rank, bias=self.ffn_bias, copy_values=same)
+            branch: nn.Module
+            if config.branch == "neurons":
+                branch = NeuronBranch(self.norm_in_front("ffn"), self._ffn[0], self.width, config.branch_rank)
+            else:
+                branch = LowRankBranch(norm, self.width, config.branch_rank, bias=self.ffn_bias, copy_values=same)
             self.depth_route_branch[name] = self._initialised(branch, config, "branch")
         if config.has_memory:
             memory = NgramMemory(self.width, config, self.layer_index)

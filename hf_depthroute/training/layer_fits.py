@@ -205,8 +205,8 @@ class _Rows:
         return torch.cat([part[mask] for part, mask in zip(parts, self.real)]).float()
 
     def missed(self, branch: Any) -> torch.Tensor:
-        """The update less what the low-rank branch gives, `[N, d]`."""
-        return self.update - branch.down(F.silu(branch.up(self.normed)))
+        """The update less what the branch gives, `[N, d]`."""
+        return self.update - branch.down(branch.features(self.normed).to(branch.down.weight.dtype))
 
     def outputs(self, full_N: torch.Tensor | None) -> list[torch.Tensor]:
         """The layer's outputs; with `full_N`, bool `[N]`, the other tokens take the cheap path."""
@@ -222,7 +222,7 @@ class _Rows:
 
 def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor) -> None:
     """Fit the branch on the tokens in `chosen_N`, on all but the sinks where those are few."""
-    if sum(each_of_all(int(chosen_N.sum()))) < max(FEWEST, 2 * branch.up.out_features):
+    if sum(each_of_all(int(chosen_N.sum()))) < max(FEWEST, 2 * branch.down.in_features):
         chosen_N = ~rows.sinks
     x_Nd = rows.normed[chosen_N]
     penalty = max(_PENALTY, 0.1 * x_Nd.shape[1] / sum(each_of_all(len(x_Nd))))

@@ -61,6 +61,8 @@ def check_adapter(config: DepthRouteConfig) -> None:
         _refuse("target", config.target, next(iter(reasons), "only the FFN's rows can be left out there"))
     if config.branch == "memory":
         _refuse("branch", config.branch, _PARTS["memory"])
+    if config.branch == "neurons":
+        _refuse("branch", config.branch, "vLLM fuses the projections that it is made of")
     if config.granularity != "token":
         _refuse("granularity", config.granularity, "a batch there is one row that holds tokens of many requests")
     if gate.static or gate.exits or gate.reads_logits:

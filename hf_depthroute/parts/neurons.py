@@ -1,0 +1,137 @@
+"""A cheap branch from the FFN's own neurons: some columns of the intermediate, and an output of its own.
+
+With the FFN `W_down (act(W_gate x) * W_up x)` and `S` the neurons that matter most, the branch is
+
+    FFN_cheap(x) = W (act(W_gate[S] x) * W_up[S] x) + b
+
+Which neurons a token needs is the question of "MoEfication: Transformer Feed-forward Layers are Mixtures of Experts"
+(arXiv:2110.01786); here they are the same for every token, and least squares makes up for the others.
+
+Shapes: N rows, d model width, m width of the FFN, r neurons.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..base.distributed import total
+from ..base.readable import is_readable, is_whole
+from .branches import MixedLinear, TensorMap, TransientCache, stamp
+
+NEURONS = ".neurons"  # the end of a branch's key of the indices, in a state dict
+_ROWS = 2048  # of the whole intermediate that exist at one time
+
+
+class NeuronBranch(nn.Module):
+    """The branch. It holds which neurons it has and the output `W`, `b`; the rest are rows of the base's own weights.
+
+    Where the base's weights cannot be read directly (quantised, offloaded, hooked, under LoRA: `is_readable`), the
+    base's projections are called for the whole intermediate: the result is the same, and nothing is saved.
+
+    Args:
+        norm: The base's norm before the FFN; None: it has none.
+        ffn: The base's FFN. It stays the base's: neither module is a child of the branch.
+        width: `d`.
+        count: `r`.
+    """
+
+    def __init__(self, norm: nn.Module | None, ffn: nn.Module, width: int, count: int) -> None:
+        super().__init__()
+        self._base: tuple[Any, Any] = (norm, ffn)
+        self.neurons: torch.Tensor
+        self.register_buffer("neurons", torch.arange(count))
+        self.down = MixedLinear(count, width)
+        self._derived = TransientCache()
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
+        return self.down(self.features(self.normed(a)).to(a.dtype))
+
+    def normed(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
+        norm = self._base[0]
+        return a if norm is None else norm(a)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., r]
+        return self._hidden(x, self._chosen)
+
+    def frozen(self, dtype: torch.dtype) -> TensorMap:
+        """The branch for decoding: what it reads of the base is looked at again in every step."""
+        return self
+
+    def train(self, mode: bool = True) -> NeuronBranch:
+        self._derived.clear()
+        return super().train(mode)
+
+    def borrowed_weights(self) -> int:
+        """Weights of the base that one token is multiplied with."""
+        maps = 2 if "gate_proj" in self._base[1]._modules else 1
+        return maps * len(self.neurons) * self.down.out_features
+
+    @torch.no_grad()
+    def choose(self, x_Nd: torch.Tensor, weight_N: torch.Tensor) -> None:
+        """Take the neurons with the largest `sum_n weight_n h_nj^2 |W_down[:, j]|^2`."""
+        parts = zip(x_Nd.split(_ROWS), weight_N.split(_ROWS))
+        energy_m = total(sum((w @ self._hidden(x, _called).float().square() for x, w in parts), torch.zeros(())))
+        down: Any = self._base[1].down_proj
+        if isinstance(down, nn.Linear) and is_whole(down.weight):
+            size_m = down.weight.float().square().sum(0)
+        else:
+            units = torch.eye(len(energy_m), dtype=_dtype_of(self._base[1], x_Nd), device=x_Nd.device)
+            size_m = (down(units) - down(torch.zeros_like(units[:1]))).float().square().sum(1)
+        chosen_r = (energy_m * size_m.to(energy_m)).topk(len(self.neurons)).indices.sort().values
+        self.neurons.copy_(chosen_r)
+        self._derived.clear()
+
+    def _hidden(self, x: torch.Tensor, projected: Any) -> torch.Tensor:
+        ffn = self._base[1]
+        x = x.to(_dtype_of(ffn, x))
+        up = projected(ffn.up_proj, x)
+        if "gate_proj" not in ffn._modules:
+            hidden: torch.Tensor = ffn.act_fn(up)
+            return hidden
+        hidden = ffn.act_fn(projected(ffn.gate_proj, x)) * up
+        return hidden
+
+    def _chosen(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
+        """The chosen rows of a projection of the base, `[..., r]`."""
+        if not is_readable(linear, nn.Linear) or linear.weight.device != x.device:
+            out: torch.Tensor = linear(x)[..., self.neurons]
+            return out
+        keeps = not (self.training or torch.is_grad_enabled())
+        now = stamp(linear.weight, linear.bias, self.neurons) if keeps else None
+        kept = self._derived.get(linear)
+        if kept is None or now is None or kept[0] != now:
+            weight = linear.weight[self.neurons]
+            kept = now, weight, None if linear.bias is None else linear.bias[self.neurons]
+            if now is not None:
+                self._derived[linear] = kept
+        return F.linear(x, kept[1], kept[2])
+
+    def has(self, neurons_r: torch.Tensor) -> bool:
+        """Whether the FFN has such neurons; waits for the device."""
+        return bool(((neurons_r >= 0) & (neurons_r < (neurons_of(self._base[1]) or 0))).all())
+
+
+def neurons_of(ffn: Any) -> int | None:
+    """The width `m` of an FFN that the branch can take neurons of; None for any other."""
+    parts = ffn._modules
+    if not {"up_proj", "down_proj", "act_fn"} <= parts.keys():
+        return None
+    return getattr(parts["up_proj"], "out_features", None)
+
+
+def _called(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = linear(x)
+    return out
+
+
+def _dtype_of(ffn: nn.Module, x: torch.Tensor) -> torch.dtype:
+    """The dtype that the FFN computes in; that of `x` where its weights do not say."""
+    return next((p.dtype for p in ffn.parameters() if p.is_floating_point()), x.dtype)
