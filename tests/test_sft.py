@@ -170,10 +170,32 @@ def test_the_adapter_that_sft_saves_loads(tmp_path: Path) -> None:
         assert torch.equal(model(ids).logits, trainer.model.eval()(ids).logits)
 
 
-def test_a_forward_pass_without_a_graph_after_that_of_the_loss_is_refused(tmp_path: Path) -> None:
-    """Label smoothing makes SFTTrainer run the model twice; the routing losses would come from the second run."""
-    trainer = sft(tmp_path, token_data(), label_smoothing_factor=0.1)
-    with pytest.raises(ValueError, match=r"SFTTrainer\.compute_loss runs the model once more without gradients"):
+def test_a_forward_pass_without_a_graph_after_that_of_the_loss_is_passed_over(tmp_path: Path) -> None:
+    """Label smoothing makes SFTTrainer run the model twice; the routing losses come from the first run."""
+    logs = []
+    for smoothing in (0.0, 0.1):
+        callbacks = [DepthRouteCallback(arguments=RoutingArguments(distill_weight=0.5, exit_weight=0.1))]
+        trainer = sft(tmp_path, token_data(), callbacks=callbacks, label_smoothing_factor=smoothing)
+        trainer.train()
+        logs.append(step_logs(trainer)[0])
+    for name in ("loss_budget", "loss_jepa", "loss_distill", "loss_exit"):
+        assert logs[0][name] == pytest.approx(logs[1][name], abs=1e-5), name
+    assert logs[0]["loss"] != pytest.approx(logs[1]["loss"], abs=1e-3)
+
+
+class WithoutGraph(trl.SFTTrainer):
+    """Its loss comes from no forward pass of the routed model."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            model(**inputs)
+        loss = next(parameter for parameter in model.parameters() if parameter.requires_grad).sum()
+        return (loss, None) if kwargs.get("return_outputs") else loss
+
+
+def test_a_loss_without_a_forward_pass_of_the_routers_is_refused(tmp_path: Path) -> None:
+    trainer = sft(tmp_path, token_data(), WithoutGraph)
+    with pytest.raises(ValueError, match=r"WithoutGraph\.compute_loss made its loss without a forward pass"):
         trainer.train()
 
 

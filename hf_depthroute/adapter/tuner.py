@@ -12,6 +12,7 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import register_peft_method
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from ..base.families import Family, find_decoder, find_family
@@ -91,8 +92,13 @@ class DepthRouteModel(BaseTuner):
         self.__dict__["peft_config"] = self.peft_config
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Add adapter `adapter_name`. All checks come first; when one fails, `model` is untouched."""
+        """Add adapter `adapter_name`. All checks come first; when one fails, `model` is untouched.
+
+        With the very configuration that an adapter of the model has, `model.peft_config["default"]`, the new one is a
+        copy of it, thresholds included: TRL makes its reference like this, and copies parameters alone.
+        """
         config = cast(DepthRouteConfig, self.peft_config[adapter_name])
+        twin = next((name for name, c in self.peft_config.items() if c is config and name != adapter_name), None)
         try:
             family = find_family(model)
             layers = getattr(find_decoder(model, family), family.layers)
@@ -124,6 +130,8 @@ class DepthRouteModel(BaseTuner):
         added = adapter_name not in self.active_adapters  # an active one goes on as it was
         try:
             self._enter(model, adapter_name, config, family, layers)
+            if twin is not None:
+                _copy_adapter(model, twin, adapter_name)
         except BaseException:
             self.peft_config.pop(adapter_name)
             discard(model, adapter_name)
@@ -238,6 +246,18 @@ def _drop_empty_holders(layers: Any) -> None:
         holder = layer._modules.get(HOLDER)
         if holder is not None and not holder.depth_route_gate:
             del layer._modules[HOLDER]
+
+
+def _copy_adapter(model: nn.Module, source: str, name: str) -> None:
+    """Give adapter `name` the tensors of `source`, which has the same configuration."""
+    for module in model.modules():
+        if isinstance(module, Routing):
+            groups = [getattr(module, group) for group in module.adapter_layer_names + module.other_param_names]
+        else:
+            groups = [module.modules_to_save] if isinstance(module, ModulesToSaveWrapper) else []
+        for group in groups:
+            if name in group and source in group:
+                group[name].load_state_dict(group[source].state_dict())
 
 
 def _restore(trains: list[tuple[nn.Parameter, bool]]) -> None:

@@ -127,7 +127,7 @@ class RoutedCall:
     @property
     def needs_both_paths(self) -> bool:
         """Whether every token runs both paths: in training, and where they are mixed."""
-        return bool(self.layer.training) or self.plan.rule == "soft"
+        return self.plan.training or self.plan.rule == "soft"
 
     def norm(self) -> Tensor:
         """The full path's input, `[B, T, d]`."""

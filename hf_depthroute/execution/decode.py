@@ -197,8 +197,6 @@ def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Ste
     """The steps of one new token of each of `batch` sequences, of the layers that have one."""
     steps: dict[nn.Module, Step] = {}
     for layer in layers:
-        if layer.training:
-            continue
         holder = cast("Routing | None", layer._modules.get(HOLDER))
         step = _run_base if holder is None else _step_of(layer, holder, batch)
         if step is not None:
@@ -241,7 +239,7 @@ def _run_base(layer: Any, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | No
 
 def decodes(decoder: nn.Module, inputs: Tensor) -> bool:
     """Whether a forward pass of `inputs` `[B, T, ...]` is a decoding step on a CPU, in plain inference."""
-    if inputs.shape[1] != 1 or len(inputs) > DECODE_ROWS or inputs.device.type != "cpu" or decoder.training:
+    if inputs.shape[1] != 1 or len(inputs) > DECODE_ROWS or inputs.device.type != "cpu":
         return False
     return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
 

@@ -48,7 +48,9 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         if stepped is not None:
             return stepped
     rows = hidden_states.shape[0], hidden_states.shape[1]
-    plan = None if holder is None else holder.plan(layer.training, rows, context.last_tokens, context.kept)
+    # Without gradients it is no step of training: rollouts, references and metrics decide as inference does.
+    trains = layer.training and torch.is_grad_enabled()
+    plan = None if holder is None else holder.plan(trains, rows, context.last_tokens, context.kept)
     returned = None if holder is None or plan is None or not holder.family.returns_weights else holder.family.attention
     weights: list[Tensor | None] = []
     if returned is not None and kwargs.get("output_attentions"):
@@ -153,7 +155,7 @@ def call_on_stream(
     holder: Routing = layer._modules[HOLDER]
     reads_stream = plan.config.gate_input == "residual"
     # A gathered FFN needs the norm of the rows that it runs on, and of no others, unless a gate reads it.
-    if normed is None and (layer.training or not (reads_stream or plan.gate.static)):
+    if normed is None and (plan.training or not (reads_stream or plan.gate.static)):
         normed = site.norm(layer, holder.family, stream)
     decision = None
     if decides:

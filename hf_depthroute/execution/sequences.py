@@ -26,7 +26,7 @@ def decide_sequences(
     """
     holder: Routing = layer._modules[HOLDER]
     batch, length = gate_input.shape[:2]
-    made = None if layer.training else remembered(cache_of(kwargs), holder.layer_index)
+    made = None if plan.training else remembered(cache_of(kwargs), holder.layer_index)
     if made is not None and plan.replayed is None:
         keep, probs = (part[:, None].expand(-1, length) for part in made)
         return without_scores(holder, plan, gate_input, keep, probs)
@@ -41,7 +41,7 @@ def decide_sequences(
 
 def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
     """Keep the decision with the KV cache, if there is one that has none yet; see `cache.remember`."""
-    cache = None if call.layer.training else cache_of(call.kwargs)
+    cache = None if call.plan.training else cache_of(call.kwargs)
     if cache is not None and remembered(cache, call.holder.layer_index) is None:
         remember(cache, call.holder.layer_index, call.mask[:, 0], call.probs[:, 0], skips_attention)
 

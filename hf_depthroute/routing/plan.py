@@ -48,6 +48,7 @@ class RoutePlan:
             `phases="prefill"`), and the host knows it.
         kept: Bool `[B, T]` by layer index: the tokens that have not left early in this forward pass. Layers add theirs.
         executor: How the routed part is run at inference, `"auto"` or a row of `execution.executors.EXECUTORS`.
+        training: Whether this is a step of training: in training mode, with gradients.
     """
 
     adapter: str
@@ -66,6 +67,7 @@ class RoutePlan:
     everything: bool = False
     kept: dict[int, torch.Tensor] | None = None
     executor: str = "auto"
+    training: bool = False
 
     @property
     def compared(self) -> torch.Tensor | float | None:
@@ -184,6 +186,7 @@ def make_plan(
         last_tokens=last_tokens,
         everything=everything,
         executor=executor,
+        training=training,
     )
 
 

@@ -71,6 +71,7 @@ class RouteTrace(Mapping[int, RouteRecord]):
 
     Attributes:
         holders: The layers that are being recorded, in order; none of a trace that was made otherwise, or copied.
+        with_graph: Whether forward passes without gradients are passed over, such as those of a reference.
         make_view: What `show` calls. A trace knows nothing of pages; `hf_depthroute.registration` sets it.
     """
 
@@ -79,6 +80,7 @@ class RouteTrace(Mapping[int, RouteRecord]):
     def __init__(self, records: Mapping[int, RouteRecord] | None = None, holders: Sequence[Routing] = ()) -> None:
         self._records: dict[int, RouteRecord] = dict(records or {})
         self.holders = tuple(holders)
+        self.with_graph = False
 
     def __reduce__(self) -> tuple[type[RouteTrace], tuple[dict[int, RouteRecord]]]:
         return RouteTrace, (self._records,)  # a copy, or a pickle, does not take the model with it
@@ -87,7 +89,8 @@ class RouteTrace(Mapping[int, RouteRecord]):
         return self._records[layer_index]
 
     def __setitem__(self, layer_index: int, record: RouteRecord) -> None:
-        self._records[layer_index] = record
+        if not self.with_graph or torch.is_grad_enabled():
+            self._records[layer_index] = record
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._records))

@@ -60,7 +60,13 @@ class RouterTrace(dict[int, torch.Tensor]):
         """Bool `[N]`: which rows of the layer's logits are real tokens."""
         return real_rows(self[layer_index], self.token_mask)
 
+    def passed_over(self) -> bool:
+        """Whether this forward pass, such as that of a reference, has no gradients, and the one that is kept has."""
+        return bool(self) and self.with_graph and not torch.is_grad_enabled()
+
     def keep(self, layer_index: int, outputs: tuple[torch.Tensor, ...]) -> None:
+        if self.passed_over():
+            return
         self[layer_index], self.chosen[layer_index] = outputs[0], outputs[2]
         self.with_graph = torch.is_grad_enabled()
 
@@ -101,7 +107,8 @@ def hooked_routers(model: nn.Module, trace: RouterTrace, hook: Callable[..., Any
     """Call `hook(layer_index, router, args, outputs)` after every router, and keep the token mask of each call."""
 
     def mask_keeper(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        trace.token_mask = token_mask_of(args, kwargs)
+        if not trace.passed_over():
+            trace.token_mask = token_mask_of(args, kwargs)
 
     decoder = find_decoder(model, find_family(model))
     handles = [router.register_forward_hook(partial(hook, index)) for index, router in routers(model).items()]

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..inference.calibration import active_routings
+from ..parts.traits import traits_of
 from ..routing.holder import Routing
 from ..routing.misuse import FROZEN
+from ..routing.trace import overridden
 from .arguments import RoutingArguments
 from .log_lines import print_lines
 from .objective import RoutingObjective
@@ -115,22 +119,22 @@ def routed_loss(
     """The trainer's own `compute_loss`, `plain`, plus the routing losses; in evaluation, `plain` alone.
 
     Raises:
-        ValueError: The trainer ran the model again after the forward pass of its loss, without a graph.
+        ValueError: The loss came from no forward pass of the routed model that has gradients.
     """
     if not model.training:
         return plain(model, inputs, return_outputs, num_items_in_batch)
     labels = inputs.get("labels")  # the Trainer may pop them
     # A `compute_loss` other than the Trainer's may run the model again to have outputs, or make no logits at all.
     asks = return_outputs or is_standard(plain)
-    with objective.watching() as watched:
+    with objective.watching() as watched, _as_deployed(trainer, objective.model):
         with fused or nullcontext():
             found = plain(model, inputs, asks, num_items_in_batch)
         lm, outputs = found if asks else (found, None)
         seen = any(record.probs.requires_grad for record in watched.trace.values())
         if lm.requires_grad and not seen and _trains_routers(active_routings(objective.model)):
             raise ValueError(
-                f"{type(trainer).__name__}.compute_loss runs the model once more without gradients (for outputs, "
-                "metrics or label smoothing), and the routing losses see that run; turn what needs it off"
+                f"{type(trainer).__name__}.compute_loss made its loss without a forward pass of the routed model that "
+                "has gradients, which the routing losses need; let it call the model outside of torch.no_grad()"
             )
         share = _share(trainer, num_items_in_batch)
         logits = None if fused is not None else getattr(outputs, "logits", None)
@@ -139,6 +143,21 @@ def routed_loss(
             logits = watched.prefix.read_out(watched.prefix.final)
         loss = objective(lm, watched, share, labels, logits)
     return (loss, outputs) if return_outputs else loss
+
+
+@contextmanager
+def _as_deployed(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """Decide as inference does where a trainer compares the policy with a reference or with its own rollouts.
+
+    DPO, KTO, GRPO and RLOO need the log-probabilities of the model that generates. Under top-k a token's depends on
+    later tokens.
+    """
+    configs = [holder.active_config() for holder in active_routings(model)]
+    if not hasattr(trainer, "ref_model") or any(traits_of(config.gate).soft for config in configs):
+        yield
+        return
+    with overridden(model, selection="predictor" if configs[0].causal_rule == "predictor" else "threshold"):
+        yield
 
 
 def is_standard(compute_loss: Any) -> bool:

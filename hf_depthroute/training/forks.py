@@ -66,19 +66,27 @@ class Prefix:
         self.kwargs: list[dict[str, Any]] = []
         self.context = ForwardContext()
         self._autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+        self._with_graph = False
 
     def observe(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the layers."""
+        """Forward pre-hook of the layers; a pass without gradients does not take the place of one with them."""
+        if self.passed_over():
+            return
         kwargs = {**kwargs, **dict(zip(layer._argument_names, args[1:]))}
         hidden = kwargs.pop("hidden_states", None) if not args else args[0]
         context = unpack(kwargs)
         if layer is self.layers[0]:
             assert hidden is not None
+            self._with_graph = torch.is_grad_enabled()
             device = hidden.device.type
             self.hidden, self.training, self.kwargs = hidden.detach(), layer.training, []
             self.context = context
             self._autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         self.kwargs.append(without_cache(kwargs))
+
+    def passed_over(self) -> bool:
+        """Whether this forward pass, such as that of a reference, has no gradients, and one that is kept has."""
+        return self._with_graph and not torch.is_grad_enabled()
 
     @property
     def token_mask(self) -> torch.Tensor | None:
@@ -109,6 +117,12 @@ class Prefix:
                 module.training = training
 
 
+def _plan(holder: Routing, training: bool) -> RoutePlan | None:
+    """The plan of the pass that is forked, whose replay is no step of training."""
+    plan = holder.plan(training)
+    return None if plan is None else replace(plan, training=False)
+
+
 @contextmanager
 def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
     """Keep what the last forward pass inside the block handed to the first routed layer; costs and changes nothing.
@@ -118,7 +132,12 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
     """
     prefix = Prefix(model)
     handles = [layer.register_forward_pre_hook(prefix.observe, with_kwargs=True) for layer in prefix.layers]
-    end = prefix.layers[-1].register_forward_hook(lambda _, args, output: setattr(prefix, "final", hidden_of(output)))
+
+    def keep_end(layer: nn.Module, args: Any, output: Any) -> None:
+        if not prefix.passed_over():
+            prefix.final = hidden_of(output)
+
+    end = prefix.layers[-1].register_forward_hook(keep_end)
     with hooked([*handles, end]):
         try:
             yield prefix
@@ -152,7 +171,7 @@ def run_forks(
         h = streams_FBTd.flatten(0, 1)
         context = prefix.context.each(partial(_repeat_rows, batch=batch, count=count))
         holder: Routing | None = layer._modules.get(HOLDER)
-        plan = None if holder is None else holder.plan(prefix.training)
+        plan = None if holder is None else _plan(holder, prefix.training)
         if holder is None or plan is None or (not on_policy and fork is None):
             streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
             continue

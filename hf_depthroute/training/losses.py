@@ -184,6 +184,7 @@ class Exits(dict[int, torch.Tensor]):
     """Layer index -> the stream that entered the routed layer, `[B, T, d]` with graph; filled by `observe_exits`."""
 
     read_out: ReadOut
+    with_graph = False
 
 
 @contextmanager
@@ -197,7 +198,12 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
     exits.read_out = ReadOut(model)
 
     def keeper(index: int) -> Any:
-        return lambda layer, args, kwargs: exits.update({index: args[0] if args else kwargs["hidden_states"]})
+        def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.is_grad_enabled() or not exits.with_graph:  # else a reference's pass, behind that of the loss
+                exits[index] = args[0] if args else kwargs["hidden_states"]
+                exits.with_graph = torch.is_grad_enabled()
+
+        return keep
 
     indices = [holder.layer_index for holder in active_routings(model)]
     with hooked(layers[i].register_forward_pre_hook(keeper(i), with_kwargs=True) for i in indices):

@@ -71,6 +71,7 @@ class RoutingObjective:
             names = tuple(name for name, weight in observed.items() if weight > 0)
             watchers.enter_context(overridden(self.model, observed=names))
             trace = watchers.enter_context(record_routes(self.model))
+            trace.with_graph = True
             prefix = watchers.enter_context(observe_prefix(self.model)) if a.forks() else None
             exits = watchers.enter_context(observe_exits(self.model)) if a.exit_weight > 0 else None
             balanced = a.balance_weight > 0 or a.router_z_weight > 0
