@@ -45,8 +45,8 @@ RESULTS_PAGE = RECIPES.parent / "docs" / "results.md"
 GATE_PAGE = RECIPES.parent / "docs" / "how-to" / "pick-a-gate.md"
 BRIEF = (
     "A number after ± is a standard error: of a mean over seeds, or of a median over rounds. Quality figures are of "
-    'models of at most 18 million weights where no other size is named; speed figures "at the shape" or "of the width" of a '
-    "larger one are of random weights. Times are of the processor that is named, and differ on others."
+    'models of at most 18 million weights where no other size is named; speed figures "at the shape" or "of the '
+    'width" of a larger one are of random weights. Times are of the processor that is named, and differ on others.'
 )
 LEARNED = {"recoverability", "similarity", "oracle", "jepa", "linear"}  # kinds of `fit_router`
 RESULTS, GATES, PAPERS, PAYS = "results", "gates", "papers", "pays"  # the names of the generated parts' markers
