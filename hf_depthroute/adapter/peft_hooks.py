@@ -34,7 +34,8 @@ from ..routing.description import routed_lines
 from ..routing.holder import Routing
 from .base_check import check_base
 from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config
-from .loading import check_same, discard
+from .loading import check_same
+from .restoring import has_adapter, unchanged_on_error
 from .saving import save_whole, settle
 from .source import HUB, current_load, folder_of, is_loading, loading_from, read_whole
 from .tasks import check_wrapper, copies_once, make_for_task
@@ -91,7 +92,7 @@ def _init_tuner(
     start: Any, self: Any, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> None:
     config = peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config
-    if not isinstance(config, DepthRouteConfig) and _has(model, adapter_name):
+    if not isinstance(config, DepthRouteConfig) and has_adapter(model, adapter_name):
         raise ConfigError(
             f"adapter name {adapter_name!r} is taken by the depth-routed adapter on this model, and PEFT keeps one "
             f"config per name; give the other one another: adapter_name='tuned'"
@@ -192,7 +193,7 @@ def _torch_load(read: Any, *args: Any, **kwargs: Any) -> Any:
     place of the safetensors after it has looked.
     """
     load = current_load()
-    if load is not None and _has(load.model, load.adapter_name):
+    if load is not None and has_adapter(load.model, load.adapter_name):
         raise AdapterMismatchError("adapter_model.bin is a pickle; only safetensors are read")
     return read(*args, **kwargs)
 
@@ -226,12 +227,15 @@ def _is_routed(source: Any, kwargs: Mapping[str, Any]) -> bool:
 @contextmanager
 def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
     """Take a routed adapter out again that was not there before and whose weights could not be read."""
-    before = _has(model, adapter_name)
+    before, added = has_adapter(model, adapter_name), False
     try:
-        yield
+        with unchanged_on_error(model, adapter_name):
+            try:
+                yield
+            finally:
+                added = not before and has_adapter(model, adapter_name)
     except Exception as error:
-        if not before and _has(model, adapter_name):
-            discard(model, adapter_name)
+        if added:
             if isinstance(error, SafetensorError):
                 raise AdapterMismatchError(
                     f"{source}: {WEIGHTS_NAME} is corrupt or not in safetensors format ({error}); download it again"
@@ -248,10 +252,6 @@ def _copied_by_routed(model: Any) -> list[str] | None:
             if holder.config(name).modules_to_save:
                 return holder.config(name).modules_to_save
     return None
-
-
-def _has(model: Any, adapter_name: str) -> bool:
-    return any(isinstance(m, Routing) and adapter_name in m.depth_route_gate for m in model.modules())
 
 
 def _from_json_file(read: Any, cls: Any, path_json_file: str, **kwargs: Any) -> Any:

@@ -24,10 +24,10 @@ from lm_eval.tasks import TaskManager
 from ..adapter.base_check import allow_base_mismatch as allowed
 from ..files.hub import explained
 from ..inference.calibration import active_routings, set_budget, set_phases
+from ..inference.restoring import restored
 from ..routing.trace import RouteCounter, overridden
 from .generated import read_generated
 from .harness_scores import read_scores
-from .perplexity import restored
 
 TASKS = Path(__file__).with_name("tasks")  # groups of ours
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -21,6 +19,7 @@ from ..base.readout import check_head, predicting, token_losses
 from ..config.adapter import check_budget
 from ..data.batches import INPUTS, device_of, labels_of
 from ..inference.calibration import active_routings, calibrate, set_budget, use_selection
+from ..inference.restoring import restored
 from ..routing.trace import count_routes
 
 Batch = Mapping[str, torch.Tensor]
@@ -145,20 +144,3 @@ def evaluate_budgets(
 def _row(budget: float, rule: str, loss: float, full_ratio: float, gap: float | None = None) -> BudgetRow:
     perplexity = math.exp(loss) if loss < 700 else math.inf  # exp overflows a float above 709
     return BudgetRow(float(budget), rule, loss, perplexity, full_ratio, gap)
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Put the active adapter's budget, quantile tables and controllers back."""
-    holders = active_routings(model)
-    configs = [holder.active_config() for holder in holders]
-    budgets = [config.budget for config in configs]
-    tables: list[Any] = [part for h in holders for part in (h.active_quantiles(), h.active_controller()) if part]
-    states = [{name: value.clone() for name, value in table.state_dict().items()} for table in tables]
-    try:
-        yield
-    finally:
-        for config, budget in zip(configs, budgets):
-            config.budget = budget
-        for table, state in zip(tables, states):
-            table.load_state_dict(state)

@@ -28,6 +28,7 @@ from ..routing.holder import HOLDER, Routing
 from ..routing.plan import shape_class
 from ..routing.trace import overridden
 from .calibration import active_routings, gated_routings
+from .restoring import restored_on_error
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,24 @@ def tune_execution(
         raise ValueError(f"tune_execution: floor must be in (0, 1], not {floor}")
     for name in executors or ():
         check_executor(name)
-    model.eval()
-    for holder in active_routings(model):
-        holder.forget_tuned(holder.active_name())
+    with restored_on_error(model):
+        model.eval()
+        for holder in active_routings(model):
+            holder.forget_tuned(holder.active_name())
+        return _choices(model, input_ids, attention_mask, steps, repeats, floor, keep_decisions, executors)
+
+
+def _choices(
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    steps: int,
+    repeats: int,
+    floor: float,
+    keep_decisions: bool,
+    executors: Sequence[str] | None,
+) -> list[Choice]:
+    """Time and choose, and leave the choices with the layers."""
     holders = gated_routings(model)
     layers = [find_layers(model)[holder.layer_index] for holder in holders]
     if executors is None:

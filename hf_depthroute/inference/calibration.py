@@ -20,6 +20,7 @@ from ..data.batches import device_of, model_inputs, token_mask
 from ..parts.traits import traits_of
 from ..routing.thresholds import NOT_FITTED, Measured, quantile_table
 from ..routing.trace import count_routes, overridden, record_routes, routings
+from .restoring import restored_on_error
 
 if TYPE_CHECKING:
     from ..routing.holder import Routing
@@ -43,6 +44,8 @@ def calibrate(
             suffice; they are kept in memory for the later passes.
         budget: In (0, 1]; becomes the adapter's budget. Default: the adapter's.
 
+    Where it does not come to its end, be it by Ctrl-C, the model is as before.
+
     Returns:
         `{layer_index: fraction of real tokens that runs full}`, measured in a third pass with the final thresholds; 0
         in static layers, which have no part in the budget.
@@ -58,9 +61,9 @@ def calibrate(
     kept = list(model_inputs(model, batches))
     if not _holds_tokens(kept):
         raise ValueError("calibrate: batches is empty" if not kept else "calibrate: batches holds no real token")
-    for config in configs:
-        config.budget = budget
-    with evaluating(model):
+    with restored_on_error(model), evaluating(model):
+        for config in configs:
+            config.budget = budget
         for rule in ("topk", "threshold") if configs[0].ranks_tokens() else ("threshold",) * 3:
             with use_selection(model, rule):
                 scores = _collect(model, kept, configs[0].granularity == "sequence")
@@ -73,9 +76,9 @@ def calibrate(
         with use_selection(model, "threshold"), count_routes(model) as counter:
             for batch in kept:
                 model(**batch, use_cache=False)
-    ratios = counter.full_ratio()
-    for holder in holders:
-        holder.active_quantiles().measured = Measured(budget, ratios[holder.layer_index], "calibration")
+        ratios = counter.full_ratio()
+        for holder in holders:
+            holder.active_quantiles().measured = Measured(budget, ratios[holder.layer_index], "calibration")
     return ratios
 
 
@@ -109,7 +112,7 @@ def calibrate_budgets(
         raise ValueError("calibrate_budgets: batches holds no real token")
     knots: list[dict[float, float]] = [{1 - own: float(holder.active_quantiles()(own))} for holder in holders]
     measured = [holder.active_quantiles().measured for holder in holders]
-    with evaluating(model), use_selection(model, "threshold"):
+    with restored_on_error(model), evaluating(model), use_selection(model, "threshold"):
         for budget in sorted({check_budget(budget) for budget in budgets} - {own, 1.0}, key=lambda b: abs(b - own)):
             for _ in range(2):
                 for config in configs:
@@ -122,9 +125,9 @@ def calibrate_budgets(
                     position = round((1 - budget) * (len(table) - 1))
                     known |= {0.0: float(table[0]), 1.0: float(table[-1]), 1 - budget: float(table[position])}
                     holder.active_quantiles().set(_through(known, 1 - own, len(table)))
-    for holder, config, before in zip(holders, configs, measured):
-        config.budget = own
-        holder.active_quantiles().measured = before
+        for holder, config, before in zip(holders, configs, measured):
+            config.budget = own
+            holder.active_quantiles().measured = before
 
 
 def _through(knots: Mapping[float, float], fixed: float, size: int) -> torch.Tensor:
@@ -151,10 +154,11 @@ def set_budget(model: nn.Module, budget: float) -> None:
             so that no share of tokens but all of them could be asked for.
     """
     budget = _supported_budget(model, budget, "set_budget")
-    for holder in _budgeted_routings(model):
-        holder.active_config().budget = budget
-        if (controller := holder.active_controller()) is not None:
-            controller.set(holder.active_quantiles()(budget))
+    with restored_on_error(model):
+        for holder in _budgeted_routings(model):
+            holder.active_config().budget = budget
+            if (controller := holder.active_controller()) is not None:
+                controller.set(holder.active_quantiles()(budget))
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from ..parts.targets import TARGETS
 from ..routing.holder import Routing
 from ..routing.trace import record_routes
 from .calibration import active_routings
+from .restoring import weights_restored_on_error
 
 _SHRINK = (1.0, 4.0, 16.0)
 _SPREAD = 0.1  # of the branch's inputs to SiLU, which is nearly linear there: far inputs are not blown up
@@ -161,7 +162,10 @@ def fit_branches(
     kept = list(model_inputs(model, batches))
     if not any(bool(token_mask(batch).any()) for batch in kept):
         raise ValueError("fit_branches: batches holds no real token")
-    with evaluating(model):
+    name = holders[0].active_name()
+    groups = [group for holder in holders for group in (holder.depth_route_branch, holder.depth_route_memory)]
+    parts = [group[name] for group in groups if name in group]
+    with weights_restored_on_error(parts), evaluating(model):
         return {holder.layer_index: _fit_layer(model, holder, kept, ridge) for holder in holders}
 
 

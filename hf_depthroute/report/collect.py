@@ -14,8 +14,8 @@ import torch
 from ..data.batches import INPUTS
 from ..evaluation.cost import route_cost
 from ..evaluation.generated import read_generated
-from ..evaluation.perplexity import restored
 from ..inference.calibration import active_routings, set_budget
+from ..inference.restoring import restored
 from ..routing.trace import RouteRecord, RouteTrace, record_routes
 from .tokens import losses_by_position, run_data, view_data
 

@@ -22,6 +22,7 @@ from peft import PeftModel
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..adapter.restoring import restoring
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
 from ..base.distributed import own_share, rows_of_all, sharing, world_size
@@ -43,6 +44,7 @@ _BUDGET_TOKENS = 4096  # that the thresholds of the other budgets are found on
 _RATE_TOKENS = 256  # that a layer's divergence is measured on, at least
 
 
+@restoring
 def fit_router(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]] | Mapping[str, Any],

@@ -107,9 +107,9 @@ class Prefix:
         assert self.hidden is not None, "no forward pass was observed"
         enabled, dtype = self._autocast
         modes = [(module, module.training) for module in self.model.modules()]
-        for module, _ in modes:
-            module.training = False
         try:
+            for module, _ in modes:
+                module.training = False
             with torch.no_grad(), torch.autocast(self.hidden.device.type, dtype=dtype, enabled=enabled):
                 yield
         finally:

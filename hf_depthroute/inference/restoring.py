@@ -1,0 +1,72 @@
+"""What of the routers calibration, evaluation and fits change, and how it comes back, whatever ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..routing.holder import Routing
+from ..routing.trace import routings
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Put the active adapter's budget, quantile tables and controllers back at the end of the block."""
+    undo = _undoing(model)
+    try:
+        yield
+    finally:
+        undo()
+
+
+@contextmanager
+def restored_on_error(model: nn.Module) -> Iterator[None]:
+    """The same only where the block raises, and the choice of executors and every module's mode, too."""
+    undo = _undoing(model)
+    tuned = [(holder, holder.tuned) for holder in routings(model)]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        undo()
+        for holder, chosen in tuned:
+            holder.tuned = chosen
+        for module, training in modes:
+            module.training = training
+        raise
+
+
+@contextmanager
+def weights_restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put all tensors of `modules` back where the block raises."""
+    tensors = [value for module in modules for value in (*module.parameters(), *module.buffers())]
+    held = [(value, value.detach().clone()) for value in tensors]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for value, before in held:
+                value.copy_(before)
+        raise
+
+
+def _undoing(model: nn.Module) -> Callable[[], None]:
+    """Puts back what is in force now."""
+    holders: list[Routing] = [holder for holder in routings(model) if holder.adapter() is not None]
+    budgets = [(holder.active_config(), holder.active_config().budget) for holder in holders]
+    measured = [(table, table.measured) for table in (holder.active_quantiles() for holder in holders)]
+    parts: list[nn.Module] = [part for h in holders for part in (h.active_quantiles(), h.active_controller()) if part]
+    states = [{name: value.clone() for name, value in part.state_dict().items()} for part in parts]
+
+    def undo() -> None:
+        for config, budget in budgets:
+            config.budget = budget
+        for part, state in zip(parts, states):
+            part.load_state_dict(state)
+        for table, found in measured:
+            table.measured = found
+
+    return undo
