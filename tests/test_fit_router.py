@@ -33,6 +33,7 @@ from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.inference.calibration import active_routings, is_calibrated
 from hf_depthroute.parts.regression import leading_directions, ridge_weights
 from hf_depthroute.routing.trace import count_routes
+from hf_depthroute.training.fit_bar import FitBar
 from hf_depthroute.training.layer_walk import LayerWalk, walk_layers
 from hf_depthroute.training.record import remembered
 
@@ -189,7 +190,7 @@ def test_the_better_round_is_kept() -> None:
     losses = remembered(model, "default").training["fit"]["loss_of_rounds"]  # type: ignore[index]
     assert losses[1] - losses[0] > 1e-3
     held_out = [{"input_ids": torch.cat([batch["input_ids"] for batch in text()])[4::5]}]
-    assert mean_loss(model, held_out) == pytest.approx(losses[0], abs=1e-4)
+    assert mean_loss(model, held_out) == pytest.approx(losses[0], abs=5e-4)
 
 
 @pytest.mark.parametrize("scope", ["layer", "global"])
@@ -342,3 +343,31 @@ def test_the_command_fills_a_memory(tmp_path: Path) -> None:
     assert model.peft_config["default"].branch == "memory" and model.peft_config["default"].ngram_order == 2
     tables = [weight for name, weight in model.named_parameters() if name.endswith(".table")]
     assert tables and all(weight.shape == (2048, 8) and weight.ne(0).any() for weight in tables)
+
+
+def test_one_bar_counts_all_phases(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    reached: list[float] = []
+
+    class Watched(FitBar):
+        def __exit__(self, *error: object) -> None:
+            reached.append(self.done / self.total)
+            super().__exit__(*error)
+
+    monkeypatch.setattr("hf_depthroute.training.fit_router.FitBar", Watched)
+    model = fit_router(build_base("llama"), text(), progress=True)
+    shown = capsys.readouterr().err
+    assert "fit: round 1 of 2" in shown and "fit: other budgets" in shown and "100%" in shown
+    assert 0.8 <= reached[0] <= 1
+    assert not any(layer._forward_pre_hooks for layer in decoder_layers(model))
+
+
+def test_no_bar_is_drawn_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    fit_router(build_base("llama"), text(), config=DepthRouteConfig(layers="all", gate="affine"), rounds=1)
+    assert "fit:" not in capsys.readouterr().err
+
+
+def test_a_short_text_is_accepted_with_a_line_and_the_loss_has_its_error() -> None:
+    with pytest.warns(UserWarning, match="tokens to fit on are few"):
+        model = fit_router(build_base("llama"), text(), config=DepthRouteConfig(layers="all", gate="affine"), rounds=1)
+    fit = remembered(model, "default").training["fit"]  # type: ignore[index]
+    assert abs(fit["loss"] - fit["loss_dense"]) < 10 * fit["loss_over_dense_error"] < 1

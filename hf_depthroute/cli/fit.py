@@ -91,7 +91,12 @@ def fit(options: FitOptions) -> None:
     base = source.base_model()
     try:
         model: Any = fit_router(
-            base, batches, options.keep, config, rounds=options.rounds, progress=process.is_main_process
+            base,
+            batches,
+            options.keep,
+            config,
+            rounds=options.rounds,
+            progress=None if process.is_main_process else False,
         )
     except ValueError as error:
         raise CliError(f"fit: {reason(error)}") from error
@@ -105,8 +110,10 @@ def fit(options: FitOptions) -> None:
         save_adapter(options.out, model, tokenizer, record)
     for index, layer in found["layers"].items():
         say(f"layer {index}: {layer['share']:.1%} of the tokens run full")
+    spread = found["loss_over_dense_error"]
+    between = "" if spread is None else f" (difference ± {spread:.4f}, the standard error over rows)"
     say(
         f"loss on {found['held_out_tokens']} held-out tokens: dense {found['loss_dense']:.4f}, "
-        f"routed {found['loss']:.4f} with {options.keep:.0%} of the calls"
+        f"routed {found['loss']:.4f}{between} with {options.keep:.0%} of the calls"
     )
     say(f"saved {options.out} in {record['seconds']} s")

@@ -253,7 +253,7 @@ def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
     if checkpoint is None:
         batches = loading.to_batches(run.blocks, run.options.batch_size, run.options.calibration_blocks)
         try:
-            model = fit_router(base, batches, keep, config, progress=True)
+            model = fit_router(base, batches, keep, config)
         except ValueError as error:
             raise CliError(f"--init fit: {reason(error)}") from error
         found = record_of(model)["fit"]

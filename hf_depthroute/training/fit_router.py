@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, cast
 
 import torch
 from peft import PeftModel
 from torch import nn
-from tqdm.auto import tqdm
 
 from ..adapter.restoring import restoring
 from ..adapter.tuner import get_depth_routed_model
@@ -35,12 +36,14 @@ from ..inference.calibration import active_routings, calibrate, calibrate_budget
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
 from ..routing.trace import full_depth
+from .fit_bar import FitBar
 from .layer_fits import FEWEST, Batches, Fits, LayerFit
 from .record import remember_training
 
 DENSE = 0.995  # a layer that runs this share of the tokens in full is not routed
 STATIC = 0.005  # a layer that runs no more than this share of the tokens in full may need no gate
 _BUDGET_TOKENS = 4096  # that the thresholds of the other budgets are found on
+_ENOUGH = 10_000  # tokens to fit on; with fewer, a line says so
 _RATE_TOKENS = 256  # that a layer's divergence is measured on, at least
 
 
@@ -52,7 +55,7 @@ def fit_router(
     config: DepthRouteConfig | None = None,
     *,
     rounds: int = 2,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> PeftModel:
     """Make an unrouted model a routed one, without training, so that the share `keep` of all calls runs in full.
 
@@ -88,7 +91,7 @@ def fit_router(
         config: What to fit; by default MLP gates and low-rank branches for the FFNs of all layers. Its budget is
             overridden by `keep`, and held by all layers together (`budget_scope="global"`).
         rounds: How often everything is fitted, at least once.
-        progress: Show a progress bar.
+        progress: Show a bar over all phases; by default where a terminal is, unless transformers' bars are turned off.
 
     Raises:
         ConfigError: `keep` is out of range, too low for the layers in `config`, or `config` has a gate or a branch
@@ -107,41 +110,56 @@ def fit_router(
         raise ValueError(f"fit_router: batches holds {tokens} tokens to fit on; {2 * FEWEST} is the least")
     if (rows := sum(len(batch["input_ids"]) for batch in text)) < world_size():
         raise ValueError(f"fit_router: batches holds {rows} rows to fit on, for {world_size()} processes")
+    if tokens < _ENOUGH:
+        warnings.warn(
+            f"fit_router: {tokens:,} tokens to fit on are few: on 3,000 a router lost twice to five times what it lost "
+            f"on 16,000; give it more than {_ENOUGH:,}",
+            stacklevel=2,
+        )
     routed = get_depth_routed_model(model, config)
-    bar = tqdm(total=rounds * len(find_layers(routed)), disable=not progress)
-    with torch.no_grad(), evaluating(routed), bar, sharing():
-        every_token = max(_RATE_TOKENS, tokens // len(find_layers(routed)))  # one pass of the text for all layers
-        fit = Fits(routed, _share(text), _share(_first_tokens(held_out, every_token)), bar)
+    every_token = max(_RATE_TOKENS, tokens // len(find_layers(routed)))  # one pass of the text for all layers
+    rated, last = _first_tokens(held_out, every_token), _first_tokens(held_out, _BUDGET_TOKENS)
+    with torch.no_grad(), evaluating(routed), sharing(), ExitStack() as stack:
+        parts = {"text": text, "rated": rated, "held_out": held_out, "budgets": last}
+        sizes = {name: _positions(_share(part)) for name, part in parts.items()}
+        bar = stack.enter_context(FitBar(find_layers(routed), rounds, progress, **sizes))
+        fit = Fits(routed, _share(text), _share(rated), bar)
         own = _share(held_out)
         best: tuple[float, dict[int, dict[str, Any]], dict[int, LayerFit]] | None = None
         losses = []
         for number in range(rounds):
+            bar.phase(f"round {number + 1} of {rounds}")
             fit.round(first=number == 0)
+            bar.phase(f"thresholds {number + 1} of {rounds}")
             fit.calibrate(own)
             losses.append(_loss(routed, own))
             if best is None or losses[-1] < best[0]:
                 best = losses[-1], _state(routed), copy.deepcopy(fit.layers)
         assert best is not None
         _restore(routed, best[1])
+        bar.phase("layers to leave out")
         with full_depth(routed):
-            dense_loss = _loss(routed, own)
+            dense_R = rows_of_all(_row_losses(routed, own))
         layers = best[2]
         dense = [index for index, layer in layers.items() if layer.share >= DENSE]
         static = [index for index, layer in layers.items() if layer.share <= STATIC]
         routed = _narrowed(routed, dense=dense)
         shares = calibrate(routed, own)
         routed, shares = _without_gates(routed, shares, static, own)
-        calibrate_budgets(routed, _share(_first_tokens(held_out, _BUDGET_TOKENS)))
+        bar.phase("other budgets")
+        calibrate_budgets(routed, _share(last))
         for index, layer in layers.items():
             layer.share = shares.get(index, 1.0)
-        loss = _loss(routed, own)
+        loss_R = rows_of_all(_row_losses(routed, own))
+        more_R = loss_R - dense_R
     record = {
         "fit": {
             "keep": keep,
             "tokens": tokens,
             "held_out_tokens": sum(int(token_mask(batch).sum()) for batch in held_out),
-            "loss_dense": dense_loss,
-            "loss": loss,
+            "loss_dense": float(dense_R.mean()),
+            "loss": float(loss_R.mean()),
+            "loss_over_dense_error": float(more_R.std() / len(more_R) ** 0.5) if len(more_R) > 1 else None,
             "loss_of_rounds": losses,
             "layers": {str(index): asdict(layer) for index, layer in layers.items()},
         },
@@ -210,6 +228,10 @@ def _first_tokens(batches: Batches, count: int) -> Batches:
         found += [{name: value[:taken] for name, value in batch.items()}] if taken > 0 else []
         count -= taken * length
     return found
+
+
+def _positions(batches: Batches) -> int:
+    return sum(batch["input_ids"].numel() for batch in batches)
 
 
 def _row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:

@@ -78,9 +78,10 @@ class Fits:
             self._fit_layer(index, rows, cheap_N)
             scores_N = self._scores(index, rows)
             self._predicted[index] = rows_of_all(scores_N[~rows.sinks].cpu())
+            self.bar.layer_done()
             return rows.outputs(None if first else scores_N >= self.next_threshold)
 
-        walk_layers(self.walk, visit, self.bar.update)
+        walk_layers(self.walk, visit)
         if first:  # nothing is known of a layer yet, so each is measured at the share of all
             self._measure_rates({index: quantile_table(part) for index, part in self._predicted.items()})
         for _ in range(1 if first else 2):

@@ -92,13 +92,12 @@ Visit = Callable[[int, list[RoutedCall]], list[torch.Tensor]]
 
 
 @torch.no_grad()
-def walk_layers(walk: LayerWalk, visit: Visit, step: Callable[[], object] = lambda: None) -> None:
+def walk_layers(walk: LayerWalk, visit: Visit) -> None:
     """Call `visit(index, calls)` of every routed layer in order; it returns the layer's output for each batch.
 
     Args:
         walk: The text.
         visit: Given the index of a layer and its routed part for each batch.
-        step: Called after every layer, for a progress bar.
     """
     states = walk.first()
     for index in range(len(walk.layers)):
@@ -108,4 +107,3 @@ def walk_layers(walk: LayerWalk, visit: Visit, step: Callable[[], object] = lamb
             states = [walk.run(index, batch, h) for batch, h in enumerate(states)]
         else:
             states = visit(index, [walk.call(index, batch, h, plan) for batch, h in enumerate(states)])
-        step()

@@ -1,0 +1,73 @@
+"""One progress bar over all phases of a fit, in tokens times layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from tqdm.auto import tqdm
+from transformers.utils.logging import is_progress_bar_enabled
+
+
+class FitBar:
+    """A bar that moves with every layer that a text has gone through, whatever it goes through it for.
+
+    Args:
+        layers: The decoder layers.
+        rounds: How often everything is fitted.
+        shown: Whether it is drawn; None: where the output is a terminal and transformers' bars are on.
+        text: Positions that are fitted on.
+        rated: Positions that each layer is measured on alone.
+        held_out: Positions that are held out.
+        budgets: Positions that the thresholds of other budgets are found on.
+    """
+
+    def __init__(
+        self,
+        layers: nn.ModuleList,
+        rounds: int,
+        shown: bool | None,
+        *,
+        text: int,
+        rated: int,
+        held_out: int,
+        budgets: int,
+    ) -> None:
+        self._handles: list[Any] = []
+        self._text, count = text, len(layers)
+        passes = (rounds + 1) * text + 2 * rounds * (count + 1) * rated + (5 * rounds + 6) * held_out + 18 * budgets
+        disable = (None if is_progress_bar_enabled() else True) if shown is None else not shown
+        self.total, self.done = passes * count, 0
+        self._bar = tqdm(total=self.total, disable=disable, unit="", unit_scale=True, bar_format=_FORMAT)
+        if not self._bar.disable:
+            self._handles = [layer.register_forward_pre_hook(self._called, with_kwargs=True) for layer in layers]
+
+    def __enter__(self) -> FitBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if error[0] is None:
+            self._move(self.total)  # phases that were not needed
+        self._bar.close()
+
+    def phase(self, name: str) -> None:
+        """Label what comes."""
+        self._bar.set_description(f"fit: {name}")
+
+    def layer_done(self) -> None:
+        """A routed layer of a walk, which calls its parts alone."""
+        self._move(self._text)
+
+    def _called(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        h = args[0] if args else kwargs["hidden_states"]
+        self._move(h.shape[0] * h.shape[1])
+
+    def _move(self, positions: int) -> None:
+        moved = min(positions, self.total - self.done)
+        self.done += moved
+        self._bar.update(moved)
+
+
+_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
