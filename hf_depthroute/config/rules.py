@@ -108,7 +108,7 @@ def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
             f"branch='memory' looks up what ends at a token; it is not supported with target={c.target!r} per "
             f"{c.granularity}; use ffn, attention or block per token"
         )
-    if c.branch == "neurons" and c.target != "ffn":
+    if c.branch == "neurons" and (target.skips_attention or not target.skips_ffn):
         yield f"branch='neurons' is made of the FFN; it is not supported with target={c.target!r}; use 'ffn'"
     if c.has_memory:
         hashes = hash_count(c)
