@@ -119,7 +119,7 @@ def _prepared(options: TrainOptions) -> Run:
     loading.check_length(options.length, source.base_config)
     tokenizer = source.tokenizer()
     text, preset = _packed_text(options, tokenizer), adapter_values | training_values
-    return Run(options, preset, source, arguments, tokenizer, *text, started=time.time())
+    return Run(options, preset, source, arguments, tokenizer, *text, started=time.monotonic())
 
 
 def _option(field: str) -> str:
@@ -320,7 +320,7 @@ def _record_of(
     return {
         "command": o.command_words(run.options.context, leave_out=("out", "overwrite", "resume")),
         ARGUMENTS: _arguments_of(run),
-        "seconds": round(time.time() - run.started, 1),
+        "seconds": round(time.monotonic() - run.started, 1),
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "calibrated_full_ratio": {str(index): ratio for index, ratio in full_ratio.items()},
         "thresholds": {str(index): value for index, value in calibration.thresholds(model).items()},

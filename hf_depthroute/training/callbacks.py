@@ -37,13 +37,13 @@ class RoutingCallback(TrainerCallback):
     begun = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.begun = time.time()
+        self.begun = time.monotonic()
         self._remember(args, state, **kwargs)
 
     def _remember(self, args: Any, state: Any, model: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         """Note the run so far with the model, for the card of a checkpoint or of the end."""
         dataset = known(lambda: train_dataloader.dataset)
-        remember_training(model, training_record(args, state, model, dataset, time.time() - self.begun))
+        remember_training(model, training_record(args, state, model, dataset, time.monotonic() - self.begun))
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.objective.schedule(state.global_step)

@@ -99,7 +99,7 @@ def fit_router(
         ValueError: `batches` holds fewer than 512 real tokens, or fewer rows to fit on than there are processes; or the
             model has no LM head.
     """
-    started = time.time()
+    started = time.monotonic()
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
     check_head(model, "fit_router")
@@ -163,7 +163,7 @@ def fit_router(
             "loss_of_rounds": losses,
             "layers": {str(index): asdict(layer) for index, layer in layers.items()},
         },
-        "seconds": round(time.time() - started, 1),
+        "seconds": round(time.monotonic() - started, 1),
         "trainable_parameters": sum(p.numel() for p in routed.parameters() if p.requires_grad),
         "versions": versions(),
     }
