@@ -177,7 +177,8 @@ def test_what_a_client_gets_wrong_is_its_error(case: str, server: Server) -> Non
         ({"generation_config": '{"num_beams": 0}'}, "num_beams must be a whole number from 1 to 1"),
         ({"generation_config": '{"cache_implementation": "quantized"}'}, "'cache_implementation' is not served"),
         ({"generation_config": '{"do_sample": "a"}'}, "do_sample must be true or false"),
-        ({"generation_config": '{"temperature": NaN}'}, "temperature must be a number from 0 to 100"),
+        ({"generation_config": '{"temperature": NaN}'}, "must be the text of a JSON object"),
+        ({"generation_config": '{"temperature": 101}'}, "temperature must be a number from 0 to 100"),
         ({"generation_config": '{"max_new_tokens": 1000000000}'}, "max_new_tokens must be a whole number from 1 to 8"),
     ],
 )
@@ -202,7 +203,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"generation_config": json.dumps({"repetition_penalty": 1.5})},
     "min_new_tokens": {"generation_config": json.dumps({"min_new_tokens": 2, "max_new_tokens": 3})},
     "frequency_penalty": {"frequency_penalty": 0.5},
-    "do_sample": {"generation_config": json.dumps({"do_sample": True, "temperature": 0.5, "top_k": 4})},
+    "do_sample": {"temperature": None, "generation_config": json.dumps({"do_sample": True, "top_k": 4})},
 }
 
 
