@@ -160,7 +160,9 @@ def test_train_eval_generate(run: Run, base: Path, text: Path, tmp_path: Path) -
         generated = run("generate", "--adapter", out, "--prompt", prompt, "--max-new-tokens", 6, *extra)
         assert generated.code == 0, generated.err
         assert generated.out.strip() == word_tokenizer().decode(wanted[0], skip_special_tokens=True).strip()
-        assert re.fullmatch(r"\d+ tokens, [\d.]+ tokens/s, full ratio 1\.000\n", generated.err)
+        assert re.fullmatch(
+            r"\d+ tokens, [\d.]+ tokens/s, full ratio 1\.000( of the routed layers, 1\.000 of all \d)?\n", generated.err
+        )
 
 
 def test_generate_reports_the_share_of_all_steps(run: Run, adapter: Path) -> None:
@@ -168,6 +170,8 @@ def test_generate_reports_the_share_of_all_steps(run: Run, adapter: Path) -> Non
     assert ended.code == 0, ended.err
     ratio = float(re.search(r"full ratio ([\d.]+)", ended.err)[1])
     assert 0 < ratio < 1
+    of_all, depth = re.search(r"of the routed layers, ([\d.]+) of all (\d)", ended.err).groups()
+    assert float(of_all) == pytest.approx((3 * ratio + int(depth) - 3) / int(depth), abs=1e-3)  # as `fit --keep` counts
     assert ratio * 3 % 1 != 0  # not the three layers' decisions on one last token
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,15 @@ def test_the_command_saves_what_loads(tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     assert "held-out tokens: dense" in ended.out
     assert json.loads((out / "training.json").read_text())["fit"]["keep"] == 0.6
+    card = (out / "README.md").read_text()
+    assert "* Data: `text.txt`, split `train`" in card and 'base = "path/to/' in card
+    said = re.search(
+        r"budget of the adapter: ([\d.]+) of the calls in (\d) layers with a gate, .* all (\d) layers", ended.out
+    )
+    assert said is not None and f"{json.loads((out / 'adapter_config.json').read_text())['budget']:.3g}" == said[1]
+    assert f"| budget | {said[0].removeprefix('budget of the adapter: ')} |" in card
+    assert said[0].removeprefix("budget of the adapter: ") in run("doctor", out).out
+    assert "pip install git+https://" in card  # no index has the package
     card = (out / "README.md").read_text()
     assert "fitted without training on" in card
     found = json.loads((out / "training.json").read_text())["fit"]["layers"]["0"]

@@ -23,7 +23,7 @@ from ports import free_port
 from text_models import save_base, word_tokenizer
 
 from hf_depthroute import record_routes
-from hf_depthroute.play.page import coloured, said
+from hf_depthroute.play.page import coloured, make_page, said
 from hf_depthroute.play.writing import Text, layers_run, write
 
 SPACE = Path(__file__).parents[1] / "recipes" / "space" / "app.py"
@@ -98,7 +98,7 @@ def test_what_is_drawn_is_the_text_and_never_markup() -> None:
 def test_without_gradio_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     ended = run("play", "adapter")
-    assert (ended.code, ended.error) == (2, 'play needs Gradio; install it with: pip install "hf-depthroute[play]"')
+    assert (ended.code, ended.error) == (2, "play needs Gradio; install it with: pip install gradio")
 
 
 @pytest.fixture
@@ -108,6 +108,29 @@ def files(tmp_path: Path, saved_adapter: Callable[[PeftModel], Path]) -> tuple[P
 
     base = save_base(tmp_path / "base")
     return base, saved_adapter(routed(AutoModelForCausalLM.from_pretrained(base)))
+
+
+def test_the_page_rounds_the_budget_and_says_of_which_layers_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shown is rounded; the adapter's own budget stays as it is until the slider moves."""
+    pytest.importorskip("gradio", reason="the page is made with Gradio (extra play)")
+    model = build_routed("llama", "mlp", budget=0.7321428)
+    asked: list[float] = []
+    monkeypatch.setattr("hf_depthroute.play.page.set_budget", lambda _, budget: asked.append(budget))
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}the dog said {{ message.content }}{% endfor %}"
+    page = make_page(model, tokenizer, "tiny")
+    (slider,) = (block for block in page.blocks.values() if str(getattr(block, "label", "")).startswith("Budget"))
+    (box,) = (block for block in page.blocks.values() if str(getattr(block, "label", "")).startswith("Chat template"))
+    assert slider.value == 0.73
+    assert slider.info == (
+        "The adapter's is 0.732 of the calls in 3 layers with a gate, which is 0.799 of all 4 layers."
+    )
+    assert box.visible and box.value
+    run = next(fn.fn for fn in page.fns.values() if slider in fn.inputs)
+    (_, chat, *_) = list(run("cat sat", 0.73, 1, True))[-1]
+    (_, plain, *_) = list(run("cat sat", 0.5, 1, False))[-1]
+    assert asked == [0.7321428, 0.5]
+    assert "dog" in chat and "dog" not in plain.split('class="written"')[0]
 
 
 def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -474,7 +474,7 @@ def test_folders_and_data_that_cannot_be_used_are_refused(folder, monkeypatch):
     with pytest.raises(StudyError, match="--engine threads: use one of: processes, ray"):
         run(folder, "out", engine="threads")
     monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(StudyError, match=r"joblib is not installed: pip install 'hf-depthroute\[study\]'"):
+    with pytest.raises(StudyError, match=r"joblib is not installed: pip install joblib scikit-learn adjustText"):
         run(folder, "out")
 
 

@@ -15,6 +15,7 @@ from ..files.shown import shown
 from ..parts.gates import GATES
 from ..parts.memory import NgramMemory
 from ..parts.targets import TARGETS
+from ..routing.description import budget_words
 from ..routing.thresholds import NOT_FITTED
 from .base_check import SAMPLED
 from .files import (
@@ -69,6 +70,9 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
         sizes = ", ".join(f"{name} {value}" for name, value in base.items() if isinstance(value, (str, int)))
         name = config.base_model_name_or_path or "a base without a name"
         yield "ok", f"base: {name} ({sizes}; {len(sampled)} sampled weights)"
+        depth = base.get("num_hidden_layers")
+        if config.takes_budget() and isinstance(depth, int) and isinstance(config.layers, list):
+            yield "ok", f"budget: {budget_words(config, depth)}"
     else:
         yield "note", "does not say which base it belongs to; a wrong one of the same shape would load"
     yield from _examine_weights(folder / WEIGHTS_NAME, config)

@@ -17,7 +17,7 @@ from ..files.staged import write_bytes
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..training.record import remembered
-from ..version import __version__
+from ..version import REPOSITORY, __version__
 from . import tables
 from .escaping import Safe, code, command_line, escape, literal, shown_path
 from .facts import is_number, read_facts
@@ -90,8 +90,9 @@ def make_card(
         static=traits_of(config.gate).static, soft=traits_of(config.gate).soft,
         decides=TARGETS[config.target].decides[config.granularity],
         auto_class=TASKS[config.task_type or "CAUSAL_LM"][0],
-        base=base or None, base_id=base_id(facts), results=found, tables=tables,
-        training=tables.training(record, trained_on), changed=changed, version=__version__,
+        base=base or None, base_id=base_id(facts),
+        elsewhere=base != (config.base_model_name_or_path or ""), results=found, tables=tables,
+        training=tables.training(record, trained_on), changed=changed, version=__version__, repository=Safe(REPOSITORY),
     )  # fmt: skip
     note = f"\n{MEASURED}" if found.losses or found.scores or found.benches else ""
     text = f"\n{BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{END}\n"

@@ -10,6 +10,7 @@ from typing import Any
 from ..config.adapter import DepthRouteConfig
 from ..parts.memory import shortest_order
 from ..parts.traits import traits_of
+from ..routing.description import budget_words
 from .escaping import Safe, clean, code, row, shown_path
 from .facts import Facts, is_number
 from .measured import Losses, Score, Speed
@@ -35,7 +36,9 @@ def routed_rows(facts: Facts) -> list[Safe]:
     depth = "" if facts.depth is None else f" of 0-{facts.depth - 1}"
     told = traits_of(c.gate)
     reads = "" if told.static or told.reads_logits or told.reads else f", reads {code(c.gate_input)}"
-    budget = Safe(f"{c.budget:g}")
+    budget = Safe(f"{c.budget:.3g}")
+    if facts.depth is not None and isinstance(c.layers, list):
+        budget = Safe(budget_words(c, facts.depth))
     if told.soft:
         budget = Safe("none")
     elif not c.takes_budget():

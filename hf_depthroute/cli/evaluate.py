@@ -126,7 +126,7 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
         from ..inference.calibration import set_phases
         from ..inference.non_finite import finite_logits
     except ImportError as error:
-        raise CliError('--tasks needs lm-eval: pip install "hf-depthroute[eval]"') from error
+        raise CliError('--tasks needs lm-eval: pip install "lm-eval[hf]"') from error
     if not options.debug:
         import logging
 

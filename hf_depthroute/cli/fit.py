@@ -70,6 +70,7 @@ def fit(options: FitOptions) -> None:
 
     from ..config.adapter import DepthRouteConfig
     from ..data.text import pack
+    from ..routing.description import budget_words
     from ..training.fit_router import fit_router
     from ..training.record import remembered
     from .output import made
@@ -105,6 +106,8 @@ def fit(options: FitOptions) -> None:
         return
     record = dict(remembered(model, "default").training or {})
     record["command"] = o.command_words(options.context, leave_out=("out", "overwrite"))
+    record["arguments"] = {name: getattr(options, name) for name in ("dataset", "dataset_name", "split")}
+    record["examples"] = sum(len(batch["input_ids"]) for batch in batches)
     found = record["fit"]
     with made(options.out):
         save_adapter(options.out, model, tokenizer, record)
@@ -116,4 +119,7 @@ def fit(options: FitOptions) -> None:
         f"loss on {found['held_out_tokens']} held-out tokens: dense {found['loss_dense']:.4f}, "
         f"routed {found['loss']:.4f}{between} with {options.keep:.0%} of the calls"
     )
+    fitted = model.peft_config["default"]
+    if fitted.takes_budget():
+        say(f"budget of the adapter: {budget_words(fitted, source.base_config.num_hidden_layers)}")
     say(f"saved {options.out} in {record['seconds']} s")

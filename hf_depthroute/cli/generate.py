@@ -17,6 +17,8 @@ from .errors import CliError
 if TYPE_CHECKING:
     import torch
 
+    from .loading import Source
+
 
 @dataclass(kw_only=True)
 class GenerateOptions:
@@ -24,8 +26,9 @@ class GenerateOptions:
     model: o.BaseModel = None
     config: o.ConfigFile = None
     prompt: Annotated[str | None, "Start of the text. Default: read from stdin."] = None
+    chat_template: o.ChatTemplate = True
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64
-    budget: Annotated[float | None, "Budget in (0, 1]. Default: the adapter's."] = None
+    budget: o.Budget = None
     phases: o.Phases = None
     sample: Annotated[bool, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")] = False
     temperature: Annotated[float, "With --sample."] = 1.0
@@ -48,7 +51,10 @@ class GenerateOptions:
 
 @o.command
 def generate(options: GenerateOptions) -> None:
-    """Continue a prompt. The text goes to stdout; tokens per second and the full ratio to stderr.
+    """Continue a prompt, or answer it. The text goes to stdout; tokens per second and the full ratio to stderr.
+
+    Where the tokenizer has a chat template, the prompt is a user's message and the answer is printed; with
+    --no-chat-template, and without a template, the prompt is printed with what continues it.
 
     With --lossless, stderr tells how much of the draft was accepted, and the speed against plain generation, which runs
     too.
@@ -68,6 +74,7 @@ def generate(options: GenerateOptions) -> None:
     import torch
     import transformers
 
+    from ..data.prompts import PromptError, encode_prompt, has_chat_template
     from ..inference.calibration import set_budget, set_phases
     from ..inference.non_finite import finite_logits
 
@@ -79,13 +86,19 @@ def generate(options: GenerateOptions) -> None:
         layers = f"the model has layers 0 to {depth - 1}; name some of them, not all"
         raise CliError(f"--draft-drop {options.draft_drop}: {layers}")
     tokenizer = source.tokenizer()
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    length = inputs["input_ids"].shape[1]
+    answers = options.chat_template and has_chat_template(tokenizer)
+    try:
+        prompt_ids = encode_prompt(tokenizer, prompt, options.chat_template)
+    except PromptError as error:
+        raise CliError(f"{error}; add --no-chat-template") from error
+    length = len(prompt_ids)
     if length == 0:
         raise CliError("the prompt has no tokens in this model's tokenizer")
     total = length + options.max_new_tokens
     loading.check_length(total, source.base_config, f"prompt of {length} tokens + --max-new-tokens =")
     routed = source.routed(source.base_model())
+    ids = torch.tensor([prompt_ids], device=routed.device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     searched = 0.5 if options.draft_search else None  # one of those that the search tries
     source.check_fitted(routed, [b for b in (options.budget, options.draft_budget, searched) if b is not None])
     if options.budget is not None:
@@ -101,16 +114,18 @@ def generate(options: GenerateOptions) -> None:
     settings |= {"max_new_tokens": options.max_new_tokens, "pad_token_id": pad}
     if options.lossless:
         draft = {"budget": options.draft_budget, "drop": dropped, "num_tokens": options.draft_tokens or 5}
-        ids, report = _lossless(routed, inputs.to(routed.device), None if options.draft_search else draft, settings)
+        ids, report = _lossless(routed, inputs, None if options.draft_search else draft, settings)
     else:
         dense = routed.disable_adapter() if options.full else nullcontext()
         with dense, torch.no_grad(), finite_logits(routed):
             start = time.perf_counter()
-            ids = routed.generate(**inputs.to(routed.device), **settings)
+            ids = routed.generate(**inputs, **settings)
             seconds = time.perf_counter() - start
         new, share = ids.shape[1] - length, 1.0 if options.full else _full_ratio(routed, ids, length)
         report = f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio {share:.3f}"
-    say_content(tokenizer.decode(ids[0], skip_special_tokens=True))
+        if not options.full:
+            report += f" of the routed layers, {_of_all(source, share):.3f} of all {depth}"
+    say_content(tokenizer.decode(ids[0, length if answers else 0 :], skip_special_tokens=True))
     say(report, sys.stderr)
 
 
@@ -124,6 +139,13 @@ def _full_ratio(routed: Any, ids: torch.Tensor, prompt: int) -> float:
             pass
     shares = counter.full_ratio().values()
     return sum(shares) / len(shares)
+
+
+def _of_all(source: Source, share: float) -> float:
+    """The share of all layers that ran in full, from that of the layers that a trace shows."""
+    depth = source.base_config.num_hidden_layers
+    routed = len(source.config.routed_layers(depth))
+    return (share * routed + depth - routed) / depth
 
 
 def _check_budgets(options: GenerateOptions, config: Any) -> None:

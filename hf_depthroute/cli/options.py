@@ -260,6 +260,14 @@ Column = Annotated[str, "Column that holds the text."]
 Streaming = Annotated[bool, typer.Option("--streaming/--no-streaming", help="Read the dataset without downloading it.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Blocks in a batch.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens in a block.")]
-Budgets = Annotated[str, "Fractions of tokens that run full, comma-separated."]
-Budget = Annotated[float | None, "Share of tokens that runs in full, in (0, 1]. Default: the adapter's."]
+Budgets = Annotated[str, "Shares of tokens that run full in the layers with a gate, comma-separated."]
+Budget = Annotated[
+    float | None, "Share of tokens that runs in full in the layers with a gate, in (0, 1]. Default: the adapter's."
+]
 Phases = Annotated[str | None, "What is routed: all, or prefill (prompts only). Default: the adapter's."]
+ChatTemplate = Annotated[
+    bool,
+    typer.Option(
+        "--chat-template/--no-chat-template", help="Put the prompt into the tokenizer's chat template, if any."
+    ),
+]

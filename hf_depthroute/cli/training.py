@@ -114,7 +114,7 @@ def _prepared(options: TrainOptions) -> Run:
     if options.init == "fit":
         if config.selection != "threshold" or ("budget_scope" in given and options.budget_scope != "global"):
             raise CliError("--init fit: all layers share one threshold; leave --selection and --budget-scope out")
-        config_to_fit(depth, _share_of_all_calls(config, depth), config)
+        config_to_fit(depth, config.share_of_all(depth, config.budget), config)
     config.routed_layers(depth)
     loading.check_length(options.length, source.base_config)
     tokenizer = source.tokenizer()
@@ -240,16 +240,10 @@ def _packed_text(options: TrainOptions, tokenizer: Any) -> tuple[Any, list[Any] 
     return packed, loading.to_batches(blocks, options.batch_size, most), held_out
 
 
-def _share_of_all_calls(config: DepthRouteConfig, depth: int) -> float:
-    """The `keep` of `fit_router` that is the budget of the layers in `config`; the other layers run everything."""
-    routed = len(config.routed_layers(depth))
-    return (config.budget * routed + depth - routed) / depth
-
-
 def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
     """The model that `fit_router` makes of `base`; where there is a checkpoint of it, with the layers of that."""
     config, depth = run.source.config, run.source.base_config.num_hidden_layers
-    keep, layers = _share_of_all_calls(config, depth), config.routed_layers(depth)
+    keep, layers = config.share_of_all(depth, config.budget), config.routed_layers(depth)
     if checkpoint is None:
         batches = loading.to_batches(run.blocks, run.options.batch_size, run.options.calibration_blocks)
         try:

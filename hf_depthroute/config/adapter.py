@@ -105,6 +105,16 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
         """The routed layers that are not static, of an injected adapter."""
         return [index for index in cast("list[int]", self.layers) if index not in (self.static_layers or ())]
 
+    def share_of_all(self, depth: int, share: float) -> float:
+        """The share of all `depth` layers' calls that runs in full, if `share` of the gated layers' calls does.
+
+        A budget is a share of the gated layers' calls, the `keep` of `fit_router` one of all layers' calls. Static
+        layers run none of theirs, and layers without routing all.
+        """
+        routed = self.routed_layers(depth)
+        gated = len(set(routed) - set(self.static_layers or ()))
+        return (share * gated + depth - len(routed)) / depth
+
     def takes_budget(self) -> bool:
         """Whether inference follows the budget: there is a gate, and its threshold comes from a quantile table."""
         static = traits_of(self.gate).static

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
 
+from ..base.families import find_layers
+from ..data.prompts import PromptError, encode_prompt, has_chat_template
 from ..inference.calibration import set_budget
 from ..report.pieces import text_pieces
+from ..routing.description import budget_words
 from .writing import Text, write
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ _LEGEND = (
 )
 
 
-def make_page(model: PeftModel, tokenizer: Any, title: str) -> gradio.Blocks:
+def make_page(model: PeftModel, tokenizer: Any, title: str, chat_template: bool = True) -> gradio.Blocks:
     """The page of a routed model, ready for `launch`.
 
     Args:
@@ -40,6 +43,8 @@ def make_page(model: PeftModel, tokenizer: Any, title: str) -> gradio.Blocks:
             its budget.
         tokenizer: The base's.
         title: What the model is called.
+        chat_template: Whether prompts are put into the tokenizer's chat template at first; if it has one, a box on the
+            page turns it on and off.
 
     Raises:
         ImportError: Gradio (the extra `play`) is not installed.
@@ -47,11 +52,16 @@ def make_page(model: PeftModel, tokenizer: Any, title: str) -> gradio.Blocks:
     import gradio
 
     config: Any = model.peft_config[model.active_adapter]
+    depth = len(find_layers(model.get_base_model()))
+    saved, own = config.budget, round(config.budget, 2)
     positions = getattr(model.config, "max_position_embeddings", None)
     free = threading.Lock()  # a run that is stopped is left in the middle of a step, which still ends
 
-    def run(prompt: str, budget: float | None, new_tokens: int) -> Iterator[tuple[str, str, str, str]]:
-        ids = tokenizer(prompt, return_token_type_ids=False)["input_ids"]
+    def run(prompt: str, budget: float | None, new_tokens: int, chat: bool) -> Iterator[tuple[str, str, str, str]]:
+        try:
+            ids = encode_prompt(tokenizer, prompt, chat)
+        except PromptError as error:
+            raise gradio.Error(str(error), print_exception=False) from error
         if not ids:
             raise gradio.Error("The prompt has no tokens; type something.", print_exception=False)
         longest = _MAX_PROMPT if positions is None else min(_MAX_PROMPT, positions - new_tokens)
@@ -60,8 +70,8 @@ def make_page(model: PeftModel, tokenizer: Any, title: str) -> gradio.Blocks:
             raise gradio.Error(why, print_exception=False)
         if budget is not None:
             with free:
-                try:
-                    set_budget(model, budget)
+                try:  # the adapter's own has more digits than the page shows
+                    set_budget(model, saved if budget == own else budget)
                 except ValueError as error:  # thresholds that were never fitted
                     raise gradio.Error(str(error), print_exception=False) from error
         steps = write(model, ids, int(new_tokens))
@@ -79,10 +89,16 @@ def make_page(model: PeftModel, tokenizer: Any, title: str) -> gradio.Blocks:
         with gradio.Row():
             # Nothing to move where a rule decides that knows no budget.
             budget = gradio.Slider(
-                min(0.05, config.budget), 1, value=config.budget, step=0.05, visible=config.takes_budget(),
-                label="Budget: share of tokens that run a layer with a gate in full",
+                min(0.05, own), 1, value=own, step=0.01, visible=config.takes_budget(),
+                label="Budget: share of the tokens that run in full, in layers with a gate",
+                info=f"The adapter's is {budget_words(config, depth)}.",
             )  # fmt: skip
             length = gradio.Slider(1, _MAX_NEW_TOKENS, value=64, step=1, label="New tokens")
+        chat = gradio.Checkbox(
+            chat_template,
+            label="Chat template: the prompt is a message to answer",
+            visible=has_chat_template(tokenizer),
+        )
         with gradio.Row():
             start = gradio.Button("Write", variant="primary")
             stop = gradio.Button("Stop")
@@ -93,7 +109,7 @@ def make_page(model: PeftModel, tokenizer: Any, title: str) -> gradio.Blocks:
                     gradio.HTML(f"<h2>{name}</h2>")
                     columns += [gradio.HTML(elem_id=f"{name.lower()}-facts"), gradio.HTML(elem_id=name.lower())]
         gradio.HTML(f"<p>{_LEGEND}</p>")
-        given = [prompt, budget, length] if config.takes_budget() else [prompt, gradio.State(None), length]
+        given = [prompt, budget if config.takes_budget() else gradio.State(None), length, chat]
         writing = gradio.on(
             [start.click, prompt.submit, budget.release], run, given, columns, concurrency_limit=1,
             trigger_mode="once", show_progress="hidden",

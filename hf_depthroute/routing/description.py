@@ -23,6 +23,16 @@ def routing_summary(config: DepthRouteConfig, gate: str | None = None) -> str:
     return ", ".join(parts if config.phases == "all" else [*parts, f"phases {config.phases}"])
 
 
+def budget_words(config: DepthRouteConfig, depth: int) -> str:
+    """`0.73 of the calls in 19 layers with a gate, which is 0.83 of all 30 layers`; of an injected adapter.
+
+    A budget and the `keep` of `fit_router` are shares of different things, so both are named.
+    """
+    gated = len(config.gated_layers())
+    share = config.share_of_all(depth, config.budget)
+    return f"{config.budget:.3g} of the calls in {gated} layers with a gate, which is {share:.3g} of all {depth} layers"
+
+
 def _orders(config: DepthRouteConfig) -> str:
     shortest, longest = shortest_order(config), config.ngram_order
     return f"{longest}-grams" if shortest == longest else f"{shortest}- to {longest}-grams"

@@ -123,9 +123,9 @@ def _check_installed(engine: str) -> None:
         raise StudyError(f"--engine {engine}: use one of: {', '.join(ENGINES)}")
     for module, package in (("joblib", "joblib"), ("sklearn", "scikit-learn")):
         if importlib.util.find_spec(module) is None:
-            raise StudyError(f"{package} is not installed: pip install 'hf-depthroute[study]'")
+            raise StudyError(f"{package} is not installed: pip install joblib scikit-learn adjustText")
     if engine == "ray" and importlib.util.find_spec("ray") is None:
-        raise StudyError("--engine ray: ray is not installed: pip install 'hf-depthroute[ray]'")
+        raise StudyError("--engine ray: ray is not installed: pip install ray")
 
 
 def _prepare(study: Study, out: Path, jobs: int, engine: str, debug: bool, selected: tuple[Path, ...]) -> Start:

@@ -1,0 +1,40 @@
+"""A prompt as a model reads it: in the tokenizer's chat template, where it has one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..files.shown import reason
+
+
+class PromptError(ValueError):
+    """A prompt cannot be encoded. The message is one line."""
+
+
+def encode_prompt(tokenizer: Any, prompt: str, chat_template: bool = True) -> list[int]:
+    """The token ids of a prompt, `[T]`; as the message of a user that the model is to answer, where that is known.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        prompt: The text; it may have no tokens.
+        chat_template: Put the prompt into the tokenizer's chat template, if it has one. Models that were tuned to
+            answer expect it; without it they often end the text at once.
+
+    Raises:
+        PromptError: The template cannot be rendered with one message of a user.
+    """
+    if not (chat_template and has_chat_template(tokenizer)):
+        return list(tokenizer(prompt, return_token_type_ids=False)["input_ids"])
+    import jinja2
+
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        raise PromptError(f"the tokenizer's chat template does not take one message: {reason(error)}") from error
+    return list(encoded["input_ids"])
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether `encode_prompt` has a template to put a prompt into."""
+    return bool(getattr(tokenizer, "chat_template", None))
