@@ -114,7 +114,7 @@ def fit_router(
         warnings.warn(
             f"fit_router: {tokens:,} tokens to fit on are few: on 3,000 a router lost twice to five times what it lost "
             f"on 16,000; give it more than {_ENOUGH:,}",
-            stacklevel=2,
+            stacklevel=3,  # past `restoring`
         )
     routed = get_depth_routed_model(model, config)
     every_token = max(_RATE_TOKENS, tokens // len(find_layers(routed)))  # one pass of the text for all layers
