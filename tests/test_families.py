@@ -20,8 +20,6 @@ from transformers import (
     CwmForCausalLM,
     FalconConfig,
     FalconForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -220,15 +218,6 @@ def test_gpt2_projects_the_chosen_queries_only(monkeypatch: pytest.MonkeyPatch) 
     chosen = sum(int(record.mask.sum()) for record in trace.values())
     assert seen == {"q": chosen, "kv": 2 * 3 * ids.numel()}
     assert 0 < chosen < 3 * ids.numel()
-
-
-def test_a_multimodal_model_is_refused_with_advice() -> None:
-    """Gemma 3 with an image encoder: its text model alone is supported, and the message says so."""
-    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision))
-    with pytest.raises(UnsupportedModelError, match="its text model 'gemma3_text' is: load that alone"):
-        get_depth_routed_model(model, DepthRouteConfig())
 
 
 def test_bidirectional_attention_is_refused() -> None:

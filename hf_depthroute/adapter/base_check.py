@@ -22,7 +22,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import safe_open
 from torch import nn
 
-from ..base.families import find_decoder, find_family
+from ..base.families import find_decoder, find_family, text_config
 from .files import AdapterMismatchError
 
 SAMPLED = "sampled_weights"
@@ -51,7 +51,7 @@ def describe_base(model: Any, files: Iterable[Path] | None = None, vocabulary: i
     With safetensors `files`, the weights are read there: `model` may be on the meta device. With `vocabulary`, the
     embeddings are sampled where a model with that many rows has them sampled.
     """
-    config = model.config
+    config = text_config(model.config)
     read = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
     sampled = sampled_weights(model, vocabulary) if files is None else stored_weights(model, files, vocabulary)
     return {**{name: read(name) for name in _SIZES}, SAMPLED: sampled}

@@ -213,12 +213,9 @@ def row_of(config: Any) -> Family:
     read = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
     model_type = None if config is None else read("model_type")
     if model_type not in FAMILIES:
-        text = getattr(read("text_config"), "model_type", None) if config is not None else None
-        if text in FAMILIES:
-            raise UnsupportedModelError(
-                f"model type {model_type!r} is not supported, but its text model {text!r} is: load that alone, "
-                "with its own ForCausalLM class"
-            )
+        text = read("text_config") if config is not None else None
+        if getattr(text, "model_type", None) in FAMILIES:  # a model of images and text: its language model is routed
+            return row_of(text)
         supported = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"model type {model_type!r} is not supported; supported families: {supported}")
     for only, field, reason in REFUSED:
@@ -229,6 +226,11 @@ def row_of(config: Any) -> Family:
         if all(read(name) == value for name, value in fields.items()):
             return replace(row, **changes)
     return row
+
+
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes the language model; all of it, but for models of images and text."""
+    return config if isinstance(config, dict) else getattr(config, "text_config", None) or config
 
 
 def find_family(model: nn.Module) -> Family:
@@ -248,6 +250,8 @@ def find_decoder(model: nn.Module, family: Family) -> nn.Module:
     """
     lists = [(m, getattr(m, family.layers, None)) for m in model.modules()]
     found = [m for m, each in lists if isinstance(each, nn.ModuleList) and each and hasattr(each[0], family.ffn)]
+    if len(found) > 1:  # of a model of images and text: not the encoder's
+        found = [m for m in found if getattr(getattr(m, "config", None), "model_type", None) in FAMILIES]
     if len(found) != 1:
         raise UnsupportedModelError(
             f"{type(model).__name__}: expected one stack of decoder layers named {family.layers!r}, found {len(found)}"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .families import find_decoder, find_family
+from .families import find_decoder, find_family, text_config
 
 _LOGITS = 2**25  # elements of the logits that exist at one time: 128 MiB in float32
 
@@ -48,7 +48,7 @@ class ReadOut:
 
     @property
     def vocabulary(self) -> int:
-        return int(self._model.config.vocab_size)
+        return int(text_config(self._model.config).vocab_size)
 
     def __call__(self, stream: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.norm(stream))
@@ -109,5 +109,5 @@ def predicting(labels_BT: torch.Tensor, token_mask_BT: torch.Tensor | None) -> t
 def logit_change(model: nn.Module) -> tuple[str, float] | None:
     """The model's change to its LM head's output, `("multiply" | "divide" | "softcap", value)`, or None."""
     row = find_family(model).logits
-    value = None if row is None else getattr(model.config, row[1], None)
+    value = None if row is None else getattr(text_config(model.config), row[1], None)
     return None if row is None or value is None else (row[0], float(value))

@@ -35,7 +35,7 @@ def load_config(model: str) -> Any:
     """The base model's configuration; small, and enough to refuse an unsupported model before its weights load."""
     import transformers
 
-    from ..base.families import UnsupportedModelError, row_of
+    from ..base.families import UnsupportedModelError, row_of, text_config
 
     if (Path(model) / "adapter_config.json").is_file():
         raise CliError(f"model {model}: is an adapter, not a model; pass it as --adapter")
@@ -48,6 +48,10 @@ def load_config(model: str) -> Any:
         row_of(config)
     except UnsupportedModelError as error:
         raise CliError(f"model {model}: {error}") from None
+    if text_config(config) is not config:
+        raise CliError(
+            f"model {model}: {config.model_type!r} reads images too; route it in Python, the commands do text"
+        )
     return config
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import registration as registration
-from ..base.families import row_of
+from ..base.families import row_of, text_config
 from ..config.adapter import DepthRouteConfig
 from ..config.rules import ConfigError
 from ..execution.sites import SITES, FFNSite
@@ -81,6 +81,8 @@ def check_base_config(config: Any) -> None:
         ConfigError: It is a mixture of experts, its logits are not those of vLLM, or vLLM cannot build it.
     """
     family = row_of(config)
+    if text_config(config) is not config:
+        _refuse("base", config.model_type, "a model that reads images too was not tried")
     if config.model_type in _BASES:
         _refuse("base", config.model_type, _BASES[config.model_type])
     names = ("num_experts", "num_local_experts", "n_routed_experts")

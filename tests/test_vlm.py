@@ -1,0 +1,95 @@
+"""The language model of a model of images and text is routed: with images, padding, saved and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import make_consequential, randomised
+from peft import PeftModel
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
+
+from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, set_budget
+
+IMAGE = 60
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION |= {"image_size": 14, "patch_size": 7}
+
+
+def vlm(name: str, seed: int = 0) -> Any:
+    if name == "gemma3":
+        tokens = {"mm_tokens_per_image": 4, "image_token_index": IMAGE, "boi_token_index": 61, "eoi_token_index": 62}
+        config = Gemma3Config(text_config={**TEXT, "sliding_window": 8}, vision_config=VISION, **tokens)
+        return randomised(Gemma3ForConditionalGeneration(config), "sdpa", torch.float32, seed)
+    vision = {"model_type": "clip_vision_model", "projection_dim": 16, **VISION}
+    text = {"model_type": "llama", **TEXT}
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE, image_seq_length=4)
+    return randomised(LlavaForConditionalGeneration(config), "sdpa", torch.float32, seed)
+
+
+def inputs(padding: int = 0) -> dict[str, torch.Tensor]:
+    """Two rows of text with an image in each; `padding` tokens in front."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 50, (2, 12), generator=generator)
+    ids[:, 3:7] = IMAGE
+    pixels = torch.randn(2, 3, 14, 14, generator=generator)
+    ids = torch.cat([ids.new_zeros(2, padding), ids], dim=1)
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels, "token_type_ids": (ids == IMAGE).long()}
+
+
+def given(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
+    found = inputs(padding)
+    return found if name == "gemma3" else {key: value for key, value in found.items() if key != "token_type_ids"}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava"])
+def test_the_language_model_of_a_vlm_is_routed_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    base = vlm(name)
+    with torch.no_grad():
+        dense = base(**given(name)).logits
+    model = get_depth_routed_model(base, DepthRouteConfig(layers=[1, 2, 3])).eval()
+    make_consequential(model)
+    assert not any("vision" in key for key, parameter in model.named_parameters() if parameter.requires_grad)
+    calibrate(model, {"input_ids": torch.randint(3, 50, (8, 16), generator=torch.Generator().manual_seed(1))})
+    with torch.no_grad(), record_routes(model) as trace:
+        expected = model(**given(name)).logits
+    assert not torch.equal(expected, dense)
+    assert any(not record.mask.all() for record in trace.values())
+    with torch.no_grad():
+        padded = model(**given(name, padding=3)).logits[:, 3:]
+        assert torch.allclose(padded, expected, atol=1e-4)
+        with model.disable_adapter():
+            assert torch.equal(model(**given(name)).logits, dense)
+    text = model.generate(**given(name), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(vlm(name), tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(**given(name)).logits, expected)
+    assert torch.equal(loaded.generate(**given(name), max_new_tokens=6, do_sample=False, eos_token_id=None), text)
+    set_budget(loaded, 1.0)
+    with torch.no_grad():
+        assert torch.equal(loaded(**given(name)).logits, dense)
+    with pytest.raises(ValueError, match="made for another base"):
+        PeftModel.from_pretrained(vlm(name, seed=5), tmp_path)
