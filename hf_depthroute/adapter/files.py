@@ -131,7 +131,7 @@ def read_tensors(path: Path, config: Mapping[str, Any]) -> dict[str, torch.Tenso
         # Copies: what is checked is what is used, even if the file is written to meanwhile.
         tensors = {name: file.get_tensor(name).clone() for name in header}
     if fault := first_fault(tensors.items()):
-        _check_hash(path, tensors, config)  # whoever saved it did not save that
+        _check_hash(path, tensors, config)  # not the tensors that were saved
         raise AdapterMismatchError(f"{path}: {fault}; train it again")
     return tensors
 

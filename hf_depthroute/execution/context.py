@@ -15,13 +15,13 @@ from torch import Tensor, nn
 CONTEXT = "depth_route_context"  # the keyword that carries it to the layers
 
 # From a layer, its input `[B, 1, d]`, its keyword arguments and, for a memory, the new tokens' n-grams to its output;
-# None where the general pass has to run.
+# None if the general pass has to run.
 Step = Callable[[nn.Module, Tensor, dict[str, Any], Tensor | None], Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardContext:
-    """What only the stack knows, or what layers tell later ones, of one forward pass. Passes never share one.
+    """Data of one forward pass: from the stack to its layers, and from layers to later ones. Passes never share one.
 
     Attributes:
         token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
@@ -38,7 +38,7 @@ class ForwardContext:
     kept: dict[int, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device | str | int, **kwargs: Any) -> ForwardContext:
-        """Its tensors on `device`; accelerate asks for it in front of a layer that is elsewhere."""
+        """Its tensors on `device`; accelerate asks for it before a layer that is elsewhere."""
         return self.each(lambda x: x.to(device, **kwargs))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> ForwardContext:

@@ -18,15 +18,15 @@ from ..routing.plan import RoutePlan
 
 
 class Prepared(NamedTuple):
-    """What a layer's steps compute with, made from weights and the stream's dtype, and never changed.
+    """Constants of a layer's steps, made from its weights in the stream's dtype; never changed.
 
     Attributes:
-        dtype: Of the stream.
-        folds: What of the base's norm is in `joint`.
-        joint: Gate and branch as one; None where they do not join.
-        score: From `[B, 1, d]` to `[B]`; None with `joint`.
-        branch: From `[B, 1, d]` to the update; None without a branch, and with `joint`.
-        recall: From the new tokens' n-grams to the memory's update; None without a memory.
+        dtype: The stream's dtype.
+        folds: The state of the base's norm that is folded into `joint`.
+        joint: Gate and branch as one; None if they do not join.
+        score: The gate, `[B, 1, d]` to `[B]`; None with `joint`.
+        branch: The branch, `[B, 1, d]` to the update; None without a branch, and with `joint`.
+        recall: The memory, new tokens' n-grams to the update; None without a memory.
     """
 
     dtype: torch.dtype
@@ -67,11 +67,11 @@ class StepWeights:
         self._prepared: Prepared | None = None  # known at the first step
 
     def usable(self) -> bool:
-        """Whether the weights are plain, still those of the start, and nobody watches the adapter's modules."""
+        """Whether the weights are plain, still those of the start, and no hook watches the adapter's modules."""
         return self._plain and not any(self._hooks) and self._stamp is not None and self._stamp == stamp(*self._weights)
 
     def prepared(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> Prepared:
-        """For a stream of `dtype` and, where `folds` is not None, the base's norm in front of gate and branch."""
+        """For a stream of `dtype` and, where `folds` is not None, the base's norm before gate and branch."""
         held = self._prepared  # read once: another thread may put another one there
         if held is None or held.dtype is not dtype or held.folds != folds:
             held = self._prepared = self._prepare(dtype, norm, folds)

@@ -1,4 +1,4 @@
-"""What of the routers calibration, evaluation and fits change, and how it comes back, whatever ends them."""
+"""Snapshots of the router state that calibration, evaluation and fits change; it is restored however they end."""
 
 from __future__ import annotations
 

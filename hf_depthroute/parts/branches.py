@@ -28,7 +28,7 @@ class TransientCache(dict[Any, Any]):
 
 
 def stamp(*tensors: torch.Tensor | None) -> tuple[tuple[int, int], ...] | None:
-    """Changes with a write that PyTorch counts; None where nothing may be kept.
+    """Changes with a write that PyTorch counts; None if nothing may be kept.
 
     A write through `tensor.data`, by NumPy or by a fused optimizer is not counted. So what is kept serves one prompt
     and its generation (`Routing.forget_prepared`). Graphs of a compiler and captured ones read long after: they keep

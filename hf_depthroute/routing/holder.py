@@ -242,12 +242,12 @@ class Routing(nn.Module, BaseTunerLayer):
         return mask, probs
 
     def _before(self, plan: RoutePlan) -> torch.Tensor | None:
-        """Bool `[B, T]`: who had not left early before this layer; None if nobody could have."""
+        """Bool `[B, T]`: tokens that had not left early before this layer; None if none could have."""
         assert plan.kept is not None
         layer: Routing = self
         while before := layer._previous.get(plan.adapter):
             layer = before[0]
-            if layer.layer_index in plan.kept:  # else it ran in full, and nobody left there
+            if layer.layer_index in plan.kept:  # else it ran in full, and no token left there
                 return plan.kept[layer.layer_index]
         return None
 

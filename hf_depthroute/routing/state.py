@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the forward passes of one thread are told.
+    """Settings of the forward passes of one thread.
 
     Attributes:
         layers: Indices of the layers that may be routed, the others run as the base does; None for all. Empty: the

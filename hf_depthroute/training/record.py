@@ -103,7 +103,7 @@ def training_record(args: Any, state: Any, model: nn.Module, dataset: Any, secon
 def known(fact: Callable[[], Any]) -> Any:
     """The result of `fact`, or None if it raises: no training stops for a line of the model card.
 
-    Datasets are anybody's code. A stream may have a `__len__` that raises, such as torch's `ChainDataset` over streams.
+    A dataset may run any code. A stream may have a `__len__` that raises, such as torch's `ChainDataset` over streams.
     """
     try:
         return fact()
