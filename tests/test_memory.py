@@ -702,7 +702,7 @@ TABLE = "base_model.model.model.layers.1.routing.depth_route_memory.table"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no table": (damaged(lambda t: t.pop(TABLE)), "missing|hash"),
     "a table of integers": (damaged(lambda t: t.update({TABLE: t[TABLE].long()})), "dtype"),
-    "a table with NaN": (damaged(lambda t: t[TABLE].fill_(float("nan"))), "not finite"),
+    "a table with NaN": (damaged(lambda t: t[TABLE].fill_(float("nan"))), "not finite|hash"),
     "other slots": (damaged(lambda t: t[TABLE].mul_(2)), "hash"),
     "a second table": (damaged(lambda t: t.update({TABLE + "s": t[TABLE].clone()})), "unexpected|hash"),
 }

@@ -458,7 +458,7 @@ def test_the_scheduled_budget_is_the_target_of_the_budget_loss(tmp_path: Path) -
     fresh = build_routed("llama").train()
     for holder in routings(fresh):
         holder.state.scheduled_budget = 0.9
-    with torch.no_grad(), record_routes(fresh) as trace:
+    with record_routes(fresh) as trace:
         fresh(**stacked(examples))
     expected = (mean_probability(trace) - 0.9).square().mean().item()
     assert step_logs(trainer)[0]["loss_budget"] == pytest.approx(expected, abs=1e-6)

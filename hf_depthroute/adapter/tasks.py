@@ -61,8 +61,9 @@ def for_task(model: nn.Module, config: DepthRouteConfig) -> DepthRouteConfig:
 
 
 def make_for_task(make: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
-    """`peft.get_peft_model`, here `make`, for a configuration that leaves the task to the model."""
+    """`peft.get_peft_model`, here `make`, for a configuration that leaves the task to the model; it stays as it is."""
     if isinstance(peft_config, DepthRouteConfig) and peft_config.task_type is None:
+        peft_config = copy.copy(peft_config)
         peft_config.task_type = task_of(model)
     return make(model, peft_config, *args, **kwargs)
 

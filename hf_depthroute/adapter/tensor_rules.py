@@ -81,7 +81,7 @@ def _fault_of_memory(header: Mapping[str, Entry], config: Mapping[str, Any], rou
         return "the config does not list its layers, so their tables cannot be compared; save the adapter again"
     have = {int(own[1]) for name in header if name.endswith(_TABLE) and (own := _OWN_NAME.fullmatch(name))}
     missing = sorted(routed - have, key=str)
-    return f"the table of layer {missing[0]} is missing; copy both files again" if missing else None
+    return f"memory.table of layer {missing[0]} is missing; copy both files again" if missing else None
 
 
 def fault_of_values(name: str, value: torch.Tensor) -> str | None:
