@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import reprlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -23,12 +23,39 @@ from safetensors import safe_open
 from torch import nn
 
 from ..base.families import find_decoder, find_family, text_config
+from ..base.gguf import gguf_file_of
 from .files import AdapterMismatchError
 
 SAMPLED = "sampled_weights"
+GGUF_FILE = "gguf_file"  # its name, in the description of a base that was loaded from one
 _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # quantised weights are left out
+_NEAR = 0.5  # median relative difference of a quantised copy (about 0.1 in 4 bits); of another model, about 1
 _allowed: ContextVar[bool] = ContextVar("allow_base_mismatch", default=False)
+
+
+class BaseDiffersWarning(UserWarning):
+    """The base is not quite the one that the adapter was made with, and is near enough to load."""
+
+
+@contextmanager
+def base_remarks(say: Callable[[str], None]) -> Iterator[None]:
+    """Hand each `BaseDiffersWarning` of the block to `say` at its end, once; other warnings go where they went."""
+    remarks: dict[str, None] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", BaseDiffersWarning)
+        show = warnings.showwarning
+
+        def keep(message: Any, category: Any, *where: Any, **how: Any) -> None:
+            if category is BaseDiffersWarning:
+                remarks[str(message)] = None
+            else:
+                show(message, category, *where, **how)
+
+        warnings.showwarning = keep
+        yield
+    for remark in remarks:
+        say(remark)
 
 
 @contextmanager
@@ -54,7 +81,9 @@ def describe_base(model: Any, files: Iterable[Path] | None = None, vocabulary: i
     config = text_config(model.config)
     read = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
     sampled = sampled_weights(model, vocabulary) if files is None else stored_weights(model, files, vocabulary)
-    return {**{name: read(name) for name in _SIZES}, SAMPLED: sampled}
+    file = gguf_file_of(config)
+    described = {name: read(name) for name in _SIZES} | ({} if file is None else {GGUF_FILE: file})
+    return {**described, SAMPLED: sampled}
 
 
 def remember_base(model: Any, config: Any) -> None:
@@ -79,7 +108,7 @@ def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None 
     here = describe_base(model, files, vocabulary if resized else None)
     resized = resized and here["vocab_size"] != vocabulary
     for key, value in wanted.items():
-        if key == SAMPLED or (key == "vocab_size" and (resized or _allowed.get())):
+        if key in (SAMPLED, GGUF_FILE) or (key == "vocab_size" and (resized or _allowed.get())):
             continue
         if key not in here or here[key] != value:
             raise AdapterMismatchError(
@@ -103,16 +132,27 @@ def check_base(model: Any, wanted: dict[str, Any], files: Iterable[Path] | None 
             "is it quantised, or saved in another form?"
         )
     differing = [name for name in common if not _alike(expected[name], here[SAMPLED][name])]
-    if differing:
+    off = _distance([(expected[name], here[SAMPLED][name]) for name in common])
+    files_named = [str(base[GGUF_FILE])[:64] for base in (wanted, here) if GGUF_FILE in base]
+    if differing and files_named and off < _NEAR:
+        warnings.warn(
+            f"this base's weights are off by {off:.1%} (median of {len(common)} samples) from those that the adapter "
+            f"was made with, as those of a quantised copy are ({', '.join(files_named)}): it loads, but may lose more",
+            BaseDiffersWarning,
+            stacklevel=2,
+        )
+    elif differing:
         raise AdapterMismatchError(
             f"this adapter was made for another base model: {len(differing)} of {len(common)} sampled weights differ, "
-            f"such as {differing[0]}; load its own base (a copy that was fine-tuned, or quantised and dequantised, is "
-            "another one), or accept this one with hf_depthroute.allow_base_mismatch()"
+            f"such as {differing[0]}, by {off:.0%} (median of all); load its own base (a copy that was fine-tuned, or "
+            "quantised to another form than GGUF, is another one), or accept this one with "
+            "hf_depthroute.allow_base_mismatch()"
         )
     if resized:
         warnings.warn(
             f"this adapter was made with vocab_size {vocabulary}, this model has {here['vocab_size']}; its routers do "
             "not depend on the vocabulary, so it loads",
+            BaseDiffersWarning,
             stacklevel=2,
         )
 
@@ -194,6 +234,12 @@ def _base_weights(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Para
         yield from module.named_parameters(prefix, recurse=False)
         for name, child in module.named_children():
             yield from _base_weights(f"{prefix}.{name}", child)
+
+
+def _distance(pairs: Sequence[tuple[Any, float]]) -> float:
+    """The median of `|a - b| / max(|a|, |b|)`: 0 for equal weights, about 1 for unrelated ones."""
+    off = [abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if isinstance(a, float) and (a or b)]
+    return float(np.median(off)) if off else 1.0
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -27,6 +27,7 @@ class BenchOptions:
     context: typer.Context
     adapter: o.AnyAdapter = None
     model: o.BaseModel = None
+    gguf_file: o.GgufFile = None
     shape: Annotated[
         str | None,
         "Random weights of this shape instead: qwen2.5-0.5b, llama-3.2-1b, llama-3-8b, olmoe-1b-7b, embedded or "

@@ -34,6 +34,7 @@ class EvalOptions:
         str | None, "lm-eval tasks or groups instead, comma-separated, such as piqa,depthroute_router_tuning."
     ] = None
     model: o.BaseModel = None
+    gguf_file: o.GgufFile = None
     config: o.ConfigFile = None
     dataset_name: o.DatasetName = None
     split: Annotated[str, "Split to evaluate on."] = "train"

@@ -23,6 +23,7 @@ class FitOptions:
     model: Annotated[str, "Hub id or folder of the base model."]
     dataset: o.Dataset
     out: Annotated[Path, typer.Option(help="Folder for the adapter.")]
+    gguf_file: o.GgufFile = None
     config: o.ConfigFile = None
     keep: Annotated[float, "Share of all calls of the target in the whole model that run in full, in (0, 1)."] = 0.5
     target: Annotated[str, "What an easy token skips: ffn, attention or block."] = "ffn"
@@ -84,7 +85,7 @@ def fit(options: FitOptions) -> None:
     loading.check_dtype(options.dtype, loading.DTYPES)
     # One of several under accelerate launch: each with a GPU of its own, or all on processors.
     process = PartialState(cpu=not torch.cuda.is_available())
-    source = loading.Source(options, config, *loading.find_base("", config, options.model))
+    source = loading.Source(options, config, *loading.find_base("", config, options.model, options.gguf_file))
     loading.check_length(options.length, source.base_config)
     tokenizer = source.tokenizer()
     packed = pack(loading.read_text(options, options.split), tokenizer, options.length, verbose=options.debug)

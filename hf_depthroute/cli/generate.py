@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class GenerateOptions:
     adapter: o.Adapter = ""
     model: o.BaseModel = None
+    gguf_file: o.GgufFile = None
     config: o.ConfigFile = None
     prompt: Annotated[str | None, "Start of the text. Default: read from stdin."] = None
     chat_template: o.ChatTemplate = True

@@ -19,6 +19,7 @@ from .. import registration as registration
 from ..files.remote_code import code_repositories, refused_code, trusts_remote_code
 from ..files.shown import reason, say
 from .errors import ADAPTER, USAGE, CliError
+from .gguf import find_gguf_file
 from .output import restore_hidden
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def load_config(model: str) -> Any:
+def load_config(model: str, gguf_file: str | None = None) -> Any:
     """The base model's configuration; small, and enough to refuse an unsupported model before its weights load."""
     import transformers
 
@@ -43,7 +44,8 @@ def load_config(model: str) -> Any:
         if trusts_remote_code():
             names = ", ".join(code_repositories(model))
             say(f"--trust-remote-code: code of {names} may run", sys.stderr)
-        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trusts_remote_code())
+        how = {} if gguf_file is None else {"gguf_file": gguf_file}
+        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trusts_remote_code(), **how)
     try:
         row_of(config)
     except UnsupportedModelError as error:
@@ -80,15 +82,18 @@ def load_adapter_config(adapter: str) -> DepthRouteConfig:
     return config
 
 
-def find_base(adapter: str, config: DepthRouteConfig, model: str | None) -> tuple[str, Any]:
-    """Where the base model is, `--model` or what the adapter was trained on, and the base's configuration."""
+def find_base(
+    adapter: str, config: DepthRouteConfig, model: str | None, gguf_file: str | None = None
+) -> tuple[str, Any, str | None]:
+    """The place of the base model, `--model` or the adapter's own; its configuration; its GGUF file, if it is one."""
     from ..files.hub import HubError
 
     base = model or config.base_model_name_or_path
     if not base:
         raise CliError(f"adapter {adapter}: it does not name its base model; pass --model")
+    file = find_gguf_file(model, gguf_file, config)
     try:
-        return base, load_config(base)
+        return base, load_config(base, file), file
     except (CliError, HubError) as error:
         if model is not None or refused_code(error, base) is not None:
             raise
@@ -145,6 +150,7 @@ class Source:
     config: DepthRouteConfig
     base: str
     base_config: Any
+    gguf_file: str | None = None
 
     def origin(self, routed: Any) -> dict[str, Any]:
         """A result's description of adapter and base; it says if the adapter `routed` was made for another base."""
@@ -164,7 +170,9 @@ class Source:
 
         what, size = f"tokenizer of {self.base}", self.base_config.vocab_size
         with explained(what, self.base):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self.base, trust_remote_code=trusts_remote_code())
+            how = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+            trust = trusts_remote_code()
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.base, trust_remote_code=trust, **how)
         if len(tokenizer) == 0:
             raise CliError(f"{what}: it is empty; are tokenizer.json and tokenizer_config.json there?")
         highest = max(tokenizer.get_vocab().values())
@@ -185,22 +193,28 @@ class Source:
         import torch
         import transformers
 
+        from ..base.gguf import load_dequantised
+
         dtype = self.options.dtype
         how: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
-        trust = trusts_remote_code()
+        how["trust_remote_code"] = trusts_remote_code()
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
         with explained(f"model {self.base}", self.base):
-            base: Any = transformers.AutoModelForCausalLM.from_pretrained(self.base, trust_remote_code=trust, **how)
+            if self.gguf_file is None:
+                base = load(self.base, **how)
+            else:
+                base = load_dequantised(load, self.base, self.gguf_file, **how)
         return base.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
     def routed(self, base: Any, is_trainable: bool = False) -> PeftModel:
         """`base` with the adapter on it, in eval mode."""
         import peft
 
-        from ..adapter.base_check import allow_base_mismatch
+        from ..adapter.base_check import allow_base_mismatch, base_remarks
 
         adapter = self.options.adapter
         mismatch = allow_base_mismatch() if getattr(self.options, "allow_base_mismatch", False) else nullcontext()
-        with explained(f"adapter {adapter}", adapter, code=ADAPTER), mismatch:
+        with explained(f"adapter {adapter}", adapter, code=ADAPTER), mismatch, base_remarks(_say_note):
             return peft.PeftModel.from_pretrained(base, adapter, is_trainable=is_trainable).eval()
 
     def check_fitted(self, routed: PeftModel, budgets: Sequence[float]) -> None:
@@ -216,7 +230,13 @@ def find_source(options: Any) -> Source:
     """As `load_adapter_config` and `find_base`."""
     check_dtype(options.dtype, DTYPES)
     config = load_adapter_config(options.adapter)
-    return Source(options, config, *find_base(options.adapter, config, options.model))
+    return Source(
+        options, config, *find_base(options.adapter, config, options.model, getattr(options, "gguf_file", None))
+    )
+
+
+def _say_note(remark: str) -> None:
+    say(f"note: {remark}", sys.stderr)
 
 
 def read_text(options: Any, split: str, other: str | None = None) -> Any:

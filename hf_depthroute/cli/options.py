@@ -243,6 +243,9 @@ ConfigFile = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show warnings, and the traceback of an error.")]
 Dtype = Annotated[str, "auto (as stored), float32, bfloat16 or float16."]
 BaseModel = Annotated[str | None, "Hub id or folder of the base model. Default: the adapter's."]
+GgufFile = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The base is this GGUF file in --model. Default: the adapter's.")
+]
 AllowBaseMismatch = Annotated[bool, "Load the adapter onto a base of its shape with other weights."]
 TrustRemoteCode = Annotated[
     bool,

@@ -18,6 +18,7 @@ from .errors import CliError
 class PlayOptions:
     adapter: o.Adapter = ""
     model: o.BaseModel = None
+    gguf_file: o.GgufFile = None
     phases: o.Phases = None
     chat_template: o.ChatTemplate = True
     host: Annotated[str, "Address to listen on; 0.0.0.0 lets others in."] = "127.0.0.1"

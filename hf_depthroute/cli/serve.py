@@ -75,7 +75,9 @@ def serve(options: ServeOptions) -> None:
     adapter, trusted = options.adapter, options.trust_remote_code
     config = loading.load_adapter_config(adapter)
     changed = loading.changed_fields(config, options.budget, options.phases)
-    base, base_config = loading.find_base(adapter, config, options.model)
+    base, base_config, gguf_file = loading.find_base(adapter, config, options.model)
+    if gguf_file is not None:
+        raise CliError(f"model {base}: serve reads no GGUF file; save {gguf_file} as safetensors, and pass --model")
     positions = getattr(base_config, "max_position_embeddings", None)
     limits = Limits(options.max_prompt_tokens, options.max_output_tokens, options.max_requests, positions)
     name = loading.served_name(adapter)

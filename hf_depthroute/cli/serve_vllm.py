@@ -118,7 +118,9 @@ def vllm_words(options: Any, others: list[str]) -> list[str]:
     config = loading.load_adapter_config(options.adapter)
     check_adapter(config)
     changed = loading.changed_fields(config, options.budget, options.phases)
-    base, base_config = loading.find_base(options.adapter, config, options.model)
+    base, base_config, gguf_file = loading.find_base(options.adapter, config, options.model)
+    if gguf_file is not None:
+        raise CliError(f"model {base}: vLLM routes no GGUF file; save {gguf_file} as safetensors and pass --model")
     check_base_config(base_config)
     folder = loading.folder_of("adapter", options.adapter, loading.ADAPTER_FILES).resolve()
     base = str(Path(base).resolve()) if Path(base).is_dir() else base

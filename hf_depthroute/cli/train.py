@@ -35,6 +35,7 @@ class RunOptions:
     preset: Annotated[str | None, "A published method, such as router-tuning; options given with it override it."] = (
         None
     )
+    gguf_file: o.GgufFile = None
     config: o.ConfigFile = None
     dataset_name: o.DatasetName = None
     split: Annotated[str, "Split to train on."] = "train"

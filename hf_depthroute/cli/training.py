@@ -109,7 +109,9 @@ def _prepared(options: TrainOptions) -> Run:
     if not 0 < options.lr < float("inf"):
         raise CliError(f"--lr {options.lr}: must be a finite number above 0")
     arguments = _training_arguments(options, training_values)
-    source = loading.Source(options, config, *loading.find_base(options.adapter or "", config, options.model))
+    source = loading.Source(
+        options, config, *loading.find_base(options.adapter or "", config, options.model, options.gguf_file)
+    )
     depth = source.base_config.num_hidden_layers
     if options.init == "fit":
         if config.selection != "threshold" or ("budget_scope" in given and options.budget_scope != "global"):

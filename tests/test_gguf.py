@@ -1,0 +1,102 @@
+"""Bases from GGUF files: an adapter remembers the file, and fits the base that the file was made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from command_line import run
+from models import build_base, routed
+from peft import PeftModel
+from text_models import save_base
+
+from hf_depthroute.adapter.base_check import BaseDiffersWarning
+from hf_depthroute.adapter.files import AdapterMismatchError
+
+GgufConfig = getattr(transformers, "GgufConfig", None)
+pytestmark = pytest.mark.skipif(GgufConfig is None, reason="this transformers does not say what a GGUF base is")
+
+
+def as_from_gguf(model: Any, levels: int = 15) -> Any:
+    """The model as loaded from a file of few bits: blocks of 32 weights take one of 16 values, and plain numbers."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:  # norms stay as they are
+                blocks = weight.reshape(-1, 32)
+                low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+                step = ((high - low) / levels).clamp(min=1e-8)
+                weight.copy_((low + ((blocks - low) / step).round() * step).reshape(weight.shape))
+    model.config.quantization_config = GgufConfig(gguf_file="/somewhere/tiny.Q4_1.gguf")
+    return model
+
+
+def test_an_adapter_remembers_the_name_of_the_file(tmp_path: Path) -> None:
+    routed(as_from_gguf(build_base("llama"))).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["base_architecture"]["gguf_file"] == "tiny.Q4_1.gguf"
+    assert "somewhere" not in json.dumps(saved)
+    assert "gguf_file tiny.Q4_1.gguf" in run("doctor", tmp_path).out
+    assert (tmp_path / "README.md").read_text().count('gguf_file="tiny.Q4_1.gguf"') == 2  # of tokenizer and model
+
+
+@pytest.mark.parametrize("made_on_gguf", [True, False])
+def test_an_adapter_of_one_loads_on_the_other_and_says_how_far_they_are_apart(
+    made_on_gguf: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    gguf, original = as_from_gguf(build_base("llama")), build_base("llama")
+    made_on, other = (gguf, original) if made_on_gguf else (original, gguf)
+    routed(made_on).save_pretrained(tmp_path)
+    with pytest.warns(BaseDiffersWarning, match=r"off by \d+\.\d% \(median of \d+ samples\).*tiny\.Q4_1\.gguf"):
+        PeftModel.from_pretrained(other, tmp_path)
+
+
+def test_another_model_is_refused_however_it_was_loaded(tmp_path: Path) -> None:
+    routed(as_from_gguf(build_base("llama"))).save_pretrained(tmp_path)
+    torch.manual_seed(99)
+    stranger = transformers.LlamaForCausalLM(build_base("llama").config)
+    with pytest.raises(AdapterMismatchError, match=r"another base model: \d+ of \d+ .*, by \d+% \(median of all\)"):
+        PeftModel.from_pretrained(as_from_gguf(stranger), tmp_path)
+
+
+def test_a_copy_that_is_no_gguf_file_is_another_base(tmp_path: Path) -> None:
+    routed(build_base("llama")).save_pretrained(tmp_path)
+    other = as_from_gguf(build_base("llama"))
+    other.config.quantization_config = None
+    with pytest.raises(AdapterMismatchError, match="another base model"):
+        PeftModel.from_pretrained(other, tmp_path)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder that holds nothing but a GGUF file, and an adapter."""
+    save_base(tmp_path / "base")
+    routed(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "tiny.gguf").write_bytes(b"GGUF")
+    return tmp_path / "files", tmp_path / "adapter"
+
+
+def test_the_command_line_names_the_option_that_is_missing(files: tuple[Path, Path]) -> None:
+    folder, adapter = files
+    generate = ("generate", adapter, "--prompt", "the cat", "--model")
+    ended = run(*generate, folder)
+    assert ended.code == 2
+    assert ended.error.endswith("has no config.json, but a GGUF file; pass --gguf-file tiny.gguf")
+    assert run(*generate, folder / "tiny.gguf").error.endswith(f"pass --model {folder} --gguf-file tiny.gguf")
+    assert run(*generate, folder, "--gguf-file", "big.gguf").error.endswith(f"is not in {folder}; it has tiny.gguf")
+    fit = ("fit", "--model", folder, "--dataset", "python-stdlib", "--out", folder / "out")
+    assert run(*fit).error.endswith("pass --gguf-file tiny.gguf")
+    assert run("train", *fit[1:]).error.endswith("pass --gguf-file tiny.gguf")
+
+
+def test_the_command_line_names_the_package_that_is_missing(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, adapter = files
+    monkeypatch.setattr("hf_depthroute.cli.gguf.importlib.util.find_spec", lambda name: None)
+    ended = run("generate", adapter, "--prompt", "the cat", "--model", folder, "--gguf-file", "tiny.gguf")
+    assert ended.code == 2 and ended.error.endswith("install it with: pip install gguf")
