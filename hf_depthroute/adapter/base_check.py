@@ -81,7 +81,7 @@ def describe_base(model: Any, files: Iterable[Path] | None = None, vocabulary: i
     config = text_config(model.config)
     read = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
     sampled = sampled_weights(model, vocabulary) if files is None else stored_weights(model, files, vocabulary)
-    file = gguf_file_of(config)
+    file = gguf_file_of(model.config)
     described = {name: read(name) for name in _SIZES} | ({} if file is None else {GGUF_FILE: file})
     return {**described, SAMPLED: sampled}
 
