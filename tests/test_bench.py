@@ -15,10 +15,11 @@ from hf_depthroute.bench.measurements import compare_results, measurements, read
 from hf_depthroute.bench.memory import peak_bytes
 from hf_depthroute.bench.modes import fill_cache, new_cache, rewind_cache
 from hf_depthroute.bench.result_plots import plot_result
-from hf_depthroute.bench.result_tables import comparison_table, tables
+from hf_depthroute.bench.result_tables import Table, comparison_table, tables
 from hf_depthroute.bench.timing import Estimate, Samples, interleave
 from hf_depthroute.bench.variants import Variants, count_passes
 from hf_depthroute.cli import main
+from hf_depthroute.cli.output import print_table
 from hf_depthroute.evaluation.roofline import Peaks, count_work
 from hf_depthroute.inference.calibration import active_routings
 from hf_depthroute.routing.trace import record_routes
@@ -563,3 +564,25 @@ def test_a_file_that_is_no_result_is_refused(capsys, tmp_path):
         (tmp_path / "x.json").write_text(content)
         code, _, printed = run(capsys, "bench", "--compare", tmp_path / "x.json", tmp_path / "x.json")
         assert code == 2 and message in printed
+
+
+def test_the_table_on_a_terminal_is_brief_and_the_report_has_all(capsys: pytest.CaptureFixture[str]) -> None:
+    head = ("case", "variant", "share full", "ms", "dense ms", "speed-up", "FLOPs / dense", "eta", "eta roofline")
+    row = (
+        "decode 8 x 16 steps after 1024",
+        "routed 0.25",
+        "0.250",
+        "1922.35",
+        "1955.00",
+        "0.826",
+        "0.973",
+        "-7.74",
+        "1",
+    )
+    table = Table((*head, "eta free", "tokens/s", "modes"), [(*row, "-9.04", "16666", "eager / eager")])
+    brief = table.brief()
+    assert set(table.head) - set(brief.head) == {"eta roofline", "eta free", "modes"}
+    print_table(brief.head, brief.rows, wide=True)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 120
+    apart = Table(table.head, [(*row, "-9.04", "16666", "static / compiled")]).brief()
+    assert apart.head[-1] == "modes" and apart.rows[0][-1] == "static / compiled"

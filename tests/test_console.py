@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models import build_routed
 from training import Row, rows, training_arguments
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 from transformers.integrations import integration_utils
 
 from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, get_depth_routed_model
-from hf_depthroute.training.log_lines import duration, log_line
+from hf_depthroute.training.log_lines import duration, log_line, missed_budget
 
 DEPTH = 24
 LINE = re.compile(
@@ -126,3 +127,25 @@ def test_lines_of_other_entries() -> None:
     tuned = log_line({"loss": 1.0, "num_tokens": 4096, "full_ratio/layer_1": 0.25, "full_ratio/layer_3": 0.75}, 1, 9)
     assert tuned == "step 1/9 | loss 1 | full 50.0% | num_tokens 4096"
     assert duration(75.4) == "1:15"
+
+
+def test_a_fixed_threshold_that_ends_far_from_its_budget_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Router-Tuning's gates do where its loss is too weak; a gate with a calibrated threshold is left alone."""
+    for gate, budget in (("linear", 0.01), ("linear", 0.99), ("mlp", 0.01)):
+        model = build_routed("llama", gate, budget=budget)
+        arguments = training_arguments(tmp_path, max_steps=1, logging_steps=1, learning_rate=1e-9)
+        DepthRouteTrainer(model=model, args=arguments, train_dataset=rows(4)).train()
+        out = capsys.readouterr().out
+        share = float(re.search(r"full ([\d.]+)%", out)[1]) / 100  # type: ignore[index]
+        said = f"far from the budget of {budget:.1%}: the threshold of this gate is fixed at" in out
+        assert said == (gate == "linear" and abs(share - budget) > 0.1), (gate, out)
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.65, False), (0.9, True), (0.3, True)])
+def test_the_last_entry_with_shares_counts(share: float, said: bool) -> None:
+    config = DepthRouteConfig(gate="linear", budget=0.6)
+    history = [{"full_ratio/layer_1": 0.6}, {"full_ratio/layer_1": share, "full_ratio/layer_2": share}, {"loss": 1.0}]
+    assert (missed_budget(config, history) is not None) == said
+    assert missed_budget(config, []) is None

@@ -11,8 +11,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from models import build_base, decoder_layers, logits, routed, tokens
-from peft import LoraConfig, PeftModel
+from models import build_base, build_routed, decoder_layers, logits, routed, tokens
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from training import make_trainer, rows
@@ -237,7 +237,7 @@ def test_lora_on_all_linear_maps_leaves_the_router_alone(family: str) -> None:
 def test_what_cannot_work_is_refused() -> None:
     lora = with_lora(build_base("llama"), "llama")
     expected = logits(lora)
-    with pytest.raises(ValueError, match="Cannot combine adapters with different peft types"):
+    with pytest.raises(ValueError, match="a PeftModel holds adapters of one method"):
         lora.add_adapter("router", DepthRouteConfig())
     with pytest.raises(ConfigError, match="get_base_model"):
         get_depth_routed_model(lora, DepthRouteConfig(), adapter_name="router")
@@ -246,3 +246,16 @@ def test_what_cannot_work_is_refused() -> None:
     for merge in (model.merge_adapter, model.merge_and_unload):
         with pytest.raises(ValueError, match="cannot be merged"):
             merge()
+
+
+def test_add_adapter_of_another_method_names_the_way() -> None:
+    """PEFT's own line says that it cannot be done, and not how it is done."""
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    routed_model = build_routed("llama")
+    with pytest.raises(ValueError, match=r"add_adapter\('tuned', LoraConfig\).*get_peft_model\(model.get_base_model"):
+        routed_model.add_adapter("tuned", lora)
+    get_peft_model(routed_model.get_base_model(), lora, adapter_name="tuned")  # as the line says
+    other = get_peft_model(build_base("llama"), lora)
+    with pytest.raises(ValueError, match=r"adapter_name='router'"):
+        other.add_adapter("router", DepthRouteConfig(layers=[1]))
+    other.add_adapter("second", lora)  # one method

@@ -45,7 +45,16 @@ def answers(calls: list[list[str]]) -> list[tuple[list[str], int, str, list[str]
 
 def test_help_the_versions_and_wrong_words_load_no_heavy_package() -> None:
     right = [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)]
-    wrong = [["trian"], ["train"], ["eval", "--nope"], ["bench"], ["generate", "--max-new-tokens", "x"], ["report"]]
+    text = [["fit", "--model", "x", "--out", "y", "--dataset", "README.md"], ["eval", "x", "--dataset", "/none.txt"]]
+    wrong = [
+        *text,
+        ["trian"],
+        ["train"],
+        ["eval", "--nope"],
+        ["bench"],
+        ["generate", "--max-new-tokens", "x"],
+        ["report"],
+    ]
     for call, code, said, loaded in answers(right + wrong):
         assert (code, loaded) == (0 if call in right else 2, []), said
 

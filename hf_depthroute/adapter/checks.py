@@ -18,6 +18,7 @@ from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..routing.holder import Routing
 from .base_check import check_base
+from .files import PEFT_TYPE
 from .modules_to_save import check_modules_to_save
 
 _MEMORY_NUMBERS = 1 << 30  # in the tables of all layers
@@ -145,3 +146,14 @@ def _is_of_another_method(module: nn.Module) -> bool:
 def _kind(layer: nn.Module) -> str:
     """The name of the PEFT method that a layer is of, such as `"lora"`."""
     return type(layer).__module__.split(".")[-2]
+
+
+def add_of_same_method(add: Any, self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+    """`PeftModel.add_adapter`, which takes one method; where routing is one of two, the error names the way."""
+    methods = [getattr(config, "peft_type", None) for config in (self.peft_config[self.active_adapter], peft_config)]
+    if methods[0] != methods[1] and PEFT_TYPE in [getattr(method, "value", method) for method in methods]:
+        raise ConfigError(
+            f"add_adapter({adapter_name!r}, {type(peft_config).__name__}): a PeftModel holds adapters of one "
+            f"method; two go on one base: get_peft_model(model.get_base_model(), config, adapter_name={adapter_name!r})"
+        )
+    add(self, adapter_name, peft_config, *args, **kwargs)

@@ -33,6 +33,7 @@ from ..files.shown import reason, say
 from ..routing.description import routed_lines
 from ..routing.holder import Routing
 from .base_check import check_base
+from .checks import add_of_same_method
 from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config
 from .loading import check_same
 from .restoring import has_adapter, unchanged_on_error
@@ -55,6 +56,7 @@ def install() -> None:
     _wrap(PeftModel, "save_pretrained", save_whole)
     _wrap(PeftModel, "from_pretrained", _from_pretrained)
     _wrap(PeftModel, "load_adapter", _load_adapter)
+    _wrap(PeftModel, "add_adapter", add_of_same_method)
     _wrap(PeftAdapterMixin, "load_adapter", _load_natively)
     _wrap(PeftModel, "print_trainable_parameters", _print_trainable_parameters)
     _wrap(PeftConfigMixin, "from_json_file", _from_json_file)

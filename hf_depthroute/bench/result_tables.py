@@ -9,6 +9,8 @@ from typing import Any
 from .measurements import TIMED, Comparison, measurements, short_label
 
 Row = dict[str, str]  # by column
+_DETAILS = {"eta roofline", "eta free", "dense GFLOP", "dense GB"}  # for those who read the result file
+_PLAIN = {"", "eager / eager"}
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,13 @@ class Table:
     def of(cls, rows: Iterable[Row]) -> Table:
         listed = list(rows)
         return cls(tuple(listed[0]) if listed else (), [tuple(row.values()) for row in listed])
+
+    def brief(self) -> Table:
+        """Without `_DETAILS`, and without the modes where all ran alike: narrow enough for a terminal."""
+        alike = {row[self.head.index("modes")] for row in self.rows} <= _PLAIN if "modes" in self.head else True
+        left_out = {*_DETAILS, "modes"} if alike else _DETAILS
+        kept = [number for number, name in enumerate(self.head) if name not in left_out]
+        return Table(tuple(self.head[n] for n in kept), [tuple(row[n] for n in kept) for row in self.rows])
 
     def markdown(self) -> list[str]:
         return ["| " + " | ".join(row) + " |" for row in (self.head, ("---",) * len(self.head), *self.rows)]

@@ -114,10 +114,10 @@ def bench(options: BenchOptions) -> None:
         return
     loading.quiet(options.debug)
     result = _measure(options)
-    from ..bench.result_tables import tables
+    from ..bench.result_tables import Table, tables
 
     if not write_result(options.json_file, result):
-        for table in tables(result):
+        for table in map(Table.brief, tables(result)):
             print_table(table.head, table.rows, wide=True)
     if options.plot is not None:
         from ..bench.result_plots import plot_result

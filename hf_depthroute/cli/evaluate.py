@@ -29,7 +29,10 @@ Measured = tuple[dict[str, Any], tuple[str, ...], Sequence[tuple[str, ...]]]  # 
 class EvalOptions:
     context: typer.Context
     adapter: o.Adapter = ""
-    dataset: Annotated[str | None, "Text to take the loss on: as for train. Or give --tasks."] = None
+    dataset: Annotated[
+        str | None,
+        typer.Option(callback=o.check_dataset, help="Text to take the loss on: as for train. Or give --tasks."),
+    ] = None
     tasks: Annotated[
         str | None, "lm-eval tasks or groups instead, comma-separated, such as piqa,depthroute_router_tuning."
     ] = None

@@ -13,6 +13,7 @@ import typer
 
 from ..config.fields import MAX_SEED
 from ..files.remote_code import trust_remote_code
+from ..files.shown import reason
 from ..files.strict_yaml import YamlError, read_mapping
 from ..files.suggestions import closest
 from .errors import CliError, usage_message
@@ -220,6 +221,18 @@ def _one(context: typer.Context, value: str) -> str:
     return adapter
 
 
+def check_dataset(context: typer.Context, given: str | None) -> str | None:
+    """Refuse a text that cannot be read before anything heavy is imported."""
+    from ..data.text import DataError, check_source
+
+    if given and not context.resilient_parsing:
+        try:
+            check_source(given)
+        except (DataError, ValueError, OSError) as error:
+            raise CliError(reason(error)) from error
+    return given
+
+
 def _trust_remote_code(context: typer.Context, given: bool) -> bool:
     if given and not context.resilient_parsing:
         context.with_resource(trust_remote_code())  # until the command ends
@@ -256,7 +269,11 @@ TrustRemoteCode = Annotated[
     ),
 ]
 Dataset = Annotated[
-    str, "python-stdlib, a .txt/.jsonl/.json/.csv/.parquet file, a folder (also of save_to_disk), or a Hub id."
+    str,
+    typer.Option(
+        callback=check_dataset,
+        help="python-stdlib, a .txt/.jsonl/.json/.csv/.parquet file, a folder (also of save_to_disk), or a Hub id.",
+    ),
 ]
 DatasetName = Annotated[str | None, "Configuration of the Hub dataset, such as sample-10BT."]
 Column = Annotated[str, "Column that holds the text."]

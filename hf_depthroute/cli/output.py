@@ -143,8 +143,8 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=240 if wide else 120)  # a pipe or a file has no width to cut numbers for
-    table = Table(*header, box=box.SIMPLE_HEAD if wide else box.HEAVY_HEAD)
+        console = Console(width=120)  # a pipe or a file has no width to cut numbers for
+    table = Table(*header, box=box.SIMPLE_HEAD if wide else box.HEAVY_HEAD, collapse_padding=wide, pad_edge=not wide)
     for number, column in enumerate(table.columns):
         text = wide and (number == 0 or not any(row[number][:1].isdigit() for row in rows))
         column.justify, column.no_wrap = "left" if text else "right", not wide

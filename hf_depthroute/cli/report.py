@@ -33,7 +33,10 @@ class ReportOptions:
     adapter: Annotated[str, typer.Option(show_default=False, help="Older spelling of ADAPTER.")] = ""
     model: o.BaseModel = None
     config: o.ConfigFile = None
-    dataset: Annotated[str, typer.Option(show_default=False, help="Text to measure and to show: as for train.")] = ""
+    dataset: Annotated[
+        str,
+        typer.Option(show_default=False, callback=o.check_dataset, help="Text to measure and to show: as for train."),
+    ] = ""
     dataset_name: o.DatasetName = None
     split: Annotated[str, "Split of the text."] = "train"
     column: o.Column = "text"

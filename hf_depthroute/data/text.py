@@ -56,6 +56,23 @@ def is_local_file(source: str) -> bool:
     return Path(source).suffix in _LOCAL_BUILDERS
 
 
+def check_source(source: str) -> Path:
+    """`source` as a path, after the checks that need no library.
+
+    Raises:
+        DataError: It is a file of an unknown type or an empty one, or looks like a path and is not there.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix not in _LOCAL_BUILDERS:
+            raise DataError(f"dataset {source}: unknown file type; use one of {', '.join(_LOCAL_BUILDERS)}")
+        if path.stat().st_size == 0:
+            raise DataError(f"dataset {source}: the file is empty")
+    elif not path.exists() and (path.suffix in _LOCAL_BUILDERS or source.startswith((".", "/", "~"))):
+        raise DataError(f"dataset {source}: no such file or folder")
+    return path
+
+
 def load_text(
     source: str,
     *,
@@ -147,15 +164,9 @@ def pack(
 def _load(source: str, split: str, name: str | None, streaming: bool) -> Any:
     import datasets
 
-    path = Path(source).expanduser()
+    path = check_source(source)
     if path.is_file():
-        if path.suffix not in _LOCAL_BUILDERS:
-            raise DataError(f"dataset {source}: unknown file type; use one of {', '.join(_LOCAL_BUILDERS)}")
-        if path.stat().st_size == 0:
-            raise DataError(f"dataset {source}: the file is empty")
         arguments: dict[str, Any] = {"path": _LOCAL_BUILDERS[path.suffix], "data_files": str(path)}
-    elif not path.exists() and (path.suffix in _LOCAL_BUILDERS or source.startswith((".", "/", "~"))):
-        raise DataError(f"dataset {source}: no such file or folder")
     else:
         arguments = {"path": str(path.resolve()) if path.is_dir() else source, "name": name}
     try:

@@ -17,13 +17,14 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..files.shown import say
 from ..inference.calibration import active_routings
 from ..parts.traits import traits_of
 from ..routing.holder import Routing
 from ..routing.misuse import FROZEN
 from ..routing.trace import overridden
 from .arguments import RoutingArguments
-from .log_lines import print_lines
+from .log_lines import missed_budget, print_lines
 from .objective import RoutingObjective
 from .record import known, remember_training, training_record
 
@@ -68,6 +69,9 @@ class RoutingCallback(TrainerCallback):
         self.begun = 0.0
         self.objective.note_shares()
         self.objective.end_schedule()
+        missed = missed_budget(active_routings(self.objective.model)[0].active_config(), state.log_history)
+        if missed is not None and state.is_world_process_zero:
+            say(missed)
 
 
 class DepthRouteCallback(RoutingCallback):

@@ -7,13 +7,16 @@ TensorBoard, trackio and `log_history` have them.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerState
 
+from ..config.adapter import DepthRouteConfig
 from ..files.shown import say
+from ..parts.traits import traits_of
 
+_FAR = 0.1  # from the budget, in shares of the tokens
 _NOT_SHOWN = ("epoch", "total_flos")
 
 
@@ -79,6 +82,27 @@ def log_line(logs: Mapping[str, Any], step: int, steps: int, seconds_left: float
     parts += [f"{short.get(name, name)} {_number(value)}" for name, value in rest.items()]
     parts += [] if seconds_left is None else [f"{duration(seconds_left)} left"]
     return " | ".join(parts)
+
+
+def missed_budget(config: DepthRouteConfig, history: Sequence[Mapping[str, Any]]) -> str | None:
+    """A line on a gate with a fixed threshold that ended far from its budget; None if it did not.
+
+    Only a loss pulls such a gate to its budget, and nothing corrects the share afterwards: `calibrate` moves no fixed
+    threshold.
+    """
+    gate = traits_of(config.gate)
+    if config.fixed_threshold is None or gate.soft or gate.static or gate.exits:
+        return None
+    found = [[v for name, v in logs.items() if name.startswith("full_ratio/")] for logs in history]
+    shares: list[float] = next((values for values in reversed(found) if values), [])
+    share = sum(shares) / len(shares) if shares else config.budget
+    if abs(share - config.budget) <= _FAR:
+        return None
+    return (
+        f"note: {share:.1%} of the tokens run full, far from the budget of {config.budget:.1%}: the threshold of this "
+        f"gate is fixed at {config.fixed_threshold:g}, so only losses move the share; raise budget_weight or "
+        "capacity_weight, train longer, or take threshold='budget' and calibrate"
+    )
 
 
 def duration(seconds: float) -> str:
