@@ -360,7 +360,7 @@ def test_a_missing_yaml_file_is_named(run: Run, train_arguments: list[object], t
     "extra, message",
     [
         (["--budget", "0"], "budget=0.0 must be a finite number in (0, 1]"),
-        (["--budget", "nan"], "budget=nan"),
+        (["--budget", "nan"], "--budget nan"),
         (["--budget", "half"], "Invalid value 'half' for '--budget'"),
         (["--layers", "7"], "7 is out of range; the model has layers 0 to 3"),
         (["--layers", "-1"], "layers=[-1]"),

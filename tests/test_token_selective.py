@@ -1,6 +1,7 @@
 """The token-selective recipe trains, has the paper's sizes, and says what its results say."""
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 
@@ -85,11 +86,12 @@ def test_depth_is_told_by_kind_of_character(load_script, tmp_path):
 def test_claims_read_the_runs_the_right_way_round(load_script):
     script = load_script("report")
 
-    def run(*losses, **more):
-        return {"curve": [{"step": 50 * i, "loss": loss} for i, loss in enumerate(losses)], **more}
+    def run(*bits, **more):
+        return {"curve": [{"step": 50 * i, "loss": loss * math.log(2)} for i, loss in enumerate(bits)], **more}
 
+    at_2_5, _, at_1_8 = script.THRESHOLDS  # 2.5, 2.0 and 1.8 bits per character, in nats
     slow, fast = run(4.0, 2.6, 2.4, 2.2, 1.9), run(4.0, 2.4, 2.2, 1.9, 1.85)
-    assert script.steps_to(slow, 2.5) == pytest.approx(75) and script.steps_to(slow, 1.8) is None
+    assert script.steps_to(slow, at_2_5) == pytest.approx(75) and script.steps_to(slow, at_1_8) is None
     assert script.later(slow, fast) == pytest.approx((28.125 + 50) / 2)  # 1.8 is reached by one alone
     kinds = {"inside a word": [0.9, 0.8, 0.6], "space": [0.9, 0.2, 0.4], "punctuation": [0.9, 0.4, 0.2]}
     assert script.kind_gap(run(alpha_by_kind=kinds)) == pytest.approx(0.3 - 0.7)

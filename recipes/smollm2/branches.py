@@ -85,8 +85,9 @@ def main() -> None:
         raise SystemExit(f"no {path}, nothing to fit on")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    ids = AutoTokenizer.from_pretrained(args.model)(path.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+    ids = tokenizer(path.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
     rows = ids[0, : args.tokens // LENGTH * LENGTH].view(-1, LENGTH)
     found: dict[str, Any] = {}
     for index, (before, after) in streams(model, rows, args.layers).items():
