@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,48 @@ def test_the_command_line_names_the_package_that_is_missing(
     monkeypatch.setattr("hf_depthroute.cli.gguf.importlib.util.find_spec", lambda name: None)
     ended = run("generate", adapter, "--prompt", "the cat", "--model", folder, "--gguf-file", "tiny.gguf")
     assert ended.code == 2 and ended.error.endswith("install it with: pip install gguf")
+
+
+@pytest.fixture
+def asked(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of transformers' classes that were asked for `tiny.gguf`; they read the base that it stands for."""
+    seen: list[str] = []
+    stored = str(files[0].parent / "base")
+    for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
+        load = getattr(transformers, name).from_pretrained
+
+        def from_gguf(folder: str, *, name: str = name, load: Any = load, **how: Any) -> Any:
+            if how.pop("gguf_file", None) is None:
+                return load(folder, **how)
+            assert folder == str(files[0])
+            seen.append(name)
+            settings = how.pop("quantization_config", None)
+            loaded = load(stored, **how)
+            if settings is not None:  # as a model that calls itself quantised
+                assert settings.dequantize
+                loaded.is_quantized, loaded.hf_quantizer = True, object()
+                loaded.name_or_path = loaded.config._name_or_path = folder
+            return loaded
+
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", from_gguf)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "gguf" or find(name, *rest))
+    return seen
+
+
+def test_the_file_is_named_once(files: tuple[Path, Path], asked: list[str], tmp_path: Path) -> None:
+    """`train` reads configuration, tokenizer and model from it, and later commands find it by the adapter."""
+    folder, out = files[0], tmp_path / "out"
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 200)
+    text = ("--dataset", tmp_path / "text.txt", "--length", "16")
+    base = ("--model", folder, "--gguf-file", "tiny.gguf")
+    trained = run("train", *base, *text, "--out", out, "--steps", "1", "--layers", "1")
+    assert trained.code == 0, trained.error  # a Trainer refuses a model that calls itself quantised
+    everything = {"AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"}
+    assert set(asked) == everything
+    asked.clear()
+    assert run("generate", out, "--prompt", "the cat", "--max-new-tokens", "2").code == 0
+    assert set(asked) == everything
+    asked.clear()
+    named = run("generate", files[1], *base, "--prompt", "the cat", "--max-new-tokens", "2")
+    assert named.code == 0 and set(asked) == everything, named.error
