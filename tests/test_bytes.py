@@ -99,7 +99,9 @@ def test_a_huge_integer_in_a_config_is_a_usage_error(written: str, tmp_path: Pat
 
 @pytest.mark.parametrize("option", ["--steps", "--seed", "--batch-size", "--length"])
 def test_a_huge_integer_on_the_command_line_is_one(option: str, tmp_path: Path) -> None:
-    ended = run("train", "--model", "m", "--dataset", "x.txt", "--out", tmp_path / "out", option, BIG)
+    text = tmp_path / "x.txt"  # one that is missing is refused first
+    text.write_text("words")
+    ended = run("train", "--model", "m", "--dataset", text, "--out", tmp_path / "out", option, BIG)
     assert ended.code == 2
     assert option in ended.error and len(ended.error) < 500
 
