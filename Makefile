@@ -20,7 +20,7 @@ else
 install = $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 endif
 
-.PHONY: demo test gpu vllm coverage floor fuzz lint lock resolve docs notebook clean
+.PHONY: demo test gpu vllm coverage floor fuzz soak lint lock resolve docs notebook clean
 
 demo: $(DEMO)
 	$(BIN)/python recipes/demo/demo.py --out demo_output
@@ -51,6 +51,12 @@ floor:
 FUZZ_SECONDS ?= 60
 fuzz: $(INSTALLED)
 	$(BIN)/python tests/fuzz_adapter.py --seconds $(FUZZ_SECONDS)
+
+# Four threads with settings of their own on one model; shorter: `make soak SOAK_SECONDS=60`.
+SOAK_SECONDS ?= 1800
+SOAK_SEED ?= 0
+soak: $(INSTALLED)
+	$(BIN)/python tests/soak_threads.py --seconds $(SOAK_SECONDS) --seed $(SOAK_SEED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

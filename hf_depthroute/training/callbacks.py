@@ -30,6 +30,11 @@ from .record import known, remember_training, training_record
 
 logger = logging.getLogger(__name__)
 
+DATA_PARALLEL = (
+    "{} GPUs in one process: DataParallel runs copies of the model in threads, where routing losses see no decision; "
+    "start one process for each GPU (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES=0"
+)
+
 
 class RoutingCallback(TrainerCallback):
     """Schedules and logging; shared by `DepthRouteTrainer` and `DepthRouteCallback`."""
@@ -66,12 +71,17 @@ class RoutingCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._remember(args, state, **kwargs)
-        self.begun = 0.0
         self.objective.note_shares()
-        self.objective.end_schedule()
+        self.restore()
         missed = missed_budget(active_routings(self.objective.model)[0].active_config(), state.log_history)
         if missed is not None and state.is_world_process_zero:
             say(missed)
+
+    def restore(self) -> None:
+        """Undo what holds while training runs, whatever ended it; a second call does nothing."""
+        if self.begun:
+            self.begun = 0.0
+            self.objective.end_schedule()
 
 
 class DepthRouteCallback(RoutingCallback):
@@ -94,8 +104,6 @@ class DepthRouteCallback(RoutingCallback):
         self._open = ExitStack()
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
-        self._open.close()  # left open by a training run that ended in an exception
         if self.trainer is None:
             raise RuntimeError("DepthRouteCallback does not know its trainer; pass it: DepthRouteCallback(trainer)")
         arguments = self.arguments or (args if isinstance(args, RoutingArguments) else RoutingArguments())
@@ -104,9 +112,10 @@ class DepthRouteCallback(RoutingCallback):
         self._open.callback(trainer.__dict__.pop, "compute_loss", None)
         trainer.callback_handler.callbacks.remove(self)
         trainer.callback_handler.callbacks.insert(0, self)  # adds to the logs before integrations read them
+        super().on_train_begin(args, state, control, **kwargs)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_train_end(args, state, control, **kwargs)
+    def restore(self) -> None:
+        super().restore()
         self._open.close()
 
 
@@ -179,14 +188,26 @@ def _share(trainer: Any, num_items_in_batch: torch.Tensor | int | None) -> float
     return 1.0 / trainer.current_gradient_accumulation_steps if divided else 1.0
 
 
-def provide(trainer: Any) -> None:
-    """Tell a `DepthRouteCallback` its trainer; add one where a model with trainable routers has none.
+@contextmanager
+def provided(trainer: Any) -> Iterator[None]:
+    """Train inside the block: a `DepthRouteCallback` knows its trainer, and routers that train have one.
 
-    A trainer with routing losses prints readable lines.
+    A trainer with routing losses prints readable lines. Whatever ends the block, schedules and frozen gates end too.
 
     Raises:
-        ValueError: The model is routed, and no parameter of it trains; or the losses would be added twice.
+        ValueError: The model is routed, and no parameter of it trains; the losses would be added twice; or
+            `DataParallel` would copy the model.
     """
+    ours = _provide(trainer)
+    try:
+        yield
+    finally:
+        for callback in ours:
+            callback.restore()
+
+
+def _provide(trainer: Any) -> list[RoutingCallback]:
+    """The callbacks of `provided`."""
     holders = [m for m in trainer.model.modules() if isinstance(m, Routing) and m.adapter() is not None]
     if holders and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise ValueError(FROZEN)
@@ -205,7 +226,10 @@ def provide(trainer: Any) -> None:
         trainer.add_callback(DepthRouteCallback(trainer))
         ours.append(trainer.callback_handler.callbacks[-1])
     if ours:
+        if trainer.args.n_gpu > 1:
+            raise ValueError(DATA_PARALLEL.format(trainer.args.n_gpu))
         print_lines(trainer)
+    return ours
 
 
 def _trains_routers(holders: list[Routing]) -> bool:

@@ -50,10 +50,10 @@ def _wrap(module: Any) -> None:
 
     @functools.wraps(train)
     def trains(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from .callbacks import provide
+        from .callbacks import provided
 
-        provide(self)
-        return train(self, *args, **kwargs)
+        with provided(self):
+            return train(self, *args, **kwargs)
 
     setattr(trains, _MARK, True)
     module.Trainer.train = trains

@@ -241,11 +241,16 @@ class RoutingObjective:
             parameter.requires_grad_(False)
 
     def end_schedule(self) -> None:
-        """The end of a training: the adapter's own budget and temperature are in force again, and its gates train."""
+        """The end of a training: the adapter's own budget and temperature are in force again, and its gates train.
+
+        What was collected from a step that did not come to its end is no part of the next training.
+        """
         for holder in routings(self.model):
             holder.state.scheduled_budget = holder.state.scheduled_temperature = None
         for parameter in self._frozen:
             parameter.requires_grad_(True)
+        for collected in (self._pending, self._load, self._full, self._sums):
+            collected.clear()
 
     def pop_metrics(self) -> dict[str, float]:
         """Means since the last call: `loss_lm`, `loss_budget`, ..., and the per-layer diagnostics.

@@ -169,17 +169,25 @@ class DepthRouteTrainerMixin(_Trainer):
                 whole are named in a warning and passed over.
             NonFiniteLossError: A loss term or a gradient was not finite; the optimizer did not step.
         """
+        self.doing = ""
+        self.routing_objective.freeze()
+        try:
+            resume_from_checkpoint = self._checked(resume_from_checkpoint)
+            with self._named("training"):
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:  # also of a training that did not get to its first step
+            self.routing_objective.end_schedule()
+
+    def _checked(self, resume_from_checkpoint: str | bool | None) -> str | bool | None:
+        """The checkpoint to resume from, which is whole; True where there is none to choose."""
         if resume_from_checkpoint is True:
             found, skipped = checkpoints.last_complete(Path(str(self.args.output_dir)))
             for line in skipped:
-                warnings.warn(f"passed over {shown(line)}", stacklevel=2)
-            resume_from_checkpoint = True if found is None else str(found)
-        elif resume_from_checkpoint:
+                warnings.warn(f"passed over {shown(line)}", stacklevel=3)
+            return True if found is None else str(found)
+        if resume_from_checkpoint:
             checkpoints.check_complete(Path(resume_from_checkpoint))
-        self.doing = ""
-        self.routing_objective.freeze()
-        with self._named("training"):
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+        return resume_from_checkpoint
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.evaluate`."""
