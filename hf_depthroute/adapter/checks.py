@@ -67,10 +67,12 @@ def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], con
     """Raise `ConfigError` where a layer lacks what the configuration routes, or a part would be absurdly wide."""
     width = width_of(layers[0], family)
     widest = max(4 * width, _SMALL_WIDTH)
-    sizes = ["gate_hidden", "branch_rank", "context_dim", "summary_dim", "action_dim"]
-    if config.branch == "neurons":
-        sizes.remove("branch_rank")
-        _check_neurons(config, family, layers, routed)
+    sizes = ["gate_hidden", "context_dim", "summary_dim", "action_dim"]
+    for index in routed:
+        if config.branch_of(index) == "neurons":
+            _check_neurons(config, family, layers, index)
+        elif (rank := config.rank_of(index) or 0) > widest:
+            raise ConfigError(f"branch_rank={rank} must be at most {widest} on a model of width {width}")
     for name in sizes:
         if (getattr(config, name) or 0) > widest:
             raise ConfigError(f"{name}={getattr(config, name)} must be at most {widest} on a model of width {width}")
@@ -91,25 +93,22 @@ def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], con
                 raise ConfigError(f"dropped_experts: layer {index} has experts 0 to {count - 1}, not {expert}")
 
 
-def default_rank(config: DepthRouteConfig, width: int, ffn: Any) -> int:
-    """The rank of a branch where the configuration names none."""
-    neurons = neurons_of(ffn) if config.branch == "neurons" else None
+def default_rank(config: DepthRouteConfig, width: int, ffn: Any, layer_index: int = -1) -> int:
+    """The rank of a layer's branch where the configuration names none; by default, of the layers without a pattern."""
+    neurons = neurons_of(ffn) if config.branch_of(layer_index) == "neurons" else None
     return max(1, width // 8 if neurons is None else neurons // 4)
 
 
-def _check_neurons(config: DepthRouteConfig, family: Family, layers: Any, routed: list[int]) -> None:
-    """Raise `ConfigError` where a routed layer's FFN has no neurons to take, or too few."""
-    for index in routed:
-        count = neurons_of(getattr(layers[index], family.ffn))
-        if count is None:
-            raise ConfigError(
-                f"branch='neurons': the FFN of layer {index} has no up_proj, act_fn and down_proj of its own (a fused "
-                "projection, a mixture or another form); use branch='lowrank'"
-            )
-        if (config.branch_rank or 1) > count:
-            raise ConfigError(
-                f"branch_rank={config.branch_rank} must be at most {count}, the neurons of layer {index}'s FFN"
-            )
+def _check_neurons(config: DepthRouteConfig, family: Family, layers: Any, index: int) -> None:
+    """Raise `ConfigError` where a layer's FFN has no neurons to take, or too few."""
+    count, wanted = neurons_of(getattr(layers[index], family.ffn)), config.rank_of(index)
+    if count is None:
+        raise ConfigError(
+            f"branch='neurons': the FFN of layer {index} has no up_proj, act_fn and down_proj of its own (a fused "
+            "projection, a mixture or another form); use branch='lowrank'"
+        )
+    if (wanted or 1) > count:
+        raise ConfigError(f"branch_rank={wanted} must be at most {count}, the neurons of layer {index}'s FFN")
 
 
 def _check_memory(config: DepthRouteConfig, layers: int, widest: int) -> None:

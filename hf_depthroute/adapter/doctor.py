@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
     saved_by = config.library_version or "a version before formats were numbered"
     yield "ok", f"{CONFIG_NAME}: format {config.format_version}, saved by hf_depthroute {saved_by}"
     static = f"; static, without one: {config.static_layers}" if config.static_layers else ""
-    yield "ok", f"routes {config.target} of layers {config.layers} with gate {config.gate}{static}"
+    yield "ok", f"routes {' and '.join(config.targets())} of layers {config.layers} with gate {config.gate}{static}"
     sampled = (config.base_architecture or {}).get(SAMPLED, {})
     if not isinstance(sampled, dict):
         yield "fault", f"{CONFIG_NAME}: base_architecture: {SAMPLED} is no list of weights by name"
@@ -120,11 +120,12 @@ def _examine_layers(tensors: dict[str, torch.Tensor], config: DepthRouteConfig) 
         yield "fault", f"{WEIGHTS_NAME}: holds no tensor of any layer; copy it again"
         return
     gated = [layer for layer in routed if layer not in (config.static_layers or ())] or routed
+    branches = {layer: {name: parts[layer].pop(name) for name in _branch_of(parts[layer])} for layer in routed}
     first = parts[gated[0]]
     ungated = {part for part in first if not part.startswith(("gate.", "controller."))}
     for layer in routed:
         missing = sorted((set(first) if layer in gated else ungated) ^ set(parts[layer]))
-        if missing or not parts[layer]:
+        if missing or not (parts[layer] or branches[layer]):
             yield "fault", f"layer {layer} does not hold what the others hold: {', '.join(missing[:3]) or 'nothing'}"
             return
         for part, shape in parts[layer].items():
@@ -132,9 +133,15 @@ def _examine_layers(tensors: dict[str, torch.Tensor], config: DepthRouteConfig) 
                 yield "fault", f"layer {layer}: {part} has shape {shape}, in layer {gated[0]} it is another"
                 return
     yield from _examine_parts(first, config)
-    yield "ok", f"{len(gated)} layers with {len(first)} tensors each"
+    width = (config.base_architecture or {}).get("hidden_size")
+    if isinstance(width, int) and 0 < width <= 1 << 20:
+        for layer in routed:
+            yield from _examine_branch(branches[layer], config, layer, width)
+    counts = sorted({len(first) + len(branches[layer]) for layer in gated})
+    yield "ok", f"{len(gated)} layers with {' or '.join(map(str, counts))} tensors each"
     if len(gated) < len(routed):
-        yield "ok", f"{len(routed) - len(gated)} static layers with {len(ungated)} tensors each"
+        counts = sorted({len(ungated) + len(branches[layer]) for layer in set(routed) - set(gated)})
+        yield "ok", f"{len(routed) - len(gated)} static layers with {' or '.join(map(str, counts))} tensors each"
     if config.has_memory:
         yield from _examine_slots(tensors)
 
@@ -172,12 +179,22 @@ def _examine_parts(shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig)
     for name in sorted(wanted.keys() | held.keys()):
         if wanted.get(name) != held.get(name):
             yield "fault", f"{name} has shape {held.get(name)}, the config says {wanted.get(name)}"
-    has_branch, up = any(name.startswith("branch.") for name in shapes), shapes.get("branch.up.weight")
-    if has_branch != (config.branch != "none"):
-        yield "fault", f"branch={config.branch!r}, and the weights hold {'one' if has_branch else 'none'}"
-    elif config.branch == "neurons":
+
+
+def _branch_of(shapes: Iterable[str]) -> list[str]:
+    return [name for name in shapes if name.startswith("branch.")]
+
+
+def _examine_branch(
+    shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig, layer: int, width: int
+) -> Iterator[tuple[str, str]]:
+    """Whether a layer holds the branch that the config names for it, in that size."""
+    branch, rank, up = config.branch_of(layer), config.rank_of(layer), shapes.get("branch.up.weight")
+    if bool(shapes) != (branch != "none"):
+        yield "fault", f"layer {layer}: branch={branch!r}, and the weights hold {'one' if shapes else 'none'}"
+    elif branch == "neurons":
         chosen, down = shapes.get("branch.neurons"), shapes.get("branch.down.weight")
-        if chosen != (config.branch_rank,) or down != (width, config.branch_rank):
-            yield "fault", f"the branch has {chosen} neurons and an output {down}, not {config.branch_rank} neurons"
-    elif has_branch and up != (config.branch_rank, width):
-        yield "fault", f"the branch has shape {up}, not ({config.branch_rank}, {width})"
+        if chosen != (rank,) or down != (width, rank):
+            yield "fault", f"layer {layer}: the branch has {chosen} neurons and an output {down}, not {rank} neurons"
+    elif shapes and up != (rank, width):
+        yield "fault", f"layer {layer}: the branch has shape {up}, not ({rank}, {width})"

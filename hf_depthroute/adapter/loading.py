@@ -32,7 +32,7 @@ PREFIX = "depth_route_"
 _OWN_KEY = re.compile(rf"\.{HOLDER}\.{PREFIX}[a-z]+\.")
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}  # one for another
 _SETTINGS = ("budget", "phases", "selection")  # may be others than when the adapter was saved
-_SEEN_IN_TENSORS = ("layers", "static_layers", "branch_rank", "gate_hidden", "modules_to_save")
+_SEEN_IN_TENSORS = ("layers", "static_layers", "branch_rank", "rank_pattern", "gate_hidden", "modules_to_save")
 _READER = "_load_pretrained_model"  # the static method with which transformers reads an adapter file
 
 

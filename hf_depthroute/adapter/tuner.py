@@ -110,7 +110,8 @@ class DepthRouteModel(BaseTuner):
             del self.peft_config[adapter_name]
             raise
 
-        if TARGETS[config.target].skips_attention and config.granularity == "token" and family.queries is None:
+        attends = any(TARGETS[target].skips_attention for target in config.targets())
+        if attends and config.granularity == "token" and family.queries is None:
             warnings.warn(
                 f"{type(model).__name__}: attention that is skipped per token is computed and masked in this family; "
                 "nothing is saved there",
@@ -121,6 +122,10 @@ class DepthRouteModel(BaseTuner):
         config.layers = routed
         config.static_layers = sorted(config.static_layers or ()) or None
         config.branch_rank = config.branch_rank or default_rank(config, width, getattr(layers[routed[0]], family.ffn))
+        for index, branch in (config.branch_pattern or {}).items():
+            if branch != config.branch and index not in (config.rank_pattern or {}):
+                rank = default_rank(config, width, getattr(layers[index], family.ffn), index)
+                config.rank_pattern = dict(sorted({**(config.rank_pattern or {}), index: rank}.items()))
         config.gate_hidden = config.gate_hidden or default_hidden(width)
         config.base_architecture = describe_base(model)
         if not is_loading():

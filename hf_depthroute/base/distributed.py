@@ -68,3 +68,10 @@ def own_share(count: int) -> slice:
         return slice(0, count)
     rank, processes = dist.get_rank(), world_size()
     return slice(count * rank // processes, count * (rank + 1) // processes)
+
+
+def own_rows(count: int) -> tuple[slice, int]:
+    """Where the `count` rows of this process lie among those of all, and how many there are."""
+    counts = each_of_all(count)
+    before = sum(counts[: dist.get_rank()]) if _shares() else 0
+    return slice(before, before + count), sum(counts)

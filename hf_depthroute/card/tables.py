@@ -10,7 +10,7 @@ from typing import Any
 from ..config.adapter import DepthRouteConfig
 from ..parts.memory import shortest_order
 from ..parts.traits import traits_of
-from ..routing.description import budget_words
+from ..routing.description import budget_words, patterns_words
 from .escaping import Safe, clean, code, row, shown_path
 from .facts import Facts, is_number
 from .measured import Losses, Score, Speed
@@ -52,6 +52,7 @@ def routed_rows(facts: Facts) -> list[Safe]:
         *_memory(c),
         ("gate", Safe(f"{code(c.gate)}{reads}")),
         ("branch", Safe(f"{code(c.branch)}, {width} {c.branch_rank}") if c.branch != "none" else code(c.branch)),
+        *([("in some layers", Safe("; ".join(patterns_words(c))))] if patterns_words(c) else []),
         ("budget", budget),
         ("rule in training", code(c.selection)),
         ("rule at inference", _inference(facts)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,13 +15,14 @@ from ..parts.gates import GATES
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..version import __version__
-from .fields import MEMORY_FIELDS, RoutingFields, with_help
+from .fields import MEMORY_FIELDS, PATTERNS, RoutingFields, with_help
 from .rules import (
     FORMAT_VERSION,
     ConfigError,
     check_complete,
     check_given,
     check_known,
+    check_patterns,
     check_static,
     module_of,
     package_of,
@@ -68,6 +70,8 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
         what = f"is not supported; use one of: {', '.join(TASKS)}, or leave it out"
         require(self.task_type is None or self.task_type in list(TASKS), "task_type", self.task_type, what)
         super().__post_init__()
+        for name in PATTERNS:
+            setattr(self, name, _by_index(getattr(self, name)))
         self.peft_type = register_peft_type()
         check_given(self)
         self._fill_in()
@@ -80,6 +84,9 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
             del saved["phases"]
         if self.static_layers is None:  # the same
             del saved["static_layers"]
+        for name in PATTERNS:  # the same
+            if saved[name] is None:
+                del saved[name]
         if not self.has_memory:  # the same
             saved = {name: value for name, value in saved.items() if name not in MEMORY_FIELDS}
         module = module_of(GATES[self.gate])
@@ -100,6 +107,23 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
     def gate_of(self, layer_index: int) -> str:
         """The gate of a routed layer: `"none"` in a static one."""
         return "none" if layer_index in (self.static_layers or ()) else self.gate
+
+    def target_of(self, layer_index: int) -> str:
+        """The target of a routed layer."""
+        return (self.target_pattern or {}).get(layer_index, self.target)
+
+    def branch_of(self, layer_index: int) -> str:
+        """The branch of a routed layer."""
+        return (self.branch_pattern or {}).get(layer_index, self.branch)
+
+    def rank_of(self, layer_index: int) -> int | None:
+        """The `branch_rank` of a routed layer; None before injection has filled it in."""
+        return (self.rank_pattern or {}).get(layer_index, self.branch_rank)
+
+    def targets(self) -> list[str]:
+        """All targets of an adapter, in the order of `TARGETS`."""
+        used = {self.target, *(self.target_pattern or {}).values()}
+        return [name for name in TARGETS if name in used]
 
     def gated_layers(self) -> list[int]:
         """The routed layers that are not static, of an injected adapter."""
@@ -156,6 +180,7 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
                 f"dropped_experts has {len(self.dropped_experts)} lists for {len(routed)} routed layers; give one each"
             )
         check_static(self.static_layers, routed)
+        check_patterns(self, routed)
         return routed
 
     def _named_layers(self, depth: int) -> list[int]:
@@ -196,6 +221,13 @@ def _refuse_unknown(self: DepthRouteConfig, *args: Any, **kwargs: Any) -> None:
 
 
 DepthRouteConfig.__init__ = _refuse_unknown  # type: ignore[method-assign]
+
+
+def _by_index(pattern: Any) -> Any:
+    """A pattern with integers for keys, in ascending order; JSON has text."""
+    if not isinstance(pattern, dict) or not all(re.fullmatch(r"[0-9]{1,5}", str(key)) for key in pattern):
+        return pattern
+    return {index: value for index, value in sorted((int(key), value) for key, value in pattern.items())} or None
 
 
 def register_peft_type() -> Any:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 Owner = TypeVar("Owner", bound=type)
 MAX_SEED = 2**32 - 1  # of a run: `transformers.set_seed` seeds NumPy too
+PATTERNS = ("target_pattern", "branch_pattern", "rank_pattern")  # of a layer what the other field says of all
 MEMORY_FIELDS = ("memory_slots", "memory_width", "memory_heads", "ngram_order")
 
 
@@ -63,11 +64,15 @@ class RoutingFields:
         summary_dim: JEPA gate: width of the predicted outcomes `q`.
         action_dim: JEPA gate: width of the two action embeddings.
         branch: What easy tokens take: `"lowrank"` (`W_down SiLU(W_up LN(a))`), `"neurons"` (some of the FFN's own, with
-            an output of their own; target ffn), `"memory"` (the low-rank branch, and what a table holds for the n-grams
-            of token ids that end at the token) or `"none"` (they keep the residual stream).
-            `"memory"` is for the targets ffn, attention and block per token, and needs the token ids.
+            an output of their own; targets ffn and block), `"memory"` (the low-rank branch, and what a table holds for
+            the n-grams of token ids that end at the token) or `"none"` (they keep the residual stream). `"memory"` is
+            for the targets ffn, attention and block per token, and needs the token ids.
         branch_rank: Rank of the low-rank branch; by default an eighth of the model's width. Of the branch neurons, how
             many it has; by default a quarter of the FFN's.
+        target_pattern: Another target in some of the routed layers, by layer index, such as `{28: "block"}`; ffn,
+            attention and block, per token.
+        branch_pattern: Another branch in some of the routed layers, by layer index, such as `{28: "lowrank"}`.
+        rank_pattern: Another `branch_rank` in some of the routed layers, by layer index, such as `{28: 192}`.
         budget: Fraction of tokens (of pairs, of sequences) that run in full, in (0, 1].
         budget_scope: Who holds the budget: every `"layer"`, or `"global"`: all routed layers share one threshold, and
             their mean holds it.
@@ -114,6 +119,9 @@ class RoutingFields:
     action_dim: int = 16
     branch: str = "lowrank"
     branch_rank: int | None = None
+    target_pattern: dict[int, str] | None = None
+    branch_pattern: dict[int, str] | None = None
+    rank_pattern: dict[int, int] | None = None
     budget: float = 0.5
     budget_scope: str = "layer"
     selection: str | None = None

@@ -17,7 +17,7 @@ from ..parts.gates import GATES
 from ..parts.memory import LEAST_SLOTS, hash_count, shortest_order
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
-from .fields import MEMORY_FIELDS, RoutingFields
+from .fields import MEMORY_FIELDS, PATTERNS, RoutingFields
 
 if TYPE_CHECKING:
     from .adapter import DepthRouteConfig
@@ -103,13 +103,12 @@ def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
             yield f"static_layers is not supported with gate={c.gate!r}: {instead}"
         if not c.takes_budget():
             yield "static_layers needs thresholds that follow the budget: threshold='budget', causal_rule='quantile'"
+    yield from _conflicts_of_layers(c)
     if c.branch == "memory" and (target.per_pair or target.reads_ids or c.granularity != "token"):
         yield (
             f"branch='memory' looks up what ends at a token; it is not supported with target={c.target!r} per "
             f"{c.granularity}; use ffn, attention or block per token"
         )
-    if c.branch == "neurons" and (target.skips_attention or not target.skips_ffn):
-        yield f"branch='neurons' is made of the FFN; it is not supported with target={c.target!r}; use 'ffn'"
     if c.has_memory:
         hashes = hash_count(c)
         if c.memory_slots < LEAST_SLOTS * hashes:
@@ -130,6 +129,25 @@ def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
         yield "threshold is fixed, so there is nothing for selection='controller' to move; use threshold='budget'"
     if c.scale_by_gate and c.selection in ("soft", "gumbel"):
         yield f"scale_by_gate is not supported with selection={c.selection!r}; use topk, threshold or controller"
+
+
+def _conflicts_of_layers(c: DepthRouteConfig) -> Iterator[str]:
+    """Conflicts between the target and the branch of a layer, and of the patterns with the other fields."""
+    given = {name: getattr(c, name) for name in PATTERNS if getattr(c, name) is not None}
+    used, plain = {c.target, *(c.target_pattern or {}).values()}, ("ffn", "attention", "block")
+    if c.target_pattern and (not used <= set(plain) or c.granularity != "token"):
+        yield f"target_pattern={c.target_pattern!r} is for the targets {_any_of(plain)} per token"
+    allowed = traits_of(c.gate).targets or tuple(TARGETS)
+    if not set((c.target_pattern or {}).values()) <= set(allowed):
+        yield f"target_pattern={c.target_pattern!r}: gate={c.gate!r} is for target={_any_of(allowed)}"
+    memory = c.branch == "memory" or "memory" in (c.branch_pattern or {}).values()
+    if c.branch_pattern and (memory or c.branch == "none"):
+        yield f"branch_pattern={c.branch_pattern!r} is for branch='lowrank' and 'neurons', not with branch={c.branch!r}"
+    for index in (-1, *sorted({index for pattern in given.values() for index in pattern})):  # -1: any other layer
+        target, branch = c.target_of(index), c.branch_of(index)
+        if branch == "neurons" and not TARGETS[target].skips_ffn:
+            where = "" if index < 0 else f"layer {index}: "
+            yield f"{where}branch='neurons' is made of the FFN; it is not supported with target={target!r}"
 
 
 def _any_of(names: Iterable[str]) -> str:
@@ -153,6 +171,13 @@ def check_static(static: list[int] | None, routed: list[int]) -> None:
     require(outside is None, "static_layers", static, f"must be routed layers, and layer {outside} is none")
     what = "are all of the routed layers; use gate='none'"
     require(static is None or len(static) < len(routed), "static_layers", static, what)
+
+
+def check_patterns(c: DepthRouteConfig, routed: list[int]) -> None:
+    """Raise `ConfigError` unless the layers that patterns name are routed."""
+    for name in PATTERNS:
+        outside = min(set(getattr(c, name) or ()).difference(routed), default=None)
+        require(outside is None, name, getattr(c, name), f"must name routed layers, and layer {outside} is none")
 
 
 def check_phases(phases: Any, granularity: str, target: str) -> str:
@@ -210,6 +235,14 @@ def check_given(c: DepthRouteConfig) -> None:
     described = base is None or (isinstance(base, dict) and len(base) <= 16 and all(isinstance(k, str) for k in base))
     require(described, "base_architecture", base, _AS_SAVED)
     _check_gate(c)
+    for name in PATTERNS:
+        pattern, values = getattr(c, name), CHOICES.get(name.removesuffix("_pattern"))
+        mapped = pattern is None or (isinstance(pattern, dict) and pattern and _are_indices([*pattern], 4096))
+        require(mapped, name, pattern, "must map layer indices to values, or be left out")
+        for value in (pattern or {}).values():
+            fits = _is_int(value, 1, 262144) if values is None else value in list(values)
+            known = "an integer from 1 to 262144" if values is None else f"one of: {', '.join(values)}"
+            require(fits, name, pattern, f"has {reprlib.repr(value)}; use {known}")
     for name, allowed in CHOICES.items():
         _check_choice(name, getattr(c, name), allowed)
     require(isinstance(c.scale_by_gate, bool), "scale_by_gate", c.scale_by_gate, "must be true or false")
@@ -241,6 +274,7 @@ def check_complete(c: DepthRouteConfig) -> None:
     require(static, "static_layers", c.static_layers, "must be a list of distinct layer indices, or left out")
     if isinstance(c.layers, (list, tuple)):
         check_static(c.static_layers, list(c.layers))
+        check_patterns(c, list(c.layers))
     lists: Any = c.dropped_experts
     listed = lists is None or (isinstance(lists, (list, tuple)) and len(lists) <= 1024)
     indices = listed and all(_are_indices(experts, 1024) for experts in lists or ())

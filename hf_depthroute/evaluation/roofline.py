@@ -23,7 +23,6 @@ from ..inference.calibration import active_routings
 from ..parts.gates import MLPGate
 from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
-from ..parts.targets import TARGETS
 from ..routing.holder import HOLDER, Routing
 
 PARTS = ("attention projections", "attention core", "ffn", "router", "head")
@@ -127,7 +126,7 @@ def matrices(layer: Any, config: Any, family: Family | None = None, holder: Rout
 
 def _left_out(layer: Any, config: Any, holder: Routing) -> dict[str, float]:
     """By the name of a child, how much of it the cheap path leaves out."""
-    family, target = holder.family, TARGETS[holder.active_config().target]
+    family, target = holder.family, holder.active_target()
     parts = {family.ffn: 1.0} if target.skips_ffn else {}
     if target.per_pair:
         parts[f"{family.ffn}.{family.experts}"] = 1.0
@@ -147,7 +146,7 @@ def skips_sequences(holder: Routing, config: Any) -> bool:
     """
     routing = holder.active_config()
     whole = routing.granularity == "sequence" or (holder.active_gate().static and routing.phases == "all")
-    if not (whole and TARGETS[routing.target].skips_attention) or config._attn_implementation == "flex_attention":
+    if not (whole and holder.active_target().skips_attention) or config._attn_implementation == "flex_attention":
         return False
     return can_skip(cache_layer(DynamicCache(config=config), holder.layer_index))
 
@@ -159,7 +158,7 @@ def runs_full(holder: Routing, length: int) -> bool:
 
 def skips_attention(holder: Routing, config: Any) -> bool:
     """Whether the cheap path saves the attention: per token only where the family's projections are known."""
-    target, queries_known = TARGETS[holder.active_config().target], holder.family.queries is not None
+    target, queries_known = holder.active_target(), holder.family.queries is not None
     return target.skips_attention and (queries_known or skips_sequences(holder, config))
 
 

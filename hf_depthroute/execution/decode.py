@@ -210,7 +210,7 @@ def _step_of(layer: nn.Module, holder: Routing, batch: int) -> Step | None:
     remembers = plan is not None and plan.adapter in holder.depth_route_memory
     if plan is None or (plan.rule == "full" and not plan.recorders):
         return None if remembers else _run_base  # the KV cache has to learn of the token
-    kind = STEPS.get(type(SITES[plan.config.target]))
+    kind = STEPS.get(type(SITES[plan.site]))
     if kind is None or not supports_decode(plan, holder.family):
         return None
     if any_watched(layer, holder.family.dropouts):

@@ -135,7 +135,7 @@ def routed_call(
     holder: Routing = layer._modules[HOLDER]
     if plan.adapter in holder.depth_route_memory:
         ngrams = continued_ngrams(holder.layer_index, ngrams, kwargs, token_mask)
-    site = SITES[plan.config.target].of_call(holder, plan, hidden_states, ngrams, kwargs)
+    site = SITES[plan.site].of_call(holder, plan, hidden_states, ngrams, kwargs)
     stream = site.enter(layer, holder.family, hidden_states, kwargs)
     call = call_on_stream(layer, plan, site, stream, token_mask, kwargs, decides)
     return call if ngrams is None else replace(call, ngrams=ngrams)

@@ -156,7 +156,7 @@ def _supported(
         holder: Routing = layer._modules[HOLDER]
         plan, stream = holder.plan(False), args[0] if args else kwargs["hidden_states"]
         assert plan is not None
-        call = RoutedCall(layer, holder, plan, SITES[plan.config.target], stream, None, None, kwargs)
+        call = RoutedCall(layer, holder, plan, SITES[plan.site], stream, None, None, kwargs)
         found.update(name for name, executor in EXECUTORS.items() if executor.supports(call))
 
     handles = [layer.register_forward_pre_hook(of_this_thread(look), with_kwargs=True) for layer in layers]

@@ -22,9 +22,10 @@ from .baseline_gates import ExitGate, RandomGate, StaticGate
 from .branches import MixedLinear, TensorMap, TransientCache, reset_linear, stamp
 from .joint import ScoreMaps
 from .memory import MemoryGate
-from .regression import fit_scores, moments, ridge_weights
+from .regression import fit_scores, moments, refine_scores, ridge_weights
 
 GateOutput = dict[str, torch.Tensor]
+_STEPS = 200  # of gradient descent on a gate, after its closed form
 
 
 class GateSizes(Protocol):
@@ -104,7 +105,7 @@ class MLPGate(_LinearMaps):
         return ScoreMaps(self.hidden.weight, self.hidden.bias, self.score.weight.squeeze(0), self.score.bias)
 
     def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, always_Sd: torch.Tensor | None = None) -> None:
-        """Fit the scores to `y` in closed form, see `fit_scores`.
+        """Fit the scores to `y`: in closed form (`fit_scores`), then by `_STEPS` steps of gradient descent.
 
         Args:
             a_Nd: The gate's input, float32.
@@ -113,6 +114,9 @@ class MLPGate(_LinearMaps):
             always_Sd: The input of tokens that have to run in full, whatever their error.
         """
         fit_scores(self.hidden, self.score, a_Nd, y_N, seed, always_Sd)
+        apart = always_Sd is not None and self.hidden.out_features > 1
+        units = self.hidden.out_features - apart
+        refine_scores(self.hidden, self.score, a_Nd, y_N, seed, _STEPS, units)
 
 
 class JEPAGate(_LinearMaps):

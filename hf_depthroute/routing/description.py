@@ -8,19 +8,34 @@ from peft import PeftModel
 
 from ..base.families import find_layers
 from ..config.adapter import DepthRouteConfig
+from ..config.fields import PATTERNS
 from ..parts.memory import shortest_order
 from ..parts.targets import TARGETS
 
 
-def routing_summary(config: DepthRouteConfig, gate: str | None = None) -> str:
-    """`ffn per token, budget 0.5, gate mlp, branch lowrank`; with the `gate` of a layer, where one is given."""
+def routing_summary(config: DepthRouteConfig, layer: int | None = None) -> str:
+    """`ffn per token, budget 0.5, gate mlp, branch lowrank`; of one `layer`, where one is given, or of all."""
     memory = f"{config.memory_slots:,} slots of {config.memory_width}, {config.memory_heads} heads, {_orders(config)}"
     if TARGETS[config.target].reads_ids:
         return f"{config.target} per {config.granularity}, {memory}"
-    parts = [f"{config.target} per {config.granularity}", f"budget {config.budget:g}", f"gate {gate or config.gate}"]
-    parts += [] if config.branch == "none" else [f"branch {config.branch}"]
+    one = -1 if layer is None else layer
+    target, gate, branch = config.target_of(one), config.gate_of(one), config.branch_of(one)
+    parts = [f"{target} per {config.granularity}", f"budget {config.budget:g}", f"gate {gate}"]
+    parts += [] if branch == "none" else [f"branch {branch}"]
+    parts += patterns_words(config) if layer is None else []
     parts += [memory] if config.branch == "memory" else []
     return ", ".join(parts if config.phases == "all" else [*parts, f"phases {config.phases}"])
+
+
+def patterns_words(config: DepthRouteConfig) -> list[str]:
+    """What some layers do otherwise: `["target block in 28-29", "rank 192 in 28", "rank 72 in 29"]`."""
+    said = []
+    for name in PATTERNS:
+        pattern = getattr(config, name) or {}
+        for value in dict.fromkeys(pattern.values()):
+            layers = _ranges([index for index, other in pattern.items() if other == value])
+            said.append(f"{name.removesuffix('_pattern')} {value} in {layers}")
+    return said
 
 
 def budget_words(config: DepthRouteConfig, depth: int) -> str:

@@ -20,7 +20,7 @@ from ..parts.branches import LowRankBranch, TransientCache
 from ..parts.gates import GATES, MLPGate, TargetProjection
 from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
-from ..parts.targets import TARGETS
+from ..parts.targets import TARGETS, Target
 from ..parts.traits import GateTraits, traits_of
 from .description import routing_summary
 from .plan import RoutePlan, decide, plan_of
@@ -94,23 +94,24 @@ class Routing(nn.Module, BaseTunerLayer):
     def extra_repr(self) -> str:
         """Each adapter in one line of `print(model)`; the same in equal layers, which fold into one."""
         configs = ((name, self.config(name)) for name in self.depth_route_gate)
-        return "\n".join(f"{name}: {routing_summary(c, c.gate_of(self.layer_index))}" for name, c in configs)
+        return "\n".join(f"{name}: {routing_summary(c, self.layer_index)}" for name, c in configs)
+
+    @property
+    def ffn(self) -> nn.Module:
+        """The base's FFN."""
+        return self._ffn[0]
 
     def add_adapter(self, name: str, config: DepthRouteConfig) -> None:
         """Create the seeded, untrained adapter `name` for this layer."""
-        target = TARGETS[config.target]
+        target, kind_of_branch = TARGETS[config.target], config.branch_of(self.layer_index)
         per_expert = target.per_pair and config.expert_gates == "per_expert"
         kind = config.gate_of(self.layer_index)
         gate = GATES[kind](self.width, config, self.num_experts if per_expert else 1)
         self.depth_route_gate[name] = self._initialised(gate, config, "gate")
-        if config.branch != "none":
-            assert config.branch_rank is not None
-            norm, same = self._norms[0][target.norm]
-            branch: nn.Module
-            if config.branch == "neurons":
-                branch = NeuronBranch(self.norm_in_front("ffn"), self._ffn[0], self.width, config.branch_rank)
-            else:
-                branch = LowRankBranch(norm, self.width, config.branch_rank, bias=self.ffn_bias, copy_values=same)
+        if kind_of_branch != "none":
+            rank = config.rank_of(self.layer_index)
+            assert rank is not None
+            branch = self.make_branch(config.target_of(self.layer_index), kind_of_branch, rank)
             self.depth_route_branch[name] = self._initialised(branch, config, "branch")
         if config.has_memory:
             memory = NgramMemory(self.width, config, self.layer_index)
@@ -121,6 +122,13 @@ class Routing(nn.Module, BaseTunerLayer):
             self.depth_route_controller[name] = BudgetController()
         self.depth_route_quantiles[name] = ScoreQuantiles(cast(float, config.gate_temperature))
         self._move_adapter_to_device_of_base_layer(name)
+
+    def make_branch(self, target: str, kind: str, rank: int) -> nn.Module:
+        """A branch for this layer, its weights not yet drawn; `kind` and `rank` as `branch` and `branch_rank`."""
+        if kind == "neurons":
+            return NeuronBranch(self.norm_in_front("ffn"), self.ffn, self.width, rank)
+        norm, same = self._norms[0][TARGETS[target].norm]
+        return LowRankBranch(norm, self.width, rank, bias=self.ffn_bias, copy_values=same)
 
     def follow(self, name: str, previous: Routing) -> None:
         """Name the layer that adapter `name` routes before this one; a token that left there stays out here."""
@@ -168,6 +176,10 @@ class Routing(nn.Module, BaseTunerLayer):
         """The budget that inference of the calling thread follows; `ValueError` when no adapter is active."""
         override = self.state.settings.budget
         return self.active_config().budget if override is None else override
+
+    def active_target(self) -> Target:
+        """What this layer's active adapter routes; `ValueError` when there is none."""
+        return TARGETS[self.active_config().target_of(self.layer_index)]
 
     def active_gate(self) -> GateTraits:
         """The traits of this layer's active gate; `ValueError` if no routed adapter is active."""

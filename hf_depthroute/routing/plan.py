@@ -33,6 +33,7 @@ class RoutePlan:
     Attributes:
         adapter: Name of the active adapter, with its `config`.
         gate: What the layer's gate says of itself.
+        site: The name of the layer's target, the key of `TARGETS` and `SITES`.
         target: What it routes.
         rule: One of `SELECTIONS`, `"predictor"`, `"static"`, or `"full"`: the base's layer runs, without the gate.
         mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"` or `"scaled_sublayers"`.
@@ -54,6 +55,7 @@ class RoutePlan:
     adapter: str
     config: DepthRouteConfig
     gate: GateTraits
+    site: str
     target: Target
     rule: str
     mix: str
@@ -151,6 +153,7 @@ def make_plan(
         threshold = cast(ScoreQuantiles, holder.depth_route_quantiles[name])(budget)
     replayed = None if settings.replay is None else settings.replay.get(holder.layer_index)
     gate = traits_of(config.gate_of(holder.layer_index))
+    target = config.target_of(holder.layer_index)
     if gate.static:
         rule = "static"
     elif gate.soft:
@@ -174,10 +177,11 @@ def make_plan(
         adapter=name,
         config=config,
         gate=gate,
-        target=TARGETS[config.target],
+        site=target,
+        target=TARGETS[target],
         rule=rule,
         mix=mix,
-        extras=_extras(holder, name, gate, TARGETS[config.target], training),
+        extras=_extras(holder, name, gate, TARGETS[target], training),
         budget=math.nan if gate.soft else budget,
         threshold=threshold,
         temperature=(state.scheduled_temperature if training else None) or cast(float, config.gate_temperature),

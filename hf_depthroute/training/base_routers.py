@@ -30,7 +30,6 @@ from ..base.distributed import sum_over_processes
 from ..base.families import find_decoder, find_family, find_layers
 from ..base.sublayers import router_of
 from ..data.batches import model_inputs
-from ..parts.targets import TARGETS
 from ..routing.holder import Routing
 from ..routing.trace import record_routes
 from .trace_statistics import stack, token_mean
@@ -148,7 +147,7 @@ def expert_load(model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]])
     assigned: dict[int, torch.Tensor] = {}
     ran: dict[int, torch.Tensor] = {}
     holders = [module for module in model.modules() if isinstance(module, Routing)]
-    dropping = any(h.adapter() is not None and TARGETS[h.active_config().target].per_pair for h in holders)
+    dropping = any(h.adapter() is not None and h.active_target().per_pair for h in holders)
     with evaluating(model):
         for inputs in model_inputs(model, batches):
             recording: Any = record_routes(model) if dropping else nullcontext({})

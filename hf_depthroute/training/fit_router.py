@@ -26,7 +26,7 @@ from torch import nn
 from ..adapter.restoring import restoring
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
-from ..base.distributed import own_share, rows_of_all, sharing, world_size
+from ..base.distributed import rows_of_all, sharing, world_size
 from ..base.families import find_layers
 from ..base.readout import check_head, predicting, token_losses
 from ..config.adapter import ConfigError, DepthRouteConfig
@@ -37,7 +37,8 @@ from ..parts.gates import GATES
 from ..parts.targets import TARGETS
 from ..routing.trace import full_depth
 from .fit_bar import FitBar
-from .layer_fits import FEWEST, Batches, Fits, LayerFit
+from .fit_text import Batches, first_tokens, own_part, positions, split
+from .layer_fits import FEWEST, Fits, LayerFit
 from .record import remember_training
 
 DENSE = 0.995  # a layer that runs this share of the tokens in full is not routed
@@ -104,7 +105,7 @@ def fit_router(
         raise ValueError(f"rounds={rounds} must be at least 1")
     check_head(model, "fit_router")
     config = config_to_fit(len(find_layers(model)), keep, config)
-    text, held_out = _split([batch for batch in model_inputs(model, batches)])
+    text, held_out = split([batch for batch in model_inputs(model, batches)])
     tokens = sum(int(token_mask(batch).sum()) for batch in text)
     if tokens < 2 * FEWEST:
         raise ValueError(f"fit_router: batches holds {tokens} tokens to fit on; {2 * FEWEST} is the least")
@@ -118,13 +119,13 @@ def fit_router(
         )
     routed = get_depth_routed_model(model, config)
     every_token = max(_RATE_TOKENS, tokens // len(find_layers(routed)))  # one pass of the text for all layers
-    rated, last = _first_tokens(held_out, every_token), _first_tokens(held_out, _BUDGET_TOKENS)
+    rated, last = first_tokens(held_out, every_token), first_tokens(held_out, _BUDGET_TOKENS)
     with torch.no_grad(), evaluating(routed), sharing(), ExitStack() as stack:
         parts = {"text": text, "rated": rated, "held_out": held_out, "budgets": last}
-        sizes = {name: _positions(_share(part)) for name, part in parts.items()}
+        sizes = {name: positions(own_part(part)) for name, part in parts.items()}
         bar = stack.enter_context(FitBar(find_layers(routed), rounds, progress, **sizes))
-        fit = Fits(routed, _share(text), _share(rated), bar)
-        own = _share(held_out)
+        fit = Fits(routed, own_part(text), own_part(rated), bar)
+        own = own_part(held_out)
         best: tuple[float, dict[int, dict[str, Any]], dict[int, LayerFit]] | None = None
         losses = []
         for number in range(rounds):
@@ -147,7 +148,7 @@ def fit_router(
         shares = calibrate(routed, own)
         routed, shares = _without_gates(routed, shares, static, own)
         bar.phase("other budgets")
-        calibrate_budgets(routed, _share(last))
+        calibrate_budgets(routed, own_part(last))
         for index, layer in layers.items():
             layer.share = shares.get(index, 1.0)
         loss_R = rows_of_all(_row_losses(routed, own))
@@ -194,44 +195,6 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
     values = given.to_dict() | {"budget": budget, "budget_scope": "global", "selection": "threshold"}
     kept = {name: value for name, value in values.items() if name not in ("base_architecture", "library_version")}
     return DepthRouteConfig(**kept)
-
-
-def _split(batches: Batches) -> tuple[Batches, Batches]:
-    """`(to fit on, held out)`: every fifth row is held out, of fewer the last; one row alone is both."""
-    sizes = [len(batch["input_ids"]) for batch in batches]
-    if sum(sizes) < 2:
-        return batches, batches
-    held = torch.arange(sum(sizes)) % min(5, sum(sizes)) == min(5, sum(sizes)) - 1
-
-    return _taken(batches, ~held), _taken(batches, held)
-
-
-def _taken(batches: Batches, rows_R: torch.Tensor) -> Batches:
-    """The rows in a bool mask over those of all batches, in batches as they were."""
-    parts = zip(batches, rows_R.split([len(batch["input_ids"]) for batch in batches]))
-    return [{n: v[part.to(v.device)] for n, v in batch.items()} for batch, part in parts if part.any()]
-
-
-def _share(batches: Batches) -> Batches:
-    """This process's share of the rows."""
-    own_R = torch.zeros(sum(len(batch["input_ids"]) for batch in batches), dtype=torch.bool)
-    own_R[own_share(len(own_R))] = True
-    return _taken(batches, own_R)
-
-
-def _first_tokens(batches: Batches, count: int) -> Batches:
-    """The first rows, in batches as they were, with about `count` positions."""
-    found: Batches = []
-    for batch in batches:
-        rows, length = batch["input_ids"].shape
-        taken = min(rows, -(-count // length))
-        found += [{name: value[:taken] for name, value in batch.items()}] if taken > 0 else []
-        count -= taken * length
-    return found
-
-
-def _positions(batches: Batches) -> int:
-    return sum(batch["input_ids"].numel() for batch in batches)
 
 
 def _row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:

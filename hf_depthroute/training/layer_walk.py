@@ -20,7 +20,7 @@ from ..base.cache import without_cache
 from ..base.contexts import hooked, of_this_thread
 from ..base.families import find_layers
 from ..base.sublayers import hidden_of
-from ..data.batches import document_starts, token_mask
+from ..data.batches import device_of, document_starts, token_mask
 from ..execution.call import RoutedCall
 from ..execution.context import unpack
 from ..execution.layer import routed_call
@@ -81,7 +81,7 @@ class LayerWalk:
         """The routed part of layer `index` on its input `h` `[B, T, d]`, not decided and not run."""
         holder = self.holder(index)
         assert holder is not None
-        device = next(holder.depth_route_gate.parameters()).device
+        device = device_of(holder, self.layers[index])
         h, given = send_to_device((h, self._given[batch][index]), device)
         (ids, starts), order = self._text[batch], plan.config.ngram_order
         ngrams = suffixes(ids, order, self.real[batch], starts) if plan.config.has_memory else None

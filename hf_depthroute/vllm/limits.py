@@ -9,6 +9,7 @@ from typing import Any, cast
 from .. import registration as registration
 from ..base.families import row_of, text_config
 from ..config.adapter import DepthRouteConfig
+from ..config.fields import PATTERNS
 from ..config.rules import ConfigError
 from ..execution.sites import SITES, FFNSite
 from ..parts.targets import TARGETS
@@ -59,6 +60,9 @@ def check_adapter(config: DepthRouteConfig) -> None:
     if type(SITES[config.target]) is not FFNSite:  # what the operator runs
         reasons = [_PARTS[part] for part in TARGETS[config.target].skips if part in _PARTS]
         _refuse("target", config.target, next(iter(reasons), "only the FFN's rows can be left out there"))
+    for name in PATTERNS:
+        if getattr(config, name) is not None:
+            _refuse(name, getattr(config, name), "the operator there has one target and one branch for all layers")
     if config.branch == "memory":
         _refuse("branch", config.branch, _PARTS["memory"])
     if config.branch == "neurons":

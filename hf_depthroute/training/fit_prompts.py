@@ -1,0 +1,397 @@
+"""What a prompt can do without: static layers for prompts, chosen and fitted by what they cost the text behind them.
+
+A token of a prompt matters to the text behind it through its keys and values alone. So a layer of a prompt is priced on
+that text: for every layer, each way to leave out a part of it is fitted by least squares, and its cost in nats is read
+from gradients (`sensitivity`). The cheapest set that saves enough is then a knapsack.
+
+Shapes: B batch, T positions, N tokens, d model width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from torch import nn
+
+from ..adapter.restoring import restoring
+from ..adapter.tuner import get_depth_routed_model
+from ..base.contexts import evaluating
+from ..base.distributed import each_of_all, own_rows, rows_of_all, sharing, total
+from ..base.readout import check_head
+from ..config.adapter import ConfigError, DepthRouteConfig
+from ..data.batches import model_inputs, token_mask
+from ..evaluation.roofline import count_work
+from ..execution.call import RoutedCall
+from ..files.versions import versions
+from ..inference.calibration import active_routings
+from ..inference.fitting import fit_branch
+from ..parts.neurons import NeuronBranch, neurons_of
+from ..parts.regression import norms_and_sinks
+from ..parts.targets import TARGETS
+from ..routing.holder import Routing
+from ..routing.trace import RouteRecord, RouteTrace, full_depth, replay_routes
+from .fit_text import Batches, own_part, split
+from .layer_walk import LayerWalk
+from .record import remember_training
+from .sensitivity import stream_gradients
+
+_PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
+_PENALTY = 1e-3
+_FEWEST = 512  # tokens of prompts to fit on, at least
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to leave out a part of a layer: the target, and the branch in its place."""
+
+    target: str
+    branch: str
+    rank: int
+
+
+@dataclass
+class StaticFit:
+    """What was found for one layer and one option.
+
+    Attributes:
+        nats: What it costs the text behind the prompt, nats per token, as it is predicted from gradients.
+        saved: The share of the FLOPs of a prompt that it leaves out.
+        branch_r2: `1 - |update - branch|^2 / |update|^2` on the text fitted on, sinks left out, errors relative to the
+            stream behind the full path.
+    """
+
+    nats: float
+    saved: float
+    branch_r2: float
+
+
+@restoring
+def fit_prompts(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]] | Mapping[str, Any],
+    keep: float = 0.8,
+    config: DepthRouteConfig | None = None,
+    *,
+    progress: bool | None = None,
+) -> PeftModel:
+    """Make a model read prompts with the share `keep` of the FLOPs, without training: `phases="prefill"`.
+
+        model = fit_prompts(AutoModelForCausalLM.from_pretrained(name), batches, keep=0.8)
+
+    Every layer may do without its FFN, its attention's queries, or both; keys and values are always written. In their
+    place is a low-rank branch or some of the FFN's own neurons (`branch="neurons"`), fitted by least squares. All
+    tokens of a prompt take it but the last one; what is generated runs in full. Which layers do so, and how, is found
+    on the text: two thirds of each row are a prompt, and the rest is the text whose loss counts. The last layer of a
+    prompt is free, since nothing reads it but its last token.
+
+    Every fifth row is held out, and costs are measured on it. About five forward passes of the text.
+
+    Args:
+        model: A transformers model of a supported family, not routed. It is changed in place, as by
+            `get_depth_routed_model`, and left in eval mode.
+        batches: As of `fit_router`; rows as long as the prompts that are served, with text behind them, are best.
+        keep: In (0, 1): the share of the FLOPs of a prompt that is left, the router's own included.
+        config: Its `seed` is used, and its `modules_to_save` and `task_type` kept; the rest is found.
+        progress: Show a bar; by default where a terminal is.
+
+    Returns:
+        The routed model: `target_pattern`, `branch_pattern` and `rank_pattern` say what was found.
+
+    Raises:
+        ConfigError: `keep` is out of range, or so low that no choice of layers reaches it; the model is untouched.
+        ValueError: `batches` holds fewer than 768 tokens of rows of at least 8; or the model has no LM head.
+    """
+    started = time.monotonic()
+    if not 0 < keep < 1:
+        raise ConfigError(f"keep={keep!r} must be between 0 and 1, the share of the FLOPs of a prompt")
+    check_head(model, "fit_prompts")
+    given = DepthRouteConfig() if config is None else config
+    text, held_out = split(list(model_inputs(model, batches)))
+    tokens = sum(int(_prompts(batch)[0].sum()) for batch in text)
+    if tokens < _FEWEST:
+        raise ValueError(f"fit_prompts: batches holds {tokens} tokens of prompts to fit on; {_FEWEST} is the least")
+    first = DepthRouteConfig(layers="all", gate="none", branch="none", phases="prefill", seed=given.seed)
+    routed = get_depth_routed_model(model, first)
+    with torch.no_grad(), evaluating(routed), sharing():
+        search = Search(routed, own_part(text), own_part(held_out), given.seed)
+        found = search.found
+        chosen = choose(found, 1 - keep)
+        if not chosen:
+            most = sum(max(fit.saved for fit in fits.values()) for fits in found.values())
+            raise ConfigError(f"keep={keep:g} is not reached: leaving out all that can be saves {most:.2f} of a prompt")
+        branches = {index: search.branches[index][option] for index, option in chosen.items()}
+        routed = get_depth_routed_model(routed.unload(), _config_of(chosen, given))
+        for holder in active_routings(routed):
+            held = holder.depth_route_branch[holder.active_name()]
+            held.load_state_dict(branches[holder.layer_index].state_dict())
+        del search, branches
+        r2 = _refit(routed, own_part(text))
+        dense_R, loss_R, kl_R = _behind(routed, own_part(held_out))
+    more_R = loss_R - dense_R
+    record = {
+        "fit": {
+            "keep": keep,
+            "tokens": tokens,
+            "held_out_tokens": sum(int(token_mask(batch).sum()) for batch in held_out),
+            "loss_dense": float(dense_R.mean()),
+            "loss": float(loss_R.mean()),
+            "loss_over_dense_error": float(more_R.std() / len(more_R) ** 0.5) if len(more_R) > 1 else None,
+            "divergence": float(kl_R.mean()),
+            "layers": {
+                str(index): asdict(option) | asdict(found[index][option]) | {"branch_r2": r2[index]}
+                for index, option in chosen.items()
+            },
+        },
+        "seconds": round(time.monotonic() - started, 1),
+        "trainable_parameters": sum(p.numel() for p in routed.parameters() if p.requires_grad),
+        "versions": versions(),
+    }
+    remember_training(routed, record)
+    return routed.eval()
+
+
+def _config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRouteConfig:
+    """What most layers have is the adapter's target and branch; the others are in the patterns."""
+    (main, _), *_ = Counter(chosen.values()).most_common()
+    others = {index: option for index, option in chosen.items() if option != main}
+    return DepthRouteConfig(
+        layers=sorted(chosen),
+        target=main.target,
+        gate="none",
+        branch=main.branch,
+        branch_rank=main.rank,
+        target_pattern={i: o.target for i, o in others.items() if o.target != main.target} or None,
+        branch_pattern={i: o.branch for i, o in others.items() if o.branch != main.branch} or None,
+        rank_pattern={i: o.rank for i, o in others.items() if o.rank != main.rank} or None,
+        phases="prefill",
+        seed=given.seed,
+        task_type=given.task_type,
+        modules_to_save=given.modules_to_save,
+    )
+
+
+class Search:
+    """Every option in every layer, fitted and priced.
+
+    Attributes:
+        found: By layer index and option.
+        branches: The fitted branches, the same way.
+    """
+
+    def __init__(self, model: PeftModel, text: Batches, held_out: Batches, seed: int) -> None:
+        self.found: dict[int, dict[Option, StaticFit]] = {}
+        self.branches: dict[int, dict[Option, Any]] = {}
+        self._fitted = len(text)  # the batches before this one are fitted on, the others held out
+        batches = text + held_out
+        masks = [_prompts(batch) for batch in batches]
+        self._cheap = [cheap for cheap, _ in masks]
+        self._behind = sum(each_of_all(sum(int(behind.sum()) for _, behind in masks[self._fitted :])))
+        first = own_rows(_rows(held_out))[0].start
+        self._gradients: list[list[torch.Tensor]] = []
+        for batch, (_, behind) in zip(held_out, masks[self._fitted :]):
+            seeds = [seed * 1_000_003 + first + row for row in range(len(behind))]
+            self._gradients.append(stream_gradients(model, batch, behind, seeds))
+            first += len(behind)
+        self._walk = LayerWalk(model, batches)
+        length = max(batch["input_ids"].shape[1] for batch in batches)
+        saved = _savings(model, int(length * _PROMPT))
+        states = self._walk.first()
+        for index in range(len(self._walk.layers)):
+            states = self._layer(index, states, saved)
+
+    def _layer(self, index: int, states: list[torch.Tensor], saved: Any) -> list[torch.Tensor]:
+        holder = self._walk.holder(index)
+        assert holder is not None
+        paths: dict[str, list[tuple[RoutedCall, torch.Tensor]]] = {}
+        self.found[index], self.branches[index] = {}, {}
+        for target in ("ffn", "attention", "block"):
+            paths[target] = [self._path(holder, target, batch, h, paths) for batch, h in enumerate(states)]
+        outputs = [call.finish(full) for call, full in paths["ffn"]]
+        for option in options_of(holder):
+            branch = holder.make_branch(option.target, option.branch, option.rank).to(outputs[0].device)
+            r2 = self._fit(branch, paths[option.target][: self._fitted])
+            nats = self._price(index, branch, paths[option.target][self._fitted :], outputs[self._fitted :])
+            self.branches[index][option] = branch
+            self.found[index][option] = StaticFit(nats, saved(holder, option), r2)
+        return outputs
+
+    def _path(self, holder: Routing, target: str, batch: int, h: torch.Tensor, paths: Any) -> Any:
+        """The routed part, and the stream behind its full path; layers that run one after the other compute it once."""
+        plan = holder.plan(False)
+        assert plan is not None
+        plan = replace(plan, site=target, target=TARGETS[target])
+        call = self._walk.call(holder.layer_index, batch, h, plan)
+        if target == "ffn" or holder.family.parallel:
+            return call, call.full()
+        ffn_call, ffn_full = paths["ffn"][batch]
+        return call, ffn_full if target == "block" else ffn_call.stream
+
+    def _fit(self, branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]]) -> float:
+        return fit_on(branch, paths, self._cheap[: self._fitted])
+
+    def _price(
+        self, index: int, branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], outputs: list[torch.Tensor]
+    ) -> float:
+        """Half of two estimates: with what the tokens of a row do together, and with what each does alone.
+
+        The first is right on average, and noisy: one sample for each row. The second misses what errors do together,
+        and takes its scale from all of them.
+        """
+        together, alone = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for (call, _), out, gradients, cheap in zip(
+            paths, outputs, self._gradients, self._cheap[self._fitted :], strict=True
+        ):
+            change = call.finish(call.stream + branch(call.stream)) - out
+            slopes_BT = (gradients[index].to(change.device) * change.float()).sum(-1).double().masked_fill(~cheap, 0.0)
+            together += slopes_BT.sum(1).square().sum().cpu()
+            alone += slopes_BT.square().sum().cpu()
+        return float(total(together + alone)) / 4 / max(1, self._behind)
+
+
+def fit_on(branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], cheap: list[torch.Tensor]) -> float:
+    """Fit a branch to the update of the tokens in `cheap`, without the sinks; the share of it that is explained."""
+    x, update, after = [], [], []
+    for (call, full), mask in zip(paths, cheap, strict=True):
+        x.append(branch.normed(call.stream)[mask].float())
+        update.append((full - call.stream)[mask].float())
+        after.append(full[mask].float())
+    norms_N, sinks_N = norms_and_sinks(torch.cat(after))
+    x_Nd, y_Nd = torch.cat(x)[~sinks_N], torch.cat(update)[~sinks_N]
+    penalty = max(_PENALTY, 0.1 * x_Nd.shape[1] / sum(each_of_all(len(x_Nd))))
+    return 1 - fit_branch(branch, x_Nd, y_Nd, penalty, norms_N[~sinks_N])
+
+
+def options_of(holder: Routing) -> list[Option]:
+    """What is tried in a layer: FFN, attention or both, by low-rank branches and by parts of the FFN's neurons."""
+    ffn, width = holder.ffn, holder.width
+    low = [max(1, width // 8), max(1, width // 3)]
+    found = [Option("ffn", "lowrank", low[0])] + [Option("block", "lowrank", rank) for rank in low]
+    if (neurons := neurons_of(ffn)) is not None:
+        found += [Option("ffn", "neurons", max(1, neurons // part)) for part in (8, 4, 2)]
+        found += [Option("block", "neurons", max(1, neurons // 4))]
+    if holder.family.queries is None:  # attention that is skipped per token is computed all the same
+        return [option for option in found if option.target == "ffn"]
+    return [*found, Option("attention", "lowrank", low[0])]
+
+
+def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> dict[int, Option]:
+    """The option of each layer, or none, that together save `wanted` at the least predicted cost; `{}` if none do.
+
+    A knapsack, by Lagrange's multiplier: every layer takes what is best at one price for what is saved. Of the sets
+    that any price gives, it is the cheapest one that saves enough.
+    """
+
+    def at(price: float) -> dict[int, Option]:
+        taken = {}
+        for index, fits in found.items():
+            option, fit = min(fits.items(), key=lambda item: item[1].nats - price * item[1].saved)
+            if fit.nats < price * fit.saved:
+                taken[index] = option
+        return taken
+
+    def saved(taken: Mapping[int, Option]) -> float:
+        return sum(found[index][option].saved for index, option in taken.items())
+
+    low, high = 0.0, 1e6
+    if saved(at(high)) < wanted:
+        return {}
+    for _ in range(100):
+        middle = (low + high) / 2 if low else high / 16 if high > 1e-12 else 0.0
+        low, high = (low, middle) if saved(at(middle)) >= wanted else (middle, high)
+        if high - low <= 1e-9 * high:
+            break
+    return at(high)
+
+
+def _savings(model: PeftModel, length: int) -> Any:
+    """A function of a layer's holder and an option: the share of the FLOPs of a prompt that the option leaves out."""
+    full = dict.fromkeys((holder.layer_index for holder in active_routings(model)), (1.0, 1.0))
+    dense = count_work(model, batch=1, length=length, shares=full).total_flops
+    known: dict[tuple[Any, ...], float] = {}
+
+    def saved(holder: Routing, option: Option) -> float:
+        key = holder.layer_index, option.target
+        config, name = holder.active_config(), holder.active_name()
+        if key not in known:
+            before, config.target = config.target, option.target
+            try:
+                shares = full | {holder.layer_index: (1 / length, 1.0)}
+                left = count_work(model, batch=1, length=length, shares=shares).total_flops
+            finally:
+                config.target = before
+            known[key] = (dense - left) / dense
+        branch = holder.make_branch(option.target, option.branch, option.rank)
+        weights = sum(p.numel() for p in branch.parameters() if p.ndim == 2)
+        weights += branch.borrowed_weights() if isinstance(branch, NeuronBranch) else 0
+        assert name is not None
+        return known[key] - 2.0 * weights * length / dense
+
+    return saved
+
+
+def _refit(model: PeftModel, text: Batches) -> dict[int, float]:
+    """Fit the branches again, layer by layer, on the stream that the layers before really leave."""
+    walk, cheap = LayerWalk(model, text), [_prompts(batch)[0] for batch in text]
+    states, r2 = walk.first(), {}
+    for index in range(len(walk.layers)):
+        holder = walk.holder(index)
+        plan = None if holder is None else holder.plan(False)
+        if holder is None or plan is None:
+            states = [walk.run(index, batch, h) for batch, h in enumerate(states)]
+            continue
+        calls = [walk.call(index, batch, h, plan) for batch, h in enumerate(states)]
+        fulls = [call.full() for call in calls]
+        branch = holder.depth_route_branch[holder.active_name()]
+        r2[index] = fit_on(branch, list(zip(calls, fulls)), cheap)
+        states = [
+            call.finish(torch.where(mask[..., None], call.cheap(), full))
+            for call, full, mask in zip(calls, fulls, cheap)
+        ]
+    return r2
+
+
+def _behind(model: PeftModel, text: Batches) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the text behind each row's prompt: the loss of the dense and of the routed model, and `KL(dense || routed)`.
+
+    Nats per token, `[R]` each.
+    """
+    found = []
+    for batch in text:
+        cheap, behind = _prompts(batch)
+        with full_depth(model):
+            dense = model(**batch, use_cache=False).logits[behind].float().log_softmax(-1)
+        with replay_routes(model, _forced(model, ~cheap)):
+            routed = model(**batch, use_cache=False).logits[behind].float().log_softmax(-1)
+        labels = batch["input_ids"].roll(-1, 1)[behind][:, None]
+        parts = -dense.gather(-1, labels), -routed.gather(-1, labels)
+        kl = F.kl_div(routed, dense, reduction="none", log_target=True).sum(-1, keepdim=True)
+        rows = [part.new_zeros(behind.shape).masked_scatter(behind, part).sum(1) for part in (*parts, kl)]
+        found.append(torch.stack(rows).div(behind.sum(1).clamp(min=1)).double().cpu())
+    dense_R, loss_R, kl_R = rows_of_all(torch.cat(found, dim=1).T).T
+    return dense_R, loss_R, kl_R
+
+
+def _forced(model: PeftModel, full_BT: torch.Tensor) -> RouteTrace:
+    """A trace in which the tokens in `full` run in full in every routed layer."""
+    nothing = torch.full(full_BT.shape, torch.nan, device=full_BT.device)
+    record = RouteRecord(full_BT, nothing, nothing, token_mask=None, budget=torch.nan)
+    return RouteTrace({holder.layer_index: record for holder in active_routings(model)})
+
+
+def _prompts(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bool `[B, T]` each: the tokens of each row's prompt but its last, and the positions whose next token counts."""
+    real = token_mask(batch)
+    place, count = real.cumsum(1), real.sum(1, keepdim=True)
+    last = (count * _PROMPT).long()  # the prompt's last token is the `last`-th real one
+    return real & (place < last), real & (place >= last) & (place < count)
+
+
+def _rows(batches: Batches) -> int:
+    return sum(len(batch["input_ids"]) for batch in batches)
