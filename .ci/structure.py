@@ -28,7 +28,6 @@ training
 evaluation
 bench
 report
-study
 card
 registration
 play vllm

@@ -16,12 +16,12 @@ from typing import Any
 import claims
 from fit_router import report as fit_report
 from router_tuning import report as tuning_report
+from study.claims import tell_states
+from study.intervals import tell_mean
 from token_selective import report as selective_report
 from vllm_load import report as vllm_report
 
 from hf_depthroute.files.markdown import markdown_table
-from hf_depthroute.report.claims import tell_states
-from hf_depthroute.report.intervals import tell_mean
 from hf_depthroute.training.presets import PRESETS
 
 RECIPES = Path(__file__).parent

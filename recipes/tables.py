@@ -31,13 +31,13 @@ from fit_router import report as fit_report
 from lora import report as lora_report
 from peers import report as peers_report
 from router_tuning import report as tuning_report
+from study.claims import tell_states
+from study.intervals import MIN_SEEDS, tell_mean
+from study.results import StudyRuns, read_results
 from token_selective import report as selective_report
 from vllm_load import report as vllm_report
 
 from hf_depthroute.files.markdown import markdown_table
-from hf_depthroute.report.claims import tell_states
-from hf_depthroute.report.intervals import MIN_SEEDS, tell_mean
-from hf_depthroute.report.study_results import StudyRuns, read_results
 
 RECIPES = Path(__file__).parent
 README = RECIPES.parent / "README.md"
@@ -481,7 +481,7 @@ def aux_losses() -> Study:
             ["config", "what", "steps", "seeds", "loss, first half", "loss at the end", "gate probability"], rows
         ),
     ]
-    command = "hf-depthroute study recipes/aux_losses/long.yaml --out OUT --jobs 2"
+    command = "python recipes/study run recipes/aux_losses/long.yaml --out OUT --jobs 2"
     return Study("Auxiliary losses", "aux_losses", command, brief, section)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from typing import NamedTuple
 
 import transformers
@@ -26,14 +27,14 @@ class Ended(NamedTuple):
         return line.removeprefix("error: ")
 
 
-def run(*arguments: object) -> Ended:
+def run(*arguments: object, program: Callable[[list[str]], None] = main) -> Ended:
     """`run("doctor", folder)`, with what it wrote; the verbosity of transformers is restored."""
     level = transformers.logging.get_verbosity()
     out, err = io.StringIO(), io.StringIO()
     code: object = None
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            main([str(argument) for argument in arguments])
+            program([str(argument) for argument in arguments])
     except SystemExit as ended:
         code = ended.code
     finally:

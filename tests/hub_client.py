@@ -20,11 +20,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
+
 import peft
 import torch
 from huggingface_hub import ModelCard, constants
 from models import tokens
 from safetensors.torch import load_file, save_file
+from study.run import load_base
 from test_benchmarks import scores
 from training import make_trainer, rows
 from transformers import AutoModelForCausalLM
@@ -34,7 +37,6 @@ from hf_depthroute.card import add_results, push_folder
 from hf_depthroute.cli import main
 from hf_depthroute.evaluation import evaluate_budgets
 from hf_depthroute.routing.holder import Routing
-from hf_depthroute.study.run import load_base
 
 BASE = "someone/tiny-llama"
 CONFIG = hf_depthroute.DepthRouteConfig(layers=[1, 3], budget=0.5)

@@ -24,7 +24,6 @@ COMMANDS = (
         "serve",
         "lm-eval",
         "vllm-config",
-        "study",
         "report",
         "card",
         "doctor",
@@ -61,7 +60,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @example(argv=["generate", "--adapter", "\0", "--prompt", "x"])
 @example(argv=["train", "--model", ".", "--dataset", ".", "--out", "."])
 @example(argv=["bench", "--compare", ".", "."])
-@example(argv=["study", "."])
 @example(argv=["report", "/nonexistent"])
 @example(argv=["--debug"])
 @example(argv=["generate", "train"])

@@ -489,9 +489,6 @@ def test_bench_refuses(arguments: list[str], message: str, run: Run) -> None:
         (["eval", "ADAPTER", "--dataset", "TEXT", "--num-fewshot", "3"], "--num-fewshot has no effect"),
         (["eval", "ADAPTER", "--dataset", "TEXT", "--include-path", "."], "--include-path has no effect"),
         (["eval", "ADAPTER", "--tasks", "piqa", "--blocks", "3"], "eval: --blocks has no effect with --tasks"),
-        (["report", ".", "--title", "mine"], "report: --title is for an adapter, and . is no adapter's folder"),
-        (["report", ".", "--no-speed"], "report: --no-speed is for an adapter"),
-        (["report", ".", "--repeats", "3"], "report: --repeats is for an adapter"),
     ],
 )
 def test_an_option_that_nothing_looks_at_is_refused(

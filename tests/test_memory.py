@@ -31,6 +31,8 @@ from models import (
 from peft import PeftModel
 from protocol import gap
 from safetensors.torch import load_file, save_file
+from study.metrics import oracle_auc
+from study.run import unfreeze
 from test_invariants_causal import CONTINUATIONS, LENGTH, Run, run
 from test_invariants_causal import continued as continued_run
 from torch import nn
@@ -63,8 +65,6 @@ from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.parts.memory import EARLIER, MISSING, NgramMemory, continued, suffixes
 from hf_depthroute.routing.holder import Routing
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, routings
-from hf_depthroute.study.metrics import oracle_auc
-from hf_depthroute.study.run import unfreeze
 from hf_depthroute.training.oracle import exact_utility, utility_labels
 from hf_depthroute.vllm.limits import check_adapter
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from study.grid import read_study
 from test_recipes import load_script
 
 from hf_depthroute import PRESETS, DepthRouteConfig, DepthRouteTrainingArguments, preset
@@ -21,7 +22,6 @@ from hf_depthroute.config.fields import RoutingFields
 from hf_depthroute.files.strict_yaml import read_mapping
 from hf_depthroute.parts.targets import TARGETS
 from hf_depthroute.parts.traits import traits_of
-from hf_depthroute.study.grid import read_study
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 METHOD = ("target", "granularity", "gate", "gate_input", "branch", "selection")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from models import build_base
+from study.grid import CONFIG, TRAINING_FIELDS, check_fields
 from training import rows
 
 from hf_depthroute import (
@@ -18,7 +19,6 @@ from hf_depthroute import (
     preset,
 )
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.study.grid import CONFIG, TRAINING_FIELDS, check_fields
 
 DEPTH_ROUTING = {"lm": 1.0, "util": 1.0, "rank": 0.2, "budget": 1.0, "alive": 0.5}
 # The terms of each method with their weights in its paper.

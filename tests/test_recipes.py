@@ -14,13 +14,13 @@ import torch
 import yaml
 from aux_losses.paper.claims import CLAIMS, QUESTIONS, judge
 from embedded_base.pretrain import fingerprint, sixteen
+from study.intervals import AGREES, DISAGREES, NOT_RUN, OPEN
+from study.results import read_results
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_depthroute import DepthRouteConfig, DepthRouteTrainer, DepthRouteTrainingArguments, get_depth_routed_model
 from hf_depthroute.data.text import PYTHON_STDLIB, load_text, pack
 from hf_depthroute.evaluation import evaluate_budgets, mean_loss
-from hf_depthroute.report.intervals import AGREES, DISAGREES, NOT_RUN, OPEN
-from hf_depthroute.report.study_results import read_results
 from hf_depthroute.routing.trace import RouteTrace
 from hf_depthroute.training import losses
 from hf_depthroute.training.oracle import UtilityLabels

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from command_line import run
 from models import routed
+from study.__main__ import main as study_main
 from text_models import save_base, write_text
 from transformers import AutoModelForCausalLM
 
@@ -136,7 +137,10 @@ def test_no_command_asks_and_none_runs_the_code(
             "report": [adapter, "--dataset", text, "--length", 16],
             "study": [study, "--out", tmp_path / "results"],
         }
-        ended = run(command, *arguments[command])
+        if command == "study":
+            ended = run("run", *arguments[command], program=study_main)
+        else:
+            ended = run(command, *arguments[command])
         assert ended.code == 2, ended.err
         said = ended.err.split("\n")[-2]
         assert said.startswith("error: ") and "code of its own" in said and str(bases[kind]) in said

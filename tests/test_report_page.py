@@ -211,10 +211,9 @@ def test_an_adapter_without_budgets_gets_a_page(folders, tmp_path, capsys):
 
 
 MISTAKES = [
-    ((), "name an adapter and give --dataset, or name the folder of a study"),
+    ((), "no adapter; name its folder or Hub id"),
     (("ADAPTER",), "give --dataset"),
-    (("ADAPTER", "--adapter", "other", "--dataset", "TEXT"), "two adapters"),
-    ((".", "--dataset", "TEXT"), "--dataset is for an adapter"),
+    (("ADAPTER", "--adapter", "other", "--dataset", "TEXT"), "name an adapter twice"),
     (("ADAPTER", "--dataset", "TEXT", "--eval", "absent.json"), "absent.json"),
     (("ADAPTER", "--dataset", "TEXT", "--eval", "broken.json"), "not a result of hf-depthroute eval"),
     (("ADAPTER", "--dataset", "TEXT", "--bench", "broken.json"), "broken.json"),

@@ -18,6 +18,7 @@ from aux_losses.paper.page import write_report
 from models import build_base, build_routed, tokens
 from moe.plots import plot_expert_load
 from peft import PeftModel
+from study.run import read_json
 from study_results import write_study
 from text_models import save_base, write_text
 from transformers import AutoModelForCausalLM
@@ -29,7 +30,6 @@ from hf_depthroute.bench.result_plots import plot_result
 from hf_depthroute.card import write_card
 from hf_depthroute.files.staged import write_bytes, write_files, write_json
 from hf_depthroute.report.tokens import TokenView
-from hf_depthroute.study.run import read_json
 from hf_depthroute.training.checkpoints import MARKER, mark_complete
 
 OTHER_USER = 12_345

@@ -21,16 +21,17 @@ import torch
 import yaml
 from models import VOCABULARY, build_base, tokens
 from safetensors.torch import save_file
+from study import run as one_run
+from study import runner, step_ratio
+from study.__main__ import main
+from study.fingerprint import PACKAGE, hash_code
+from study.fingerprint import STUDY as STUDY_CODE
+from study.grid import read_study
+from study.run import DepthRouteTrainer, StudyError
+from study.runner import run_study
 
-from hf_depthroute.cli import main
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.text import DataError
-from hf_depthroute.study import run as one_run
-from hf_depthroute.study import runner, step_ratio
-from hf_depthroute.study.fingerprint import PACKAGE, hash_code
-from hf_depthroute.study.grid import read_study
-from hf_depthroute.study.run import DepthRouteTrainer, StudyError
-from hf_depthroute.study.runner import run_study
 
 TIMES = ("train_seconds", "train_cpu_seconds", "step_seconds_median", "refresh_over_forward")
 JEPA = {"gate": "jepa", "context_dim": 16, "summary_dim": 8, "action_dim": 4}
@@ -286,7 +287,7 @@ def test_every_run_of_a_seed_sees_the_same_batches(folder, monkeypatch):
             seen.setdefault(self.args.output_dir, []).append(inputs["input_ids"].clone())
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    monkeypatch.setattr("hf_depthroute.study.run.DepthRouteTrainer", Watched)
+    monkeypatch.setattr("study.run.DepthRouteTrainer", Watched)
     assert run(folder, "out", "g1", "g3", "long") == {}
     batches = {"/".join(Path(name).parts[-2:]): torch.cat(parts) for name, parts in seen.items()}
     assert torch.equal(batches["g1/42"], batches["g3/42"]) and torch.equal(batches["g1/7"], batches["g3/7"])
@@ -436,14 +437,16 @@ def test_a_complete_run_of_another_specification_is_refused_and_kept(ended):
 def test_the_code_that_results_depend_on_is_hashed(tmp_path):
     package = tmp_path / "package"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    before = hash_code(package)
-    for name in ("cli/study.py", "report/plots.py", "bench/suite.py", "files/hub.py"):
+    study = shutil.copytree(STUDY_CODE, tmp_path / "study", ignore=shutil.ignore_patterns("__pycache__"))
+    before = hash_code(package, study)
+    for name in ("cli/train.py", "report/plots.py", "bench/suite.py", "files/hub.py"):
         (package / name).write_text("changed\n")
-    assert hash_code(package) == before
-    for name in ("training/oracle.py", "evaluation/perplexity.py", "study/metrics.py"):
-        (package / name).write_text("changed\n")
-        assert hash_code(package) != before
-        before = hash_code(package)
+    (study / "table.py").write_text("changed\n")
+    assert hash_code(package, study) == before
+    for path in (package / "training/oracle.py", package / "evaluation/perplexity.py", study / "metrics.py"):
+        path.write_text("changed\n")
+        assert hash_code(package, study) != before
+        before = hash_code(package, study)
 
 
 def test_two_starts_never_share_a_folder(folder, monkeypatch):
@@ -499,7 +502,7 @@ def test_the_command_says_how_far_each_run_is_and_takes_other_steps(folder, capf
     monkeypatch.setattr(one_run, "INTERVAL", 0.0)
     study = study_file(folder, "bare", "long", seeds=[42])
     with pytest.raises(SystemExit) as ended:
-        main(["study", str(study), "--out", str(folder / "out"), "--steps", "4"])
+        main(["run", str(study), "--out", str(folder / "out"), "--steps", "4"])
     out, err = capfd.readouterr()
     assert ended.value.code == 0, err
     assert "miniature: reading the data" in err
@@ -514,7 +517,7 @@ def test_the_command_says_how_far_each_run_is_and_takes_other_steps(folder, capf
 def test_the_command_prints_one_line_per_run_and_ends_with_what_failed(folder, capfd):
     def study(*arguments: object) -> tuple[int, list[str], list[str]]:
         with pytest.raises(SystemExit) as ended:
-            main(["study", str(study_file(folder, "g1", "bad")), "--out", str(folder / "out"), *map(str, arguments)])
+            main(["run", str(study_file(folder, "g1", "bad")), "--out", str(folder / "out"), *map(str, arguments)])
         out, err = capfd.readouterr()
         told = [line for line in err.splitlines() if not line.startswith(("miniature: reading", "[run "))]
         return int(ended.value.code or 0), out.splitlines(), told
@@ -542,9 +545,7 @@ def test_the_command_prints_one_line_per_run_and_ends_with_what_failed(folder, c
 def processes() -> Any:
     """Processes that start with everything imported, forked from a server that has computed nothing yet."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["hf_depthroute.study.runner", "hf_depthroute.inference.calibration", "sklearn.metrics"]
-    )
+    context.set_forkserver_preload(["study.runner", "hf_depthroute.inference.calibration", "sklearn.metrics"])
     return context
 
 

@@ -30,7 +30,6 @@ from .play import play
 from .report import report
 from .serve import serve
 from .serve_vllm import vllm_config
-from .study import study
 from .train import train
 
 app = typer.Typer(
@@ -38,7 +37,7 @@ app = typer.Typer(
     help="""Depth routing for pretrained language models: easy tokens skip work, as a PEFT adapter.
 
     In every command ADAPTER is the folder of an adapter or its Hub id, and --out is where the command writes what it
-    makes: a folder (train, fit, study, report) or a file (eval, bench, families: the result as JSON; card), - for
+    makes: a folder (train, fit, report) or a file (eval, bench, families: the result as JSON; card), - for
     stdout.
     --adapter ADAPTER and --json FILE are older spellings of the two.
     """,
@@ -73,7 +72,6 @@ _PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("serve", context_settings=_PASSES_ON)(serve)
 app.command("lm-eval", context_settings=_PASSES_ON)(lm_eval)
 app.command("vllm-config", context_settings=_PASSES_ON)(vllm_config)
-app.command("study")(study)
 app.command("report")(report)
 app.command("card")(card)
 app.command("doctor")(doctor)
@@ -95,13 +93,18 @@ def _check_words(words: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line on `argv` (without the program's name; default: `sys.argv[1:]`), and exit with its code."""
+    run(app, "hf-depthroute", argv)
+
+
+def run(program: typer.Typer, name: str, argv: Sequence[str] | None = None) -> None:
+    """Run the commands of a program, with error lines and exit codes as here, and exit."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     for stream in (sys.stdout, sys.stderr):  # what they cannot show is escaped: no command ends for the lack of é
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
         _check_words(arguments)
-        code = typer.main.get_command(app).main(arguments, prog_name="hf-depthroute", standalone_mode=False)
+        code = typer.main.get_command(program).main(arguments, prog_name=name, standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:

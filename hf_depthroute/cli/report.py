@@ -1,4 +1,4 @@
-"""`hf-depthroute report`: one HTML page about a routed model, or about a study."""
+"""`hf-depthroute report`: one HTML page about a routed model."""
 
 from __future__ import annotations
 
@@ -15,22 +15,14 @@ from ..files.shown import say
 from . import options as o
 from .earlier_results import check_origin, read_bench, read_losses
 from .errors import CliError
-from .output import print_table, write_text
+from .output import write_text
 
-_OF_ADAPTER = {name: name for name in ("adapter", "dataset", "prompt", "budgets", "model")}
-_OF_ADAPTER |= {"eval_file": "eval", "bench_file": "bench"}
-_OF_STUDY = ("source", "out", "config", "debug")
 _TIMED_BLOCKS = 4  # sequences of the prefill that is timed, as in bench
 
 
 @dataclass(kw_only=True)
 class ReportOptions:
-    context: typer.Context
-    source: Annotated[
-        str | None,
-        typer.Argument(metavar="ADAPTER|STUDY", help="Hub id or folder of an adapter, or result folder of a study."),
-    ] = None
-    adapter: Annotated[str, typer.Option(show_default=False, help="Older spelling of ADAPTER.")] = ""
+    adapter: o.Adapter = ""
     model: o.BaseModel = None
     config: o.ConfigFile = None
     dataset: Annotated[
@@ -60,68 +52,29 @@ class ReportOptions:
     dtype: o.Dtype = "auto"
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Where to write; of an adapter's page also a .html. Default: DIR/report."),
+        typer.Option(metavar="FOLDER", help="Where to write: a folder or a .html. Default: ADAPTER/report."),
     ] = None
     allow_base_mismatch: o.AllowBaseMismatch = False
+    adapter_option: o.OldAdapter = None
     trust_remote_code: o.TrustRemoteCode = False
     debug: o.Debug = False
 
 
 @o.command
 def report(options: ReportOptions) -> None:
-    """Write one HTML page that loads nothing: about a routed model, or about a study.
+    """Write one HTML page about a routed model, which loads nothing.
 
-    An adapter's page has loss, speed and arithmetic by budget, what every layer ran, scores with thresholds, and a text
-    coloured token by token. A study's has a table of its configs: steps, tokens, and losses over the seeds with their
-    standard error. Next to it are report.md, results.csv with every measured number, and results.json; a folder with
-    only results.json is enough to write it again.
+    It has loss, speed and arithmetic by budget, what every layer ran, scores with thresholds, and a text coloured token
+    by token.
 
     \b
     Example:
       hf-depthroute report routed --dataset my_text.jsonl --budgets 0.25,0.5,0.75
       hf-depthroute report routed --dataset my_text.jsonl --prompt "Once upon a time" --out page.html
-      hf-depthroute report results                                     # of hf-depthroute study
     """
-    for_adapter = [f"--{word}" for name, word in _OF_ADAPTER.items() if getattr(options, name) not in (None, "")]
-    source = options.source
-    is_adapter = source is not None and (Path(source) / "adapter_config.json").is_file()
-    if source is not None and (is_adapter or (for_adapter and not Path(source).exists())):
-        if options.adapter:
-            raise CliError(f"report: {source} and --adapter {options.adapter} are two adapters; give one")
-        options.adapter = source
-    elif source is not None:
-        unused = [word for name, word in o.given_words(options.context).items() if name not in _OF_STUDY]
-        if unused:
-            raise CliError(f"report: {unused[0]} is for an adapter, and {source} is no adapter's folder")
-        _report_study(Path(source), options.out, options.debug)
-        return
-    if not options.adapter:
-        raise CliError("report: name an adapter and give --dataset, or name the folder of a study")
     if not options.dataset:
         raise CliError(f"report: give --dataset, the text to measure adapter {options.adapter} on")
     say(_report_adapter(options))
-
-
-def _report_study(directory: Path, out: Path | None, debug: bool) -> None:
-    from . import loading
-
-    loading.quiet(debug)
-    from ..report.study_results import ResultsError
-    from ..report.study_table import count_missing, loss_table, summarize, write_study_report
-
-    folder = directory / "report" if out is None else out
-    if folder.exists() and not folder.is_dir():
-        raise CliError(f"--out {folder}: is a file, not a folder")
-    try:
-        study = write_study_report(directory, folder)
-    except ResultsError as error:
-        raise CliError(str(error)) from error
-    losses = loss_table(study, summarize(study))
-    losses = losses.drop(columns=["steps", "tokens"], errors="ignore")  # a terminal's width
-    print_table(tuple(losses), losses.to_numpy().tolist())
-    if study.missing():
-        say(count_missing(study))
-    say(folder / "report.html")
 
 
 def _report_adapter(given: ReportOptions) -> Path:

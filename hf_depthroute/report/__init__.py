@@ -1,4 +1,4 @@
-"""Readable pages from results. `run_page` is about a routed model, `study_table` about a study.
+"""Readable pages about a routed model: `run_page`, and the token view, `tokens`.
 
 `collect` measures, `tokens` and `pieces` make the token view, `charts` draws, `rendering` fills templates in.
 """

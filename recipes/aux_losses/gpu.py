@@ -26,6 +26,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
+
 import torch
 import torch.multiprocessing
 import transformers

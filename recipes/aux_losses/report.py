@@ -2,7 +2,7 @@
 
     python recipes/aux_losses/report.py OUT --out recipes/aux_losses/results
 
-OUT is the folder of `hf-depthroute study`, or one with the `results.json` of an earlier report.
+OUT is the folder of a study, or one with the `results.json` of an earlier report.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import argparse
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
+
 from paper.page import write_report
 from paper.tables import loss_table
+from study.results import ResultsError
+from study.table import count_missing
 
 from hf_depthroute.cli.output import print_table
-from hf_depthroute.report.study_results import ResultsError
-from hf_depthroute.report.study_table import count_missing
 
 
 def main(words: list[str] | None = None) -> None:

@@ -18,11 +18,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
 
-from hf_depthroute.cli import main as command_line
+import yaml
+from study.__main__ import main as command_line
+from study.results import StudyRuns, read_results
+
 from hf_depthroute.files.staged import write_text
-from hf_depthroute.report.study_results import StudyRuns, read_results
 
 HERE = Path(__file__).resolve().parent
 GATES = ("mlp", "jepa")
@@ -58,7 +60,7 @@ def run(work: Path, configs: dict[str, Any], known: Tried) -> None:
     if not missing:
         return
     try:
-        command_line(["study", str(study_of(work, missing)), "--out", str(work / "runs"), "--only", ",".join(missing)])
+        command_line(["run", str(study_of(work, missing)), "--out", str(work / "runs"), "--only", ",".join(missing)])
     except SystemExit as ended:
         if ended.code:
             sys.exit(ended.code)

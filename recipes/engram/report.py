@@ -8,18 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
+
 import matplotlib
 import numpy as np
+from study.claims import Judged, claims_table, judge
+from study.intervals import OPEN, tell_mean
 
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import png_of, write_bytes, write_text
-from hf_depthroute.report.claims import Judged, claims_table, judge
-from hf_depthroute.report.intervals import OPEN, tell_mean
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt

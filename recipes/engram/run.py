@@ -30,14 +30,19 @@ import math
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
+
 import torch
 import transformers
+from study.metrics import oracle_auc
+from study.step_ratio import Stopwatch
 
 from hf_depthroute import (
     DepthRouteConfig,
@@ -50,8 +55,6 @@ from hf_depthroute import (
 from hf_depthroute.base.families import find_layers
 from hf_depthroute.base.readout import token_losses
 from hf_depthroute.parts.memory import NgramMemory, suffixes
-from hf_depthroute.study.metrics import oracle_auc
-from hf_depthroute.study.step_ratio import Stopwatch
 from hf_depthroute.training import losses
 from hf_depthroute.training.oracle import utility_labels
 

@@ -6,12 +6,16 @@ python recipes/fit_router/branch_report.py
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
+
+from study.intervals import interval, tell_mean
+
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import write_text
-from hf_depthroute.report.intervals import interval, tell_mean
 
 HERE = Path(__file__).parent
 BASES = {"embedded": "embedded base", "stories260k": "stories260k"}

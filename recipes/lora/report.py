@@ -8,13 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
+
+from study.claims import Judged, claims_table, judge
+from study.intervals import tell_mean
+
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import write_text
-from hf_depthroute.report.claims import Judged, claims_table, judge
-from hf_depthroute.report.intervals import tell_mean
 
 HERE = Path(__file__).parent
 EQUAL = 0.005  # nats; differences up to this count as none

@@ -15,13 +15,18 @@ import argparse
 import json
 import pydoc_data.topics
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
+
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from study.blocks import OrderedBlocks, draw_order, spread, to_batches
+from study.run import load_base
 from torch import nn
 
 from hf_depthroute import (
@@ -32,10 +37,8 @@ from hf_depthroute import (
     get_depth_routed_model,
     set_budget,
 )
-from hf_depthroute.data.blocks import OrderedBlocks, draw_order, spread, to_batches
 from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.routing.trace import count_routes
-from hf_depthroute.study.run import load_base
 
 BASE = str(Path(__file__).parents[1] / "embedded_base" / "model")
 LENGTH, BATCH, BUDGET = 128, 8, 0.5

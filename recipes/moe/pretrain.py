@@ -14,17 +14,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
+
 import torch
 from safetensors.torch import save_file
+from study.blocks import Blocks, draw_order, prepare_blocks, to_batches
 from transformers import OlmoeConfig, OlmoeForCausalLM, get_cosine_schedule_with_warmup
 
-from hf_depthroute.data.blocks import Blocks, draw_order, prepare_blocks, to_batches
 from hf_depthroute.data.text import PYTHON_STDLIB
 from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.training.base_routers import (

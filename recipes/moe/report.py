@@ -11,9 +11,12 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
 
 import matplotlib.pyplot as plt
 from plots import plot_expert_load
@@ -22,11 +25,11 @@ from route import BASE, BUDGETS, DROPPED, SEEDS, name_of, specs
 from route import CAPACITY_WEIGHT as ROUTER_CAPACITY_WEIGHT
 from route import LEARNING_RATE as ROUTER_LEARNING_RATE
 from route import STEPS as ROUTER_STEPS
+from study.claims import claims_table
+from study.intervals import tell_mean
 from verdicts import balance_claims, imbalance, strongest_at
 
 from hf_depthroute.files.markdown import markdown_table
-from hf_depthroute.report.claims import claims_table
-from hf_depthroute.report.intervals import tell_mean
 
 TITLES = {"per_expert": "router per expert", "per_layer": "router per layer", "random": "random routing"}
 STATIC = {

@@ -13,14 +13,18 @@ import itertools
 import json
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
 
 import torch
 import transformers
 from peft import PeftModel
 from pretrain import BATCH, blocks
+from study.blocks import Blocks, OrderedBlocks, draw_order, to_batches
 from transformers import OlmoeForCausalLM
 
 from hf_depthroute import (
@@ -31,7 +35,6 @@ from hf_depthroute import (
     get_depth_routed_model,
 )
 from hf_depthroute.bench import describe_machine
-from hf_depthroute.data.blocks import Blocks, OrderedBlocks, draw_order, to_batches
 from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.inference.importance import expert_importance, least_important
 from hf_depthroute.routing.trace import count_routes

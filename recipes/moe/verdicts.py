@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from hf_depthroute.report.claims import Judged, judge
+from study.claims import Judged, judge
 
 Base = dict[str, Any]  # a pretraining of `results.json`
 MOST = 4.0  # the imbalance where two of eight experts take all pairs

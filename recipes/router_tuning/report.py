@@ -10,14 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
+
+from study.claims import Judged, cannot_decide, claims_table, judge, set_against
+from study.intervals import AGREES, DISAGREES, OPEN, tell_mean
+
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import write_text
-from hf_depthroute.report.claims import Judged, cannot_decide, claims_table, judge, set_against
-from hf_depthroute.report.intervals import AGREES, DISAGREES, OPEN, tell_mean
 
 HERE = Path(__file__).parent
 LAYERS, SAMPLES = 3, 4096  # of the first table

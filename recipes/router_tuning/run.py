@@ -19,14 +19,19 @@ import json
 import pydoc_data.topics
 import random
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
+
 import torch
 import transformers
 from peft import PeftModel
+from study.blocks import Blocks, OrderedBlocks, draw_order, prepare_blocks, spread, to_batches
+from study.run import load_base
 from torch import nn
 
 from hf_depthroute import (
@@ -38,12 +43,10 @@ from hf_depthroute import (
 )
 from hf_depthroute.base.cache import kv_cache_bytes
 from hf_depthroute.bench import dense_view, describe_machine
-from hf_depthroute.data.blocks import Blocks, OrderedBlocks, draw_order, prepare_blocks, spread, to_batches
 from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.files.strict_yaml import read_mapping
 from hf_depthroute.inference.importance import layer_importance, least_important
 from hf_depthroute.routing.trace import count_routes
-from hf_depthroute.study.run import load_base
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")

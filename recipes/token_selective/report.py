@@ -20,10 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
+
+from study.claims import Judged, cannot_decide, claims_table, judge
+from study.intervals import AGREES, DISAGREES, OPEN, tell_mean
+
 from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.strict_yaml import read_mapping
-from hf_depthroute.report.claims import Judged, cannot_decide, claims_table, judge
-from hf_depthroute.report.intervals import AGREES, DISAGREES, OPEN, tell_mean
 
 HERE = Path(__file__).parent
 PAPER = {

@@ -17,9 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
+
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_model
+from study.run import unfreeze
 from tasks import Task, load_task
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
@@ -28,7 +31,6 @@ from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_route
 from hf_depthroute.bench import describe_machine
 from hf_depthroute.files.strict_yaml import read_mapping
 from hf_depthroute.inference.calibration import active_routings, use_selection
-from hf_depthroute.study.run import unfreeze
 from hf_depthroute.training.losses import routing_losses
 
 HERE = Path(__file__).parent

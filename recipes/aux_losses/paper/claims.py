@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from hf_depthroute.report.claims import OURS, set_against, why_open
-from hf_depthroute.report.intervals import AGREES, OPEN
-from hf_depthroute.report.study_results import StudyRuns
+from study.claims import OURS, set_against, why_open
+from study.intervals import AGREES, OPEN
+from study.results import StudyRuns
 
 from . import rules
 from .rules import COLLAPSE_RATIO, CONSTANT_RATIO, GRADIENT_RATIO, Finding

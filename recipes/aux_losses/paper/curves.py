@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_depthroute.report.study_results import StudyRuns
+from study.results import StudyRuns
 
 from .plot_parts import core_configs, draw_mean, make_figure, mean_curve, rolling, short_label
 from .values import mean, values

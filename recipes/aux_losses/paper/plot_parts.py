@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
-
-from hf_depthroute.report.study_results import StudyRuns, number
+from study.results import StudyRuns, number
 
 CORE = ("g1", "g3", "a3_g1", "a3_g3", "a1")
 # Colours that stay apart for colour-blind readers; the line style says it a second time.

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from study.results import StudyRuns
+
 from hf_depthroute.files.staged import png_of
-from hf_depthroute.report.study_results import StudyRuns
 
 from .curves import draw_gradients, draw_learning
 from .layouts import UTIL_SWEEP

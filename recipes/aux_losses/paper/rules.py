@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_depthroute.report.intervals import AGREES, DISAGREES, MIN_SEEDS, OPEN, Interval, answer, interval
-from hf_depthroute.report.study_results import StudyRuns
+from study.intervals import AGREES, DISAGREES, MIN_SEEDS, OPEN, Interval, answer, interval
+from study.results import StudyRuns
 
 from .values import METRIC_NAMES, NEVER, fixed, hits, mean, paired, signed, significant, values
 

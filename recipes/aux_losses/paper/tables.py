@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hf_depthroute.report.study_results import StudyRuns, number
+from study.results import StudyRuns, number
 
 from .layouts import LAYOUTS, LOSSES, Layout
 from .values import fixed, hits, layers, mean, paired, signed, significant, spread, spread_hits, training_clock, values

@@ -13,7 +13,7 @@ from statistics import fmean as mean
 from statistics import stdev
 from typing import Any
 
-from hf_depthroute.report.study_results import StudyRuns, number
+from study.results import StudyRuns, number
 
 NEVER = math.inf  # the step of a threshold that was not reached: later than any step
 

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from ..files.hub import HubError, explain
-from ..files.remote_code import refused_code, trusts_remote_code
-from ..files.shown import reason
-from .text import DataError, load_text, pack
+from hf_depthroute.data.text import DataError, load_text, pack
+from hf_depthroute.files.hub import HubError, explain
+from hf_depthroute.files.remote_code import refused_code, trusts_remote_code
+from hf_depthroute.files.shown import reason
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..files.markdown import markdown_table
+from hf_depthroute.files.markdown import markdown_table
+
 from .intervals import MIN_SEEDS, OPEN, STATES, answer, interval
 
 OURS = "not claimed"  # in place of a paper's number

@@ -1,4 +1,4 @@
-"""Reader of the files of `hf-depthroute study`, as one structure that fits in a small `results.json`: `study.json`, and
+"""Reader of the files of a study, as one structure that fits in a small `results.json`: `study.json`, and
 `runs/CONFIG/SEED/` with `summary.json` (its presence means that the run is complete), `eval.jsonl` and `metrics.jsonl`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..files.shown import OneLine
+from hf_depthroute.files.shown import OneLine
 
 FORMAT = "hf-depthroute study 1"
 WINDOWS = 100  # points of a training series in results.json
@@ -86,17 +86,17 @@ def read_results(folder: Path) -> StudyRuns:
     if not folder.is_dir():
         raise ResultsError(f"{folder}: {'is a file, not a folder' if folder.exists() else 'no such folder'}")
     if not any(folder.iterdir()):
-        raise ResultsError(f"{folder}: the folder is empty; give the --out folder of hf-depthroute study")
+        raise ResultsError(f"{folder}: the folder is empty; give the --out folder of a study")
     path = folder / "results.json"
     if not (folder / "runs").is_dir() and path.is_file():
         study = _from_results(path)
     elif (folder / "study.json").is_file():
         path, study = folder, _from_folder(folder)
     else:
-        raise ResultsError(f"{folder}: no study folder, it has no study.json; give the --out of hf-depthroute study")
+        raise ResultsError(f"{folder}: no study folder, it has no study.json; give the --out of a study")
     if not study.runs:
         total = len(study.names) * len(study.seeds)
-        raise ResultsError(f"{path}: none of the {total} runs is finished; finish one with hf-depthroute study")
+        raise ResultsError(f"{path}: none of the {total} runs is finished; finish one with `python recipes/study run`")
     return study
 
 
@@ -139,7 +139,7 @@ def _from_folder(folder: Path) -> StudyRuns:
 def _from_results(path: Path) -> StudyRuns:
     loaded = _clean(_load(path))
     if not isinstance(loaded, dict) or loaded.get("format") != FORMAT:
-        raise ResultsError(f"{path}: not written by hf-depthroute report; its format is not {FORMAT!r}")
+        raise ResultsError(f"{path}: not the report of a study; its format is not {FORMAT!r}")
     info = _check_info(path, loaded.get("study"))
     runs: dict[str, dict[int, Run]] = {}
     try:

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from ..config.adapter import ConfigError, DepthRouteConfig
-from ..config.fields import MAX_SEED, RoutingFields
-from ..files.shown import reason
-from ..files.strict_yaml import YamlError, read_mapping
-from ..files.suggestions import did_you_mean
-from ..training.presets import find_preset
-from ..training.trainer import DepthRouteTrainingArguments, RoutingArguments
+from hf_depthroute.config.adapter import ConfigError, DepthRouteConfig
+from hf_depthroute.config.fields import MAX_SEED, RoutingFields
+from hf_depthroute.files.shown import reason
+from hf_depthroute.files.strict_yaml import YamlError, read_mapping
+from hf_depthroute.files.suggestions import did_you_mean
+from hf_depthroute.training.presets import find_preset
+from hf_depthroute.training.trainer import DepthRouteTrainingArguments, RoutingArguments
 
 Schema = dict[str, tuple[Any, float | None]]  # key -> type, lowest value
 

@@ -30,13 +30,14 @@ from typing import Any
 import torch
 import transformers
 
-from ..config.adapter import ConfigError
-from ..data.blocks import prepare_blocks, read_blocks, to_batches
-from ..evaluation.perplexity import mean_loss
-from ..files.locks import locked
-from ..files.remote_code import trust_remote_code
-from ..files.shown import say
-from ..files.staged import write_bytes, write_json
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.evaluation.perplexity import mean_loss
+from hf_depthroute.files.locks import locked
+from hf_depthroute.files.remote_code import trust_remote_code
+from hf_depthroute.files.shown import say
+from hf_depthroute.files.staged import write_bytes, write_json
+
+from .blocks import prepare_blocks, read_blocks, to_batches
 from .fingerprint import CODE, combine, explain, hash_model, versions
 from .grid import RunSpec, Study
 from .measure import autocast
@@ -282,6 +283,7 @@ def _engine(name: str, jobs: int) -> Any:
     from ray.util.joblib import register_ray
 
     register_ray()
-    ray.init(ignore_reinit_error=True, logging_level="ERROR")
+    here = {"py_modules": [str(Path(__file__).parent)]}  # the cluster has `hf_depthroute` only
+    ray.init(ignore_reinit_error=True, logging_level="ERROR", runtime_env=here)
     gpus = min(1.0, torch.cuda.device_count() / jobs)
     return joblib.parallel_config(backend="ray", ray_remote_args={"num_gpus": gpus} if gpus else None)

@@ -17,11 +17,12 @@ import torch
 import transformers
 from transformers import PrinterCallback, TrainerCallback
 
-from ..adapter.tuner import get_depth_routed_model
-from ..data.blocks import Blocks, OrderedBlocks, draw_order, read_blocks
-from ..files.shown import say
-from ..files.staged import write_json
-from ..training.trainer import DepthRouteTrainer
+from hf_depthroute.adapter.tuner import get_depth_routed_model
+from hf_depthroute.files.shown import say
+from hf_depthroute.files.staged import write_json
+from hf_depthroute.training.trainer import DepthRouteTrainer
+
+from .blocks import Blocks, OrderedBlocks, draw_order, read_blocks
 from .grid import RunSpec
 from .run import Start, load_base, read_json, unfreeze
 

@@ -11,24 +11,29 @@ import peft
 import torch
 import transformers
 
-PACKAGE = Path(__file__).parents[1]
-UNRELATED = ("cli/", "report/", "bench/", "files/hub.py")  # parts of the package that no result depends on
+import hf_depthroute
+
+PACKAGE, STUDY = Path(hf_depthroute.__file__).parent, Path(__file__).parent
+# Parts of the package and of this folder that no result depends on.
+UNRELATED: tuple[str, ...] = ("cli/", "report/", "bench/", "files/hub.py")
+UNRELATED += tuple(f"study/{name}.py" for name in ("__main__", "claims", "intervals", "results", "table"))
 
 _NAMES = {"code": "code of hf_depthroute", "data": "data", "base": "base model"}
 
 
-def hash_code(package: Path) -> str:
-    """A hash of the package's source files that results depend on."""
+def hash_code(package: Path, study: Path) -> str:
+    """A hash of the source files of `hf_depthroute` and of this folder that results depend on."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        relative = path.relative_to(package).as_posix()
+    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    files |= {f"study/{path.name}": path for path in study.glob("*.py")}
+    for relative, path in sorted(files.items()):
         if not relative.startswith(UNRELATED):
             digest.update(f"{relative}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-CODE = hash_code(PACKAGE)  # as it was when this process imported it
+CODE = hash_code(PACKAGE, STUDY)  # as it was when this process imported it
 
 
 def hash_model(model: Any) -> str:

@@ -25,18 +25,19 @@ import transformers
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback
 
-from ..adapter.tuner import get_depth_routed_model
-from ..config.adapter import ConfigError
-from ..data.blocks import OrderedBlocks, draw_order, read_blocks, to_batches
-from ..evaluation.perplexity import mean_loss
-from ..files.hub import explained
-from ..files.remote_code import trusts_remote_code
-from ..files.shown import OneLine, say
-from ..files.staged import sync, write_json
-from ..inference.calibration import use_selection
-from ..training.log_lines import Lines
-from ..training.trainer import DepthRouteTrainer
+from hf_depthroute.adapter.tuner import get_depth_routed_model
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.evaluation.perplexity import mean_loss
+from hf_depthroute.files.hub import explained
+from hf_depthroute.files.remote_code import trusts_remote_code
+from hf_depthroute.files.shown import OneLine, say
+from hf_depthroute.files.staged import sync, write_json
+from hf_depthroute.inference.calibration import use_selection
+from hf_depthroute.training.log_lines import Lines
+from hf_depthroute.training.trainer import DepthRouteTrainer
+
 from . import metrics
+from .blocks import OrderedBlocks, draw_order, read_blocks, to_batches
 from .fingerprint import CODE, differences
 from .grid import RunSpec, Study
 from .measure import autocast, measure

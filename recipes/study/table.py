@@ -9,10 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from ..files.markdown import markdown_table, markdown_text
-from ..files.staged import write_files
-from .rendering import render
-from .study_results import StudyRuns, dump_results, number, read_results
+from hf_depthroute.files.markdown import markdown_table, markdown_text
+from hf_depthroute.files.staged import write_files
+
+from .results import StudyRuns, dump_results, number, read_results
 
 LOSSES = {"best": "best", "avg_first_half": "avg first half", "avg_whole": "avg whole", "endpoint": "endpoint"}
 _SUFFIXES = {"mean": "", "std": "std", "sem": "se"}  # of the columns of `summarize`
@@ -23,7 +23,7 @@ _LEGEND = (
 
 
 def write_study_report(source: Path, folder: Path) -> StudyRuns:
-    """Write `report.html`, `report.md`, `results.csv` and `results.json` of a study into `folder`.
+    """Write `report.md`, `results.csv` and `results.json` of a study into `folder`.
 
     Args:
         source: The result folder of a study, or one with the `results.json` of an earlier report.
@@ -38,9 +38,6 @@ def write_study_report(source: Path, folder: Path) -> StudyRuns:
     title, facts, notes = study_title(study), study_facts(study), study_notes(study)
     frame = summarize(study)
     table = loss_table(study, frame)
-    page = render(
-        "study_page.html", title=title, facts=facts, notes=notes, legend=_LEGEND, table=table.to_dict("split")
-    )
     text = "\n".join([
         f"# {markdown_text(title)}",
         "",
@@ -52,7 +49,7 @@ def write_study_report(source: Path, folder: Path) -> StudyRuns:
         _LEGEND,
         "",
     ])  # fmt: skip
-    files = {"report.html": page, "report.md": text, "results.csv": frame.to_csv(), "results.json": dump_results(study)}
+    files = {"report.md": text, "results.csv": frame.to_csv(), "results.json": dump_results(study)}
     write_files({folder / name: content.encode() for name, content in files.items()})
     return study
 
