@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .inference.calibration import set_budget as set_budget
     from .inference.calibration import set_phases as set_phases
     from .inference.calibration import use_budget as use_budget
-    from .inference.draft_search import search_draft as search_draft
     from .inference.drafting import draft_view as draft_view
     from .inference.drafting import lossless_generate as lossless_generate
     from .routing.trace import record_routes as record_routes
@@ -42,7 +41,6 @@ _NAMES = {
     "evaluation.slots": ["slot_use"],
     "inference.autotune": ["tune_execution"],
     "inference.calibration": ["calibrate", "calibrate_budgets", "set_budget", "set_phases", "use_budget"],
-    "inference.draft_search": ["search_draft"],
     "inference.drafting": ["draft_view", "lossless_generate"],
     "routing.trace": ["record_routes", "replay_routes"],
     "training.arguments": ["RoutingArguments"],

@@ -507,7 +507,6 @@ def test_an_option_that_nothing_looks_at_is_refused(
         ["report", "ADAPTER", "--dataset", "TEXT", "--length", 16],
         ["generate", "ADAPTER", *PROMPT, "--budget", 0.5],
         ["generate", "ADAPTER", *PROMPT, "--lossless", "--draft-budget", 0.5],
-        ["generate", "ADAPTER", *PROMPT, "--lossless", "--draft-search"],
     ],
     ids=lambda arguments: " ".join(map(str, arguments[:1] + arguments[-2:])),
 )

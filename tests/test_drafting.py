@@ -15,10 +15,11 @@ import torch
 import transformers
 from accelerate import cpu_offload
 from models import COVERING, DEPTH, VOCABULARY, build_base, build_routed, decoder_layers, logits, routed, tokens
+from speed.draft_search import search_draft
 from text_models import save_base
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hf_depthroute import draft_view, lossless_generate, search_draft, set_budget
+from hf_depthroute import draft_view, lossless_generate, set_budget
 from hf_depthroute.cli import errors, main
 from hf_depthroute.inference.drafting import DraftCounter, _Draft
 from hf_depthroute.routing.state import RunSettings
@@ -403,7 +404,6 @@ def generate(adapter: Path, capsys: pytest.CaptureFixture[str]) -> Any:
             ["--draft-budget", 0.75, "--draft-drop", "2,1", "--draft-tokens", 2],
             "budget 0.75, layers left out 1, 2, 2 t",
         ),
-        (["--draft-search"], "tokens ahead"),
         (["--sample", "--seed", 3, "--draft-drop", 1], "layers left out 1,"),
     ],
 )
@@ -421,10 +421,8 @@ def test_the_command_writes_the_full_models_text(generate: Callable[..., Any], o
     "options, message",
     [
         (["--draft-budget", 0.5], "--draft-budget needs --lossless"),
-        (["--draft-search"], "--draft-search needs --lossless"),
         (["--lossless", "--full"], "--lossless writes what --full writes"),
         (["--lossless", "--budget", 0.5], "use --draft-budget"),
-        (["--lossless", "--draft-search", "--draft-drop", "1"], "leave out --draft-drop"),
         (["--lossless", "--draft-drop", "x"], "--draft-drop 'x'"),
         (["--lossless", "--draft-drop", "1,1"], "each once"),
         (["--lossless", "--draft-drop", "4"], "layers 0 to 3"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import tokens
+from moe.balance import BalanceBias, expert_load
 from moe.plots import plot_expert_load
 from training import make_trainer, rows, step_logs
 from transformers import (
@@ -27,9 +28,7 @@ from transformers import (
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.routing.trace import record_routes
 from hf_depthroute.training.base_routers import (
-    BalanceBias,
     RouterTrace,
-    expert_load,
     load_balance,
     observe_routers,
     router_z,

@@ -17,6 +17,7 @@ from peft import PeftModel
 from protocol import gap
 from report_pages import byte_tokenizer
 from safetensors.torch import load_file, save_file
+from speed.draft_search import search_draft
 from test_invariants_execution import assert_only_decided_rows_ran, counted_rows
 from training import backward, make_trainer, rows, stacked, step_logs
 
@@ -29,7 +30,6 @@ from hf_depthroute import (
     record_routes,
     replay_routes,
     route_cost,
-    search_draft,
     set_budget,
 )
 from hf_depthroute.adapter.doctor import examine

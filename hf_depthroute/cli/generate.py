@@ -42,7 +42,6 @@ class GenerateOptions:
     draft_tokens: Annotated[
         int | None, typer.Option(min=1, help="With --lossless: tokens drafted before the base looks. Default: 5.")
     ] = None
-    draft_search: Annotated[bool, "With --lossless: time several drafts on the prompt, use the best."] = False
     dtype: o.Dtype = "auto"
     allow_base_mismatch: o.AllowBaseMismatch = False
     adapter_option: o.OldAdapter = None
@@ -64,7 +63,7 @@ def generate(options: GenerateOptions) -> None:
     Example:
       hf-depthroute generate routed --prompt "def main():" --budget 0.5
       echo "def main():" | hf-depthroute generate routed --full
-      hf-depthroute generate routed --prompt "def main():" --lossless --draft-search
+      hf-depthroute generate routed --prompt "def main():" --lossless --draft-budget 0.25 --draft-tokens 4
     """
     _check_options(options)
     dropped = _layer_list(options.draft_drop)
@@ -100,8 +99,7 @@ def generate(options: GenerateOptions) -> None:
     routed = source.routed(source.base_model())
     ids = torch.tensor([prompt_ids], device=routed.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    searched = 0.5 if options.draft_search else None  # one of those that the search tries
-    source.check_fitted(routed, [b for b in (options.budget, options.draft_budget, searched) if b is not None])
+    source.check_fitted(routed, [b for b in (options.budget, options.draft_budget) if b is not None])
     if options.budget is not None:
         set_budget(routed, options.budget)
     if options.phases is not None:
@@ -115,7 +113,7 @@ def generate(options: GenerateOptions) -> None:
     settings |= {"max_new_tokens": options.max_new_tokens, "pad_token_id": pad}
     if options.lossless:
         draft = {"budget": options.draft_budget, "drop": dropped, "num_tokens": options.draft_tokens or 5}
-        ids, report = _lossless(routed, inputs, None if options.draft_search else draft, settings)
+        ids, report = _lossless(routed, inputs, draft, settings)
     else:
         dense = routed.disable_adapter() if options.full else nullcontext()
         with dense, torch.no_grad(), finite_logits(routed):
@@ -182,14 +180,12 @@ def _check_options(options: GenerateOptions) -> None:
         for name in ("draft_budget", "draft_drop", "draft_tokens")
         if getattr(options, name) is not None
     ]
-    if not options.lossless and (options.draft_search or draft):
-        raise CliError(f"{draft[0] if draft else '--draft-search'} needs --lossless")
+    if draft and not options.lossless:
+        raise CliError(f"{draft[0]} needs --lossless")
     if options.lossless and options.full:
         raise CliError("--lossless writes what --full writes; leave one out")
     if options.lossless and options.budget is not None:
         raise CliError("--budget has no effect with --lossless, which writes the full model's text; use --draft-budget")
-    if options.draft_search and draft:
-        raise CliError(f"--draft-search chooses the draft itself; leave out {' and '.join(draft)}")
 
 
 def _prompt(given: str | None) -> str:
@@ -218,17 +214,14 @@ def _layer_list(text: str | None) -> list[int]:
 
 
 def _lossless(
-    routed: Any, inputs: Any, arguments: dict[str, Any] | None, settings: dict[str, Any]
+    routed: Any, inputs: Any, arguments: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[torch.Tensor, str]:
-    """The full model's token ids `[1, T]`, and what to say about the draft. It is searched if `arguments` is None."""
+    """The full model's token ids `[1, T]`, and what to say about the draft."""
     import torch
 
-    from ..inference.draft_search import search_draft
     from ..inference.drafting import DraftCounter, draft_view, lossless_generate
     from ..routing.trace import full_depth
 
-    if arguments is None:
-        arguments = search_draft(routed, [inputs["input_ids"]], pad_token_id=settings["pad_token_id"]).best.arguments()
     draft, counter = draft_view(routed, **arguments), DraftCounter()
     with torch.no_grad():
         for new_tokens in (2, settings["max_new_tokens"]):  # the first call of anything is slower

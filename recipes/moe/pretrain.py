@@ -24,6 +24,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
 
 import torch
+from balance import BalanceBias, expert_load
 from safetensors.torch import save_file
 from study.blocks import Blocks, draw_order, prepare_blocks, to_batches
 from transformers import OlmoeConfig, OlmoeForCausalLM, get_cosine_schedule_with_warmup
@@ -31,9 +32,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM, get_cosine_schedule_with
 from hf_depthroute.data.text import PYTHON_STDLIB
 from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.training.base_routers import (
-    BalanceBias,
     RouterTrace,
-    expert_load,
     hooked_routers,
     load_balance,
     observe_routers,

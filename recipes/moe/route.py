@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
 
 import torch
 import transformers
+from balance import expert_load
 from peft import PeftModel
 from pretrain import BATCH, blocks
 from study.blocks import Blocks, OrderedBlocks, draw_order, to_batches
@@ -38,7 +39,6 @@ from hf_depthroute.bench import describe_machine
 from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.inference.importance import expert_importance, least_important
 from hf_depthroute.routing.trace import count_routes
-from hf_depthroute.training.base_routers import expert_load
 
 BASE = "switch_z-s0-3000"
 BUDGETS = (0.75, 0.5)

@@ -28,8 +28,8 @@ from typing import Any
 import peft
 import torch
 import transformers
+from draft_search import search_draft
 
-from hf_depthroute import search_draft
 from hf_depthroute.bench import describe_machine
 
 HERE = Path(__file__).resolve().parent
