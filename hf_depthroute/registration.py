@@ -9,6 +9,6 @@ from .training import every_trainer
 
 tuner.register()
 peft_cards.install()
-every_trainer.install()
+tuner.after_injection.append(every_trainer.install_for)
 peft_hooks.remarks.append(cost_remark)
 RouteTrace.make_view = view_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -18,9 +19,10 @@ from transformers import Trainer
 
 from hf_depthroute import DepthRouteCallback, DepthRouteTrainer
 from hf_depthroute.training.callbacks import RoutingCallback
-from hf_depthroute.training.every_trainer import install
 from hf_depthroute.training.record import remembered
 from hf_depthroute.training.trainer import RoutingArguments
+
+PATHS = os.pathsep.join(map(str, (Path(__file__).parents[1], Path(__file__).parent)))
 
 
 def test_a_trainer_that_was_told_nothing_equals_ours(tmp_path: Path) -> None:
@@ -41,17 +43,31 @@ def test_a_trainer_that_was_told_nothing_equals_ours(tmp_path: Path) -> None:
 
 
 def test_wrapping_the_trainer_twice_wraps_it_once() -> None:
+    build_routed("llama")
     before = Trainer.train
-    install()
-    assert Trainer.train is before
+    build_routed("llama")
+    assert Trainer.train is before and hasattr(before, "__wrapped__")
 
 
-@pytest.mark.parametrize("first, second", [("hf_depthroute", "transformers"), ("transformers", "hf_depthroute")])
-def test_the_trainer_is_wrapped_whichever_is_imported_first(first: str, second: str) -> None:
-    names = {"hf_depthroute": "import hf_depthroute", "transformers": "from transformers import Trainer"}
-    code = f"{names[first]}\n{names[second]}\nprint(Trainer.train.__wrapped__.__name__)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (ended.stdout, ended.stderr) == ("train\n", "")
+@pytest.mark.parametrize("order", ["import, inject", "inject, import"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_trainer_is_wrapped_whenever_it_is_imported_if_an_adapter_trains(order: str, trains: bool) -> None:
+    """And importing the library puts nothing into Python's import system, nor imports the Trainer."""
+    lines = {
+        "import": "from transformers import Trainer",
+        "inject": f"model = get_peft_model(build_base('llama'), DepthRouteConfig(inference_mode={not trains}))",
+    }
+    code = (
+        "import sys\nfrom hf_depthroute import DepthRouteConfig\nassert 'transformers.trainer' not in sys.modules\n"
+        "assert not [f for f in sys.meta_path if type(f).__module__.startswith('hf_depthroute')]\n"
+        "from models import build_base\nfrom peft import get_peft_model\n"
+    )
+    code += "\n".join(lines[step] for step in order.split(", "))
+    code += "\nprint(hasattr(Trainer.train, '__wrapped__'))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": PATHS}
+    )
+    assert ended.stdout == f"{trains or order.startswith('import')}\n", ended.stderr
 
 
 def test_a_callback_that_nobody_told_its_trainer_learns_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -41,6 +42,8 @@ from .modules_to_save import copy_modules, set_copies, unwrap
 from .peft_hooks import install
 from .source import check_tables, is_loading
 from .tasks import for_task, make_for_task
+
+after_injection: list[Callable[[DepthRouteConfig], None]] = []  # called with the config of what was injected
 
 
 def get_depth_routed_model(
@@ -144,6 +147,8 @@ class DepthRouteModel(BaseTuner):
             raise
         if added:
             _restore(trains)
+        for call in after_injection:
+            call(config)
 
     def _enter(self, model: nn.Module, name: str, config: DepthRouteConfig, family: Family, layers: Any) -> None:
         """Change the model, after all checks."""
