@@ -387,7 +387,7 @@ def speed() -> Study:
         "A training step of routers in the last third of the layers takes, of a step of LoRA (rank 8, on the same "
         f"layers' FFNs): {steps}. Above the weights, it needs {peaks} MB.",
     ]
-    command = "hf-depthroute bench --suite recipes/speed/cpu.yaml --threads 2"
+    command = "python recipes/speed/bench.py recipes/speed/cpu.yaml --threads 2"
     return Study("Speed at the shape of Qwen2.5-0.5B", "speed", command, brief, section)
 
 

@@ -32,8 +32,8 @@ COMMANDS = (
 )
 OPTIONS = (
     *("--model", "--adapter", "--dataset", "--out", "--config", "--budget", "--budgets", "--layers", "--gate"),
-    *("--steps", "--length", "--dtype", "--shape", "--suite", "--compare", "--prompt", "--seed", "--threads"),
-    *("--json", "--plot", "--overwrite", "--full", "--lossless", "--lr", "--help", "--allow-base-mismatch"),
+    *("--steps", "--length", "--dtype", "--repeats", "--batch", "--compare", "--prompt", "--seed", "--threads"),
+    *("--json", "--masked", "--overwrite", "--full", "--lossless", "--lr", "--help", "--allow-base-mismatch"),
 )
 VALUES = ["", "0", "-1", "0.5", "nan", "1e999", "last:2", "1,2", "all", "x" * 300, "/nonexistent", ".", "\0"]
 WORDS = st.one_of(

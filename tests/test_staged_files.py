@@ -18,6 +18,7 @@ from aux_losses.paper.page import write_report
 from models import build_base, build_routed, tokens
 from moe.plots import plot_expert_load
 from peft import PeftModel
+from speed.result_plots import plot_result
 from study.run import read_json
 from study_results import write_study
 from text_models import save_base, write_text
@@ -26,7 +27,6 @@ from transformers import AutoModelForCausalLM
 import hf_depthroute
 from hf_depthroute import DepthRouteConfig, calibrate, cli, get_depth_routed_model, record_routes
 from hf_depthroute.adapter.files import STAGE_PREFIX
-from hf_depthroute.bench.result_plots import plot_result
 from hf_depthroute.card import write_card
 from hf_depthroute.files.staged import write_bytes, write_files, write_json
 from hf_depthroute.report.tokens import TokenView

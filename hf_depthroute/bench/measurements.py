@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .cases import Case
-from .shapes import SHAPES
 
 TIMED = ("prefill", "decode")
-_PARTS = (*TIMED, "memory")
 Figure = tuple[float, float | None]  # value and standard error; None: unknown
 
 
@@ -29,7 +27,7 @@ def read_result(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict) or not ("measurements" in content or any(part in content for part in _PARTS)):
+    if not isinstance(content, dict) or not ("measurements" in content or any(part in content for part in Case.KINDS)):
         raise ValueError(f"{path}: not a result of hf-depthroute bench")
     return content
 
@@ -39,12 +37,12 @@ def measurements(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "measurements" in result:
         return list(result["measurements"])
     found = []
-    for part in (part for part in _PARTS if part in result):
+    for part in (part for part in Case.KINDS if part in result):
         setting = result["setting"]
         sizes = {"batch": setting["decode_batch" if part == "decode" else "batch"], "length": setting["length"]}
         sizes = {name: result[part].get(name, size) for name, size in sizes.items()}
         steps = setting["decode_steps"] if part == "decode" else 1
-        label = label_of(Case(part, steps=steps, **sizes).sizes(), setting)
+        label = label_of(Case(case=part, steps=steps, **sizes).sizes(), setting)
         found.append({"case": part, "label": label, "setting": setting, **sizes, **result[part]})
     return found
 
@@ -76,8 +74,6 @@ def as_single(result: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, 
 def label_of(sizes: str, setting: Mapping[str, Any]) -> str:
     """The label of a measurement from what it ran, as `Case.sizes`, and its setting."""
     model = setting.get("shape", setting["model_type"])
-    if "depth" in setting and setting["depth"] != SHAPES[model]["num_hidden_layers"]:
-        model += f" cut to {setting['depth']} layers"
     routed = f"{setting.get('target', 'ffn')} of {len(setting['routed_layers'])} layers"
     phases = f", phases {setting['phases']}" if "phases" in setting else ""
     return f"{sizes}: {model} {setting['dtype']}, {routed}{phases}"

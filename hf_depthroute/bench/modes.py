@@ -51,6 +51,18 @@ def forget_compiled() -> None:
         torch.compiler.reset()
 
 
+def first_sequences(input_ids: torch.Tensor, tokens: int = 16384) -> torch.Tensor:
+    """The first sequences of `[B, T]` that hold at most so many tokens, and at least one of them."""
+    return input_ids[: max(1, tokens // input_ids.shape[1])]
+
+
+def random_tokens(model: Any, batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[batch, length]` on the model's device."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=generator)
+    return ids.to(next(model.parameters()).device)
+
+
 def new_step(mode: str) -> None:
     """Between calls of a compiled model: outputs of the last one may be overwritten."""
     if mode == "compiled":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .measurements import TIMED, Comparison, measurements, short_label
 
 Row = dict[str, str]  # by column
+Makers = dict[Callable[[Mapping[str, Any]], Iterator[Row]], tuple[str, ...]]  # with the cases that they are for
 _DETAILS = {"eta roofline", "eta free", "dense GFLOP", "dense GB"}  # for those who read the result file
 _PLAIN = {"", "eager / eager"}
 
@@ -36,10 +37,10 @@ class Table:
         return ["| " + " | ".join(row) + " |" for row in (self.head, ("---",) * len(self.head), *self.rows)]
 
 
-def tables(result: Mapping[str, Any]) -> list[Table]:
-    """A table per kind of case that the result has."""
+def tables(result: Mapping[str, Any], others: Makers | None = None) -> list[Table]:
+    """A table per kind of case that the result has; `others` make the rows of more kinds."""
     found = [m for m in measurements(result) if "error" not in m]
-    makers = {_times: TIMED, _overheads: TIMED, _training: ("train",), _loading: ("load",), _memory: ("memory",)}
+    makers: Makers = {_times: TIMED, _overheads: TIMED, _memory: ("memory",), **(others or {})}
     made = [Table.of(row for m in found if m["case"] in cases for row in make(m)) for make, cases in makers.items()]
     return [table for table in made if table.rows]
 
@@ -75,27 +76,11 @@ def _overheads(m: Mapping[str, Any]) -> Iterator[Row]:
         roof = m["roofline"]
         yield {
             "case": short_label(m),
-            **{f"{name} / base": _with_error(m["overheads"][name]) for name in ("disabled", "budget 1.0")},
+            **{f"{name} / base": with_error(m["overheads"][name]) for name in ("disabled", "budget 1.0")},
             "dense GFLOP": f"{roof['gflop']:.1f}", "dense GB": f"{roof['gb']:.2f}",
             "roofline ms": f"{roof['ideal_ms']:.2f}", "bound by": roof["bound"],
             "roofline / dense": f"{roof['ideal_ms'] / m['dense_ms']:.2f}",
         }  # fmt: skip
-
-
-def _training(m: Mapping[str, Any]) -> Iterator[Row]:
-    sizes = {"router peak MB": "routed_peak_bytes", "LoRA peak MB": "lora_peak_bytes", "logits MB": "logits_bytes"}
-    yield {
-        "case": short_label(m), "router step ms": f"{m['routed_ms']:.1f}", "LoRA step ms": f"{m['lora_ms']:.1f}",
-        "router / LoRA": _with_error(m), "tokens/s": f"{m['routed_tokens_per_s']:.0f}",
-        **{name: f"{m[key] / 1e6:.1f}" for name, key in sizes.items()},
-    }  # fmt: skip
-
-
-def _loading(m: Mapping[str, Any]) -> Iterator[Row]:
-    for name in ("routed", "lora"):
-        row = {"model": m["label"].removeprefix("load: "), "adapter": name}
-        row |= {f"{step} ms": f"{m[name][f'{step}_ms']:.1f}" for step in ("inject", "save", "load")}
-        yield row | {"MB": f"{m[name]['bytes'] / 1e6:.2f}"}
 
 
 def _memory(m: Mapping[str, Any]) -> Iterator[Row]:
@@ -107,6 +92,6 @@ def _memory(m: Mapping[str, Any]) -> Iterator[Row]:
         yield {"case": short_label(m), "variant": name, **shown}
 
 
-def _with_error(row: Mapping[str, Any]) -> str:
+def with_error(row: Mapping[str, Any]) -> str:
     error = row.get("ratio_error")
     return f"{row['ratio']:.3f}" + ("" if error is None else f" ± {error:.3f}")

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,12 @@ def masked_name(budget: float) -> str:
 
 def tuned_name(budget: float) -> str:
     return f"tuned {float(budget)}"
+
+
+def dense_view(model: nn.Module) -> nn.Module:
+    """A copy of a model's modules around the very same tensors: the untouched base to compare with."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
 
 
 class Variants:

@@ -95,7 +95,7 @@ def _report_adapter(given: ReportOptions) -> Path:
     batches = source.batches(tokenizer, given.split, given.blocks)
     samples = _samples(given, tokenizer, batches, source.base_config)
 
-    from ..bench.shapes import dense_view
+    from ..bench import dense_view
     from ..evaluation import evaluate_budgets
     from ..inference.non_finite import check_losses
     from ..report.collect import RunReport, collect_scores, collect_tokens, count_costs

@@ -12,15 +12,19 @@ import argparse
 import os
 import resource
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `speed` is there
+
 import torch
+from speed.shapes import random_model
 
 from hf_depthroute import DepthRouteConfig, fit_router
 from hf_depthroute.base.families import find_layers
-from hf_depthroute.bench.shapes import random_model, random_tokens
+from hf_depthroute.bench.modes import random_tokens
 from hf_depthroute.bench.timing import describe_machine
 from hf_depthroute.files.staged import write_json
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -21,11 +22,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `speed` is there
+
 import torch
+from speed.shapes import random_model
 
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model
 from hf_depthroute.base.families import find_family, find_layers
-from hf_depthroute.bench.shapes import random_model, random_tokens
+from hf_depthroute.bench.modes import random_tokens
 from hf_depthroute.bench.timing import describe_machine
 from hf_depthroute.execution.decode import DecodeStep
 from hf_depthroute.files.staged import write_json

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,17 +14,20 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..adapter.tuner import get_depth_routed_model
-from ..base.families import find_decoder, find_family
-from ..config.adapter import DepthRouteConfig
-from ..evaluation.roofline import Peaks, count_work
-from ..inference.calibration import active_routings
-from ..training.arguments import RoutingArguments
-from ..training.fused_loss import FusedLoss
-from ..training.objective import RoutingObjective
-from .memory import peak_bytes
-from .shapes import dense_view, random_tokens
-from .timing import interleave, measure_peaks, seconds_of
+from hf_depthroute.adapter.tuner import get_depth_routed_model
+from hf_depthroute.base.families import find_decoder, find_family
+from hf_depthroute.bench.measurements import short_label
+from hf_depthroute.bench.memory import peak_bytes
+from hf_depthroute.bench.modes import random_tokens
+from hf_depthroute.bench.result_tables import Row, with_error
+from hf_depthroute.bench.timing import interleave, measure_peaks, seconds_of
+from hf_depthroute.bench.variants import dense_view
+from hf_depthroute.config.adapter import DepthRouteConfig
+from hf_depthroute.evaluation.roofline import Peaks, count_work
+from hf_depthroute.inference.calibration import active_routings
+from hf_depthroute.training.arguments import RoutingArguments
+from hf_depthroute.training.fused_loss import FusedLoss
+from hf_depthroute.training.objective import RoutingObjective
 
 LOSSES = ("naive", "fused")
 _CLIP = 1.0
@@ -216,3 +219,22 @@ def measure_loading(base: Any, config: DepthRouteConfig, *, lora_rank: int = 8, 
         for name in makers
     }
     return {"rounds": rounds, "lora_rank": lora_rank, **rows, "ratio": ratio, "ratio_error": error}
+
+
+# The rows of their tables
+
+
+def training_rows(m: Mapping[str, Any]) -> Iterator[Row]:
+    sizes = {"router peak MB": "routed_peak_bytes", "LoRA peak MB": "lora_peak_bytes", "logits MB": "logits_bytes"}
+    yield {
+        "case": short_label(m), "router step ms": f"{m['routed_ms']:.1f}", "LoRA step ms": f"{m['lora_ms']:.1f}",
+        "router / LoRA": with_error(m), "tokens/s": f"{m['routed_tokens_per_s']:.0f}",
+        **{name: f"{m[key] / 1e6:.1f}" for name, key in sizes.items()},
+    }  # fmt: skip
+
+
+def loading_rows(m: Mapping[str, Any]) -> Iterator[Row]:
+    for name in ("routed", "lora"):
+        row = {"model": m["label"].removeprefix("load: "), "adapter": name}
+        row |= {f"{step} ms": f"{m[name][f'{step}_ms']:.1f}" for step in ("inject", "save", "load")}
+        yield row | {"MB": f"{m[name]['bytes'] / 1e6:.2f}"}

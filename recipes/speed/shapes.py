@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -65,21 +64,3 @@ def random_model(
     torch.manual_seed(seed)
     with torch.device(device):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-
-def dense_view(model: nn.Module) -> nn.Module:
-    """A copy of a model's modules around the very same tensors: the untouched base to compare with."""
-    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)
-
-
-def first_sequences(input_ids: torch.Tensor, tokens: int = 16384) -> torch.Tensor:
-    """The first sequences of `[B, T]` that hold at most so many tokens, and at least one of them."""
-    return input_ids[: max(1, tokens // input_ids.shape[1])]
-
-
-def random_tokens(model: Any, batch: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Random token ids `[batch, length]` on the model's device."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=generator)
-    return ids.to(next(model.parameters()).device)

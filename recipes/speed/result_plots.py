@@ -10,9 +10,9 @@ import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ..files.staged import png_of, write_bytes
-from .measurements import TIMED, measurements, short_label
-from .variants import DISABLED, FULL
+from hf_depthroute.bench.measurements import TIMED, measurements, short_label
+from hf_depthroute.bench.variants import DISABLED, FULL
+from hf_depthroute.files.staged import png_of, write_bytes
 
 Found = Sequence[Mapping[str, Any]]  # measurements
 COLORS = {"routed": "#0072b2", "masked": "#d55e00", "ideal": "#009e73", "lora": "#cc79a7", "tuned": "#e69f00"}
@@ -37,7 +37,7 @@ def plot_result(folder: Path, result: Mapping[str, Any]) -> list[Path]:
 
     Args:
         folder: Made if it is not there.
-        result: What `bench` or `run_cases` returned.
+        result: What `bench` or `run_suite` returned.
 
     Returns:
         The files written.

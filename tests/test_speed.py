@@ -1,0 +1,245 @@
+"""`recipes/speed`: suites of models with random weights, LoRA beside routers, and the pictures of a result."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from speed import bench as program
+from speed.lora import loading_rows, measure_training, training_rows
+from speed.result_plots import plot_result
+from speed.shapes import SHAPES, random_model
+from speed.suites import SuiteCase, read_suite, run_suite
+
+from hf_depthroute import DepthRouteConfig
+from hf_depthroute.bench import timing
+from hf_depthroute.bench.measurements import compare_results, measurements, read_result
+from hf_depthroute.bench.result_tables import comparison_table, tables
+from hf_depthroute.cli import main
+from hf_depthroute.evaluation.roofline import Peaks
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "speed"
+PEAKS = Peaks(bytes_per_s=1e10, flops_per_s=1e11)
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+
+
+@pytest.fixture(autouse=True)
+def small_peaks(monkeypatch):
+    """The machine's peaks from small arrays; they are only bookkeeping here."""
+    monkeypatch.setattr(timing, "_BUFFER_BYTES", {"cpu": 1 << 18})
+    monkeypatch.setattr(timing, "_MATMUL_SIZE", {"cpu": 32})
+
+
+def test_a_shape_can_be_cut_in_depth_and_vocabulary(tiny):
+    model = random_model("tiny", torch.float32, depth=2, vocabulary=10)
+    assert len(model.model.layers) == 2 and model.lm_head.out_features == 10
+    for wrong in ({"depth": 4}, {"depth": 0}, {"vocabulary": 1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            random_model("tiny", **wrong)
+
+
+def test_an_unknown_shape_lists_the_known_ones():
+    with pytest.raises(ValueError, match=", ".join(SHAPES)):
+        random_model("gpt-5")
+
+
+SUITE = """
+name: small
+shape: tiny
+dtype: float32
+layers: last:1
+budgets: [0.5]
+rounds: 4
+masked: true
+cases:
+  - {case: prefill, batch: [1, 2], length: [4, 8, 16]}
+  - {case: decode, batch: 2, length: 8, steps: 2, target: attention, tune: true}
+  - {case: train, batch: 1, length: 8, loss: [naive, fused]}
+  - {case: load, rounds: 1}
+  - {case: memory, batch: 2, length: 8}
+"""
+
+
+@pytest.fixture
+def suite_file(tmp_path, tiny):
+    path = tmp_path / "small.yaml"
+    path.write_text(SUITE)
+    return path
+
+
+def test_lists_of_sizes_are_combined_and_overrides_win(suite_file):
+    name, cases = read_suite(suite_file, rounds=2, depth=2, dtype=None)
+    assert name == "small" and len(cases) == 6 + 1 + 2 + 1 + 1
+    assert {(case.batch, case.length) for case in cases[:6]} == {(b, n) for b in (1, 2) for n in (4, 8, 16)}
+    assert all(case.rounds == 2 and case.depth == 2 and case.dtype == "float32" for case in cases)
+    assert len({case.describe() for case in cases}) == len(cases)
+
+
+def test_a_depth_from_outside_keeps_the_share_of_routed_layers(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("shape: qwen2.5-0.5b\ncases:\n - {case: load, layers: 'last:12'}\n - {case: load, layers: all}\n")
+    _, cases = read_suite(path, depth=6)
+    assert [case.layers for case in cases] == ["last:3", "all"]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("- {case: prefil}", "case 1: case='prefil'"),
+        ("- {case: prefill, lenght: 3}", "case 1: unknown key 'lenght'"),
+        ("- {case: prefill}\n  - {case: decode, batch: 0}", "case 2: batch=0 must be a whole number"),
+        ("- {case: decode, steps: [1]}", r"case 1: steps=\[1\] must be a whole number"),
+        ("- {case: prefill, budgets: [1.5]}", "case 1: budget=1.5"),
+        ("- {case: prefill, budgets: [1.0]}", "budget 1 is always measured"),
+        ("- {case: prefill, layers: 'last:9'}", "the model has only 3"),
+        ("- {case: prefill, baselines: [fast]}", "baseline fast: use some of: eager"),
+        ("- {case: prefill, shape: gpt-5}", "shape='gpt-5': use one of"),
+        ("- {case: prefill, target: feet}", "target='feet'"),
+        ("- {case: prefill, masked: 1}", "masked=1 must be true or false"),
+        ("- prefill", "cases must be a list of mappings"),
+    ],
+)
+def test_a_wrong_suite_is_refused_in_one_line(tmp_path, tiny, line, message):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(f"shape: tiny\nlayers: last:1\ncases:\n  {line}\n")
+    with pytest.raises(ValueError, match=message) as caught:
+        read_suite(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPE.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_recipes_suites_can_be_read(path):
+    _, cases = read_suite(path)
+    assert len({case.describe() for case in cases}) == len(cases)
+
+
+@pytest.fixture(scope="module")
+def suite_result(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SHAPES, "tiny", TINY)
+        patch.setattr(timing, "_BUFFER_BYTES", {"cpu": 1 << 18})
+        patch.setattr(timing, "_MATMUL_SIZE", {"cpu": 32})
+        path = tmp_path_factory.mktemp("suite") / "small.yaml"
+        path.write_text(SUITE)
+        name, cases = read_suite(path)
+        said = []
+        result = run_suite(cases, name, progress=said.append)
+    assert said == [case.describe() for case in cases]
+    return result
+
+
+def test_a_suite_measures_every_case(suite_result):
+    assert json.loads(json.dumps(suite_result)) == suite_result
+    assert [m["case"] for m in suite_result["measurements"]] == [
+        *["prefill"] * 6,
+        "decode",
+        *["train"] * 2,
+        "load",
+        "memory",
+    ]
+    by_case = {m["case"]: m for m in suite_result["measurements"]}
+    assert by_case["decode"]["setting"]["target"] == "attention"
+    assert set(by_case["decode"]["tuned"]) == set(by_case["prefill"]["masked"]) == {"0.5"}
+    assert by_case["train"]["routed_trained_parameters"] > 0 < by_case["train"]["routed_peak_bytes"]
+    assert by_case["load"]["routed"]["bytes"] > 0 < by_case["load"]["lora"]["load_ms"]
+    assert by_case["train"]["roofline"]["gflop"] > 0
+
+
+def test_memory_that_runs_out_ends_one_case_only(tiny, monkeypatch):
+    def too_large(*args, **kwargs):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr("hf_depthroute.bench.suite.measure_memory", too_large)
+    fields = {"shape": "tiny", "dtype": "float32", "layers": "last:1", "batch": 1, "length": 8, "rounds": 1}
+    cases = [SuiteCase(case=name, **fields) for name in ("memory", "load")]
+    failed, done = run_suite(cases)["measurements"]
+    assert failed["error"] == "out of memory" and "ratio" in done
+
+
+def test_training_leaves_the_base_as_it_was(tiny):
+    base = random_model("tiny", torch.float32)
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    result = measure_training(base, DepthRouteConfig(layers=[2]), batch=1, length=8, rounds=1, peaks=PEAKS)
+    assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
+    assert result["lora_trained_parameters"] == 8 * 3 * (32 + 64)  # rank, the three matrices of one FFN
+    with pytest.raises(ValueError, match="loss 'quick' is unknown"):
+        measure_training(base, DepthRouteConfig(layers=[2]), loss="quick")
+
+
+def test_a_result_equals_itself(suite_result):
+    for result in (suite_result, read_result(RECIPE / "cpu.json")):
+        comparison = compare_results(result, result)
+        assert comparison.notes == []
+        assert {change.verdict for change in comparison.changes} == {"same"}
+        assert len(comparison_table(comparison).rows) == len(comparison.changes) >= 6
+
+
+def test_changes_beyond_the_noise_are_told_from_those_within(suite_result):
+    new = copy.deepcopy(suite_result)
+    new["machine"]["threads"] = 64
+    rows = [m["budgets"]["0.5"] for m in new["measurements"] if m["case"] == "prefill"]
+    rows[0]["ratio"] += 10 * rows[0]["ratio_error"]
+    rows[1]["ratio"] -= 10 * rows[1]["ratio_error"]
+    rows[2]["ratio"] += 0.5 * rows[2]["ratio_error"]
+    rows[3] |= {"ratio": 2.0, "ratio_error": None}
+    gone = new["measurements"].pop()
+    comparison = compare_results(suite_result, new)
+    prefill = [c for c in comparison.changes if c.figure == "budget 0.5 / dense" and c.label.startswith("prefill")]
+    assert [change.verdict for change in prefill] == ["higher", "lower", "same", "noise unknown", "same", "same"]
+    assert any("threads" in note for note in comparison.notes)
+    assert f"only in the old result: {gone['label']}" in comparison.notes
+
+
+def test_tables_hold_every_measurement(suite_result):
+    found = tables(suite_result, {training_rows: ("train",), loading_rows: ("load",)})
+    times, overheads, memory, training, loading = found
+    assert len(times.rows) == 6 * 2 + 3 and len(overheads.rows) == 7
+    assert len(training.rows) == 2 and len(loading.rows) == 2 and len(memory.rows) == 5
+    assert all(len(row) == len(table.head) for table in found for row in table.rows)
+
+
+def test_plots_show_what_there_is(tmp_path, suite_result):
+    assert {path.stem for path in plot_result(tmp_path / "a", suite_result)} == {
+        "times", "eta", "roofline", "sweep", "training", "memory",
+    }  # fmt: skip
+    assert all(path.stat().st_size > 5000 for path in (tmp_path / "a").iterdir())
+    assert plot_result(tmp_path / "c", {"measurements": []}) == []
+    recipe = read_result(RECIPE / "cpu.json")
+    assert {path.stem for path in plot_result(tmp_path / "d", recipe)} == {"times", "eta", "roofline", "memory"}
+
+
+def test_the_program_measures_a_suite_and_draws_it_and_the_command_compares(capsys, suite_file, tmp_path):
+    suite_file.write_text("shape: tiny\nlayers: last:1\nlength: 8\nbatch: 1\ncases: [{case: prefill}, {case: load}]\n")
+    out, plots = tmp_path / "result.json", tmp_path / "plots"
+    options = ("--rounds", 1, "--dtype", "float32", "--out", out, "--plot", plots)
+    program.main([str(word) for word in (suite_file, *options)])
+    printed = capsys.readouterr().out
+    assert "prefill 1 x 8" in printed and "inject ms" in printed
+    assert len(measurements(read_result(out))) == 2 and (plots / "times.png").is_file()
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--compare", str(out), str(out), "--out", str(tmp_path / "compared.json")])
+    assert ended.value.code == 0 and "same" in capsys.readouterr().out
+    assert json.loads((tmp_path / "compared.json").read_text())["notes"] == []
+
+
+def test_the_program_refuses_in_one_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.main(["none.yaml"])
+    assert ended.value.code == 2 and "none.yaml: No such file" in capsys.readouterr().err.splitlines()[-1]
