@@ -14,6 +14,8 @@ import torch
 import yaml
 from aux_losses.paper.claims import CLAIMS, QUESTIONS, judge
 from embedded_base.pretrain import fingerprint, sixteen
+from gates import duels
+from moe import page as moe
 from study.intervals import AGREES, DISAGREES, NOT_RUN, OPEN
 from study.results import read_results
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -102,12 +104,11 @@ def test_experts_are_compared_with_the_strongest_static_drop():
     runs = json.loads((RECIPES / "moe" / "results.json").read_text())["runs"]
     static = [run for run in runs if "dropped" in run and abs(run["share"] - 0.5) < 0.08]
     best = min(static, key=lambda run: run["loss"])
-    assert f"{best['loss']:.3f}" in "\n".join(load_script(RECIPES / "tables.py").moe().section)
+    assert f"{best['loss']:.3f}" in "\n".join(moe.study().section)
 
 
 def test_comparison_of_gates_is_made_from_the_committed_results():
-    tables = load_script(RECIPES / "tables.py")
-    lower = {duel.lower()[0] for duel in tables.duels()}
+    lower = {duel.lower()[0] for duel in duels()}
     assert lower == {"MLP", "JEPA"}, "one gate is ahead everywhere: say so on the page"
 
 
