@@ -19,6 +19,7 @@ from models import build_base, build_routed, tokens
 from moe.plots import plot_expert_load
 from peft import PeftModel
 from speed.result_plots import plot_result
+from study.__main__ import main as study_main
 from study.run import read_json
 from study_results import write_study
 from text_models import save_base, write_text
@@ -64,10 +65,10 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str], program: Callable[[list[str]], None] = cli.main) -> int:
     """The exit code of a command."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(words)
+        program(words)
     return int(ended.value.code or 0)
 
 
@@ -169,7 +170,7 @@ def test_a_study_of_results_is_readable_after_a_report_into_it_on_a_full_disk(sm
     (folder / "results.json").write_bytes((tmp_path / "report" / "results.json").read_bytes())
     fill(small_disk)
     before = content(small_disk)
-    assert main(["report", str(folder), "--out", str(folder)]) == 5
+    assert main(["report", str(folder), "--out", str(folder)], study_main) == 5
     assert content(small_disk) == before
     (small_disk / "filler").unlink()
     write_report(folder, tmp_path / "again")
