@@ -102,10 +102,25 @@ def test_what_an_option_sets_arrives_also_from_yaml(train: Run, tmp_path: Path) 
     assert (saved["gate"], saved["threshold"], saved["context_dim"]) == ("exit", 0.5, 8)
 
 
+def test_a_layer_gets_a_target_and_a_branch_of_its_own(train: Run, tmp_path: Path) -> None:
+    patterns = ("--target-pattern", "1=block", "--branch-pattern", "1=lowrank", "--rank-pattern", "1=6")
+    code, _, err = train("--layers", "0,1", "--branch", "neurons", "--branch-rank", 8, *patterns)
+    assert code == 0, err
+    saved = config(tmp_path / "out")
+    assert (saved["target_pattern"], saved["branch_pattern"], saved["rank_pattern"]) == (
+        {"1": "block"},
+        {"1": "lowrank"},
+        {"1": 6},
+    )
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         (("--threshold", "half"), "threshold='half'"),
+        (("--target-pattern", "28:block"), "write layer=value, such as 28=block"),
+        (("--target-pattern", "1=experts"), "target_pattern={1: 'experts'}"),
+        (("--rank-pattern", "1=few"), "use an integer from 1 to 262144"),
         (("--dropped-experts", "0;1"), "--dropped-experts '0;1': write whole numbers"),
         (("--dropped-experts", "0,1/2"), "dropped_experts goes with target='experts'"),
         (("--oracle-gamma", "2"), "oracle_gamma=2.0"),

@@ -27,6 +27,7 @@ from ..adapter.files import (
 )
 from ..config.adapter import DepthRouteConfig
 from ..files.untrusted import RefusedFileError, nests_deeper, read_file
+from ..parts.targets import TARGETS
 from ..routing.thresholds import ScoreQuantiles
 from .measured import ResultError, read_losses
 
@@ -192,7 +193,10 @@ def _by_layer(value: Any) -> bool:
     )
 
 
-FIT_FIGURES = ("share", "branch_r2", "gate_r2", "nats")  # of `LayerFit`
+_FIT_FIGURES = {  # of `LayerFit`, and of a fit of prompts, `StaticFit`
+    "all": ("share", "branch_r2", "gate_r2", "nats"),
+    "prefill": ("rank", "saved", "branch_r2", "nats"),
+}
 
 
 def _is_evaluation(value: Any) -> bool:
@@ -203,14 +207,19 @@ def _is_evaluation(value: Any) -> bool:
 
 
 def _is_fit(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not isinstance(value.get("loss_of_rounds"), list):
+    if not isinstance(value, Mapping) or not isinstance(value.get("loss_of_rounds", []), list):
         return False
-    figures = [*value["loss_of_rounds"], *(value.get(name) for name in ("keep", "tokens", "loss_dense"))]
+    phases = value.get("phases", "all")
+    figures = [*value.get("loss_of_rounds", []), *(value.get(name) for name in ("keep", "tokens", "loss_dense"))]
     figures += [value["loss"]] if "loss" in value else []
     layers = value.get("layers")
     if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
         return False
-    of_layers = (_by_layer({i: layer.get(name) for i, layer in layers.items()}) for name in FIT_FIGURES)
+    if phases not in ("all", "prefill"):
+        return False
+    if phases == "prefill" and not all({layer.get("target")} <= set(TARGETS) for layer in layers.values()):
+        return False
+    of_layers = (_by_layer({i: layer.get(name) for i, layer in layers.items()}) for name in _FIT_FIGURES[phases])
     return len(figures) > 3 and all(map(is_number, figures)) and all(of_layers)
 
 

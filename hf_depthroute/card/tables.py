@@ -174,16 +174,26 @@ def _fitted(fit: Mapping[str, Any] | None, trained: bool) -> Safe | None:
     """Table of `fit_router`'s results on its held-out text, before any training."""
     if fit is None:
         return None
-    loss = fit.get("loss", min(fit["loss_of_rounds"]))  # older records have those alone
+    loss = fit["loss"] if "loss" in fit else min(fit["loss_of_rounds"])  # older records have those alone
+    prompts = fit.get("phases") == "prefill"
+    kept = "of a prompt's FLOPs, behind it" if prompts else "of all calls run in full"
     said, verb = ("training started from a fit to", "was") if trained else ("fitted without training on", "is")
     return Safe(
         f"{said} {int(fit['tokens']):,} tokens; on text held out of it, the loss {verb} "
-        f"{_figure(fit['loss_dense'])} dense and {_figure(loss)} with {_share(fit['keep'])} of all calls run in full"
+        f"{_figure(fit['loss_dense'])} dense and {_figure(loss)} with {_share(fit['keep'])} {kept}"
     )
 
 
 def _fitted_layers(fit: Mapping[str, Any] | None) -> list[Safe]:
     """Layer by layer; the last column is the divergence that a layer's cheap tokens alone cause."""
+    if fit is not None and fit.get("phases") == "prefill":
+        skipped = ("layer", "prompts skip", "width of the branch", "FLOPs saved", "branch R2", "nats, predicted")
+        rows = (
+            (code(index), code(layer["target"]), f"{layer['rank']:.0f}", _share(layer["saved"]),
+             f"{layer['branch_r2']:.2f}", _figure(layer["nats"]))
+            for index, layer in fit["layers"].items()
+        )  # fmt: skip
+        return _table(skipped, rows)
     head = ("layer", "share full when fitted", "branch R2", "gate R2", "nats alone")
     body = (
         (code(index), _share(layer["share"]), f"{layer['branch_r2']:.2f}", f"{layer['gate_r2']:.2f}",

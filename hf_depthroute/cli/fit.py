@@ -25,7 +25,13 @@ class FitOptions:
     out: Annotated[Path, typer.Option(help="Folder for the adapter.")]
     gguf_file: o.GgufFile = None
     config: o.ConfigFile = None
-    keep: Annotated[float, "Share of all calls of the target in the whole model that run in full, in (0, 1)."] = 0.5
+    keep: Annotated[
+        float,
+        "Share, in (0, 1), of all calls of the target that run in full; of prompts, the share of their FLOPs.",
+    ] = 0.5
+    phases: Annotated[
+        str, "What is routed: all, or prefill: prompts only, by static layers; what is skipped there is found, too."
+    ] = "all"
     target: Annotated[str, "What an easy token skips: ffn, attention or block."] = "ffn"
     gate: Annotated[str, "What scores a token: mlp or affine."] = "mlp"
     layers: Annotated[str, "Which layers may be routed, such as all or last:12."] = "all"
@@ -79,7 +85,7 @@ def fit(options: FitOptions) -> None:
 
     config = DepthRouteConfig(
         layers=o.parse_layers(options.layers), target=options.target, gate=options.gate,
-        branch=options.branch, branch_rank=options.branch_rank, seed=options.seed,
+        branch=options.branch, branch_rank=options.branch_rank, phases=options.phases, seed=options.seed,
         **{name: getattr(options, name) for name in MEMORY_FIELDS},
     )  # fmt: skip
     loading.check_dtype(options.dtype, loading.DTYPES)
@@ -113,12 +119,16 @@ def fit(options: FitOptions) -> None:
     with made(options.out):
         save_adapter(options.out, model, tokenizer, record)
     for index, layer in found["layers"].items():
-        say(f"layer {index}: {layer['share']:.1%} of the tokens run full")
+        if options.phases == "prefill":
+            say(f"layer {index}: prompts skip the {layer['target']}, for {layer['rank']} of {layer['branch']}")
+        else:
+            say(f"layer {index}: {layer['share']:.1%} of the tokens run full")
     spread = found["loss_over_dense_error"]
     between = "" if spread is None else f" (difference ± {spread:.4f}, the standard error over rows)"
     say(
-        f"loss on {found['held_out_tokens']} held-out tokens: dense {found['loss_dense']:.4f}, "
-        f"routed {found['loss']:.4f}{between} with {options.keep:.0%} of the calls"
+        f"loss {'behind prompts' if options.phases == 'prefill' else 'on text'} held out, "
+        f"{found['held_out_tokens']} tokens: dense {found['loss_dense']:.4f}, routed {found['loss']:.4f}{between} "
+        f"with {options.keep:.0%} of the {'FLOPs of a prompt' if options.phases == 'prefill' else 'calls'}"
     )
     fitted = model.peft_config["default"]
     if fitted.takes_budget():

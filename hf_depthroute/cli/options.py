@@ -174,6 +174,14 @@ def parse_layers(text: str | None) -> str | list[int] | None:
     return [int(part) for part in text.split(",")]
 
 
+def parse_pattern(text: str) -> dict[str, str | int]:
+    """`"28=block,29=block"` -> `{"28": "block", "29": "block"}`; numbers become integers."""
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    if not all(key.strip().isdigit() and value.strip() for key, _, value in parts):
+        raise CliError(f"{text!r}: write layer=value, such as 28=block,29=block")
+    return {key.strip(): int(value) if value.strip().isdigit() else value.strip() for key, _, value in parts}
+
+
 def parse_numbers(option: str, text: str, low: int | None = 1, wanted: str = "whole numbers, such as 1,8") -> list[int]:
     """`"1,8"` -> `[1, 8]`; `CliError` where that is no list of whole numbers, each at least `low`."""
     try:

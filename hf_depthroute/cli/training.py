@@ -18,7 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..adapter.tuner import get_depth_routed_model
 from ..card.facts import read_training, understood
 from ..config.adapter import DepthRouteConfig
-from ..config.fields import RoutingFields
+from ..config.fields import PATTERNS, RoutingFields
 from ..data.text import pack
 from ..evaluation import BudgetRow, evaluate_budgets
 from ..evaluation.cost import route_cost
@@ -164,6 +164,7 @@ def _threshold(text: str) -> float | str:
 _READ: dict[str, Callable[[str], Any]] = {  # fields that are given as text
     "layers": o.parse_layers,
     "static_layers": o.parse_layers,
+    **dict.fromkeys(PATTERNS, o.parse_pattern),
     "threshold": _threshold,
     "dropped_experts": _dropped,
     "modules_to_save": lambda text: [name.strip() for name in text.split(",")],

@@ -47,13 +47,14 @@ class RoutingFields:
             the attention, times the gate's `p`; it has a gate and a rule of its own, no branch and no budget.
         granularity: What one decision covers: a `"token"`, or a `"sequence"`. A sequence is decided on its prompt, and
             the decision is kept with the KV cache; where it skips the attention, no keys and values are written.
-        gate: What scores a token: `"mlp"`, `"jepa"`, `"linear"`, `"affine"`, `"halting"`, `"random"`, `"exit"` or
-            `"none"`. G1, `"mlp"`: `u = W2 SiLU(W1 a + b1) + b2`; G3, `"jepa"`: predicts both outcomes, then compares
-            them; `"linear"` (Router-Tuning): one row, starts dense; `"affine"`: one row and a bias; `"halting"` (TSA):
-            reads the stream between two blocks, scales both updates of the block; and to compare with: `"random"`: a
-            frozen random projection; `"exit"`: the LM head's confidence, and a token that has left stays out;
-            `"none"`: static, the routed layers are skipped by every token. Target memory has a gate of its own,
-            `"memory"`. Any other row of `gates.GATES` is a value too.
+        gate: What scores a token: `"mlp"`, `"jepa"`, `"linear"`, `"affine"`, `"halting"`, `"random"`, `"exit"`,
+            `"sinks"` or `"none"`. G1, `"mlp"`: `u = W2 SiLU(W1 a + b1) + b2`; G3, `"jepa"`: predicts both outcomes,
+            then compares them; `"linear"` (Router-Tuning): one row, starts dense; `"affine"`: one row and a bias;
+            `"halting"` (TSA): reads the stream between two blocks, scales both updates of the block; and to compare
+            with: `"random"`: a frozen random projection; `"exit"`: the LM head's confidence, and a token that has left
+            stays out; `"none"`: static, the routed layers are skipped by every token, or, with `"sinks"`, by all but
+            attention sinks. Target memory has a gate of its own, `"memory"`. Any other row of `gates.GATES` is a value
+            too.
         gate_hidden: Width of the MLP gate's hidden layer; by default a quarter of the model's width.
         gate_input: What the gate reads: `"normed"` (what the sublayer sees) or `"residual"` (the stream before
             its norm, as in arXiv:2604.17228). On the pretrained base of `recipes/stories260k` `"normed"` ended at a
@@ -69,10 +70,10 @@ class RoutingFields:
             for the targets ffn, attention and block per token, and needs the token ids.
         branch_rank: Rank of the low-rank branch; by default an eighth of the model's width. Of the branch neurons, how
             many it has; by default a quarter of the FFN's.
-        target_pattern: Another target in some of the routed layers, by layer index, such as `{28: "block"}`; ffn,
-            attention and block, per token.
-        branch_pattern: Another branch in some of the routed layers, by layer index, such as `{28: "lowrank"}`.
-        rank_pattern: Another `branch_rank` in some of the routed layers, by layer index, such as `{28: 192}`.
+        target_pattern: Another target in some of the routed layers, by layer index, such as `{28: "block"}`, on the
+            command line 28=block; ffn, attention and block, per token.
+        branch_pattern: Another branch in some of the routed layers, the same way: `{28: "lowrank"}`.
+        rank_pattern: Another `branch_rank` in some of the routed layers, the same way: `{28: 192}`.
         budget: Fraction of tokens (of pairs, of sequences) that run in full, in (0, 1].
         budget_scope: Who holds the budget: every `"layer"`, or `"global"`: all routed layers share one threshold, and
             their mean holds it.

@@ -41,7 +41,8 @@ def fit_branch(
 
     A branch of neurons takes those with the most energy (`NeuronBranch.choose`). A low-rank branch's `up` gets
     the directions of `x` from which `y` is predicted best by a linear map of the branch's rank; it stays as it is where
-    there are fewer than two tokens for each of its inputs. `down` is then the ridge solution.
+    there are fewer than two tokens for each of its inputs. `down` is then the ridge solution; of neurons, the penalty
+    is on what is added to the FFN's own output.
 
     Args:
         branch: A `LowRankBranch` or a `NeuronBranch`.
@@ -68,16 +69,31 @@ def fit_branch(
         if branch.up.bias is not None:
             branch.up.bias.zero_()
     features = branch.features(x_Nd).float()
+    start = _start(branch, features, y_Nd, scale_N1)
     if branch.down.bias is not None:
         features = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
+        start = torch.cat([start, torch.zeros_like(start[:1])])
     features = features * scale_N1
-    weights = ridge_weights(*moments(features, y_Nd), ridge).to(branch.down.weight)
+    weights = start + ridge_weights(*moments(features, y_Nd - features @ start), ridge).to(start)
     branch.down.weight.copy_(weights[:rank].T)
     if branch.down.bias is not None:
         branch.down.bias.copy_(weights[rank])
     square = total(y_Nd.double().square().sum())
     missed = total((y_Nd - features @ weights).double().square().sum())
     return float(missed / square) if square > 0 else 0.0
+
+
+def _start(branch: Any, features_Nr: torch.Tensor, y_Nd: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
+    """The output `[r, d]` that least squares departs from no further than the text asks for.
+
+    Of neurons, that of the FFN itself, times the factor that fits best; otherwise nothing.
+    """
+    own_rd = branch.own_output() if isinstance(branch, NeuronBranch) else None
+    if own_rd is None:
+        return torch.zeros_like(branch.down.weight.T)
+    given_Nd = features_Nr @ own_rd.to(features_Nr) * scale_N1
+    agreeing, square = (total((given_Nd * other).double().sum()) for other in (y_Nd, given_Nd))
+    return (own_rd * (agreeing / square.clamp(min=1e-30))).to(branch.down.weight)
 
 
 @torch.no_grad()

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..base.distributed import rows_of_all
 from ..base.readout import ReadOut
+from .regression import norms_and_sinks
 
 
 class RandomGate(nn.Module):
@@ -62,6 +64,41 @@ class ExitGate(nn.Module):
     def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:  # [B, T, d] -> scores [B, T]
         logits = self._read_out[0](a).float()
         return {"scores": -(logits.amax(-1) - logits.logsumexp(-1)).exp()}
+
+
+class SinkGate(nn.Module):
+    """`u = rms(h) - bound`: attention sinks run in full, and every other token takes the cheap path. Nothing trains.
+
+    The stream of a few tokens, such as a sequence's first, is 100 times as large as that of the rest (Sun et al.,
+    "Massive Activations in Large Language Models", arXiv:2402.17762). Later tokens find them by it.
+    """
+
+    called = "the gate of attention sinks"
+    targets, granularities, selections = ("ffn", "attention", "block"), ("token",), ("threshold",)
+    default_selection = "threshold"
+    default_threshold = 0.0
+    reads = "residual"
+
+    def __init__(self, width: int, config: object, scores: int = 1) -> None:
+        super().__init__()
+        self.bound: torch.Tensor
+        self.register_buffer("bound", torch.tensor(1e30))  # until it is set, no token is one
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        return None
+
+    def weights_per_token(self) -> int:
+        return 0
+
+    def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:  # [B, T, d] -> scores [B, T]
+        return {"scores": a.float().square().mean(-1).sqrt() - self.bound.float()}
+
+    def set_bound(self, stream_Nd: torch.Tensor) -> None:
+        """Half-way, on a logarithmic scale, between the sinks in the stream and its other tokens."""
+        sizes_N, sinks_N = norms_and_sinks(stream_Nd)
+        sizes_N, sinks_N = rows_of_all(sizes_N), rows_of_all(sinks_N)
+        if sinks_N.any():
+            self.bound.copy_((sizes_N[sinks_N].min() * sizes_N[~sinks_N].max()).sqrt())
 
 
 class StaticGate(nn.Module):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.distributed import total
-from .baseline_gates import ExitGate, RandomGate, StaticGate
+from .baseline_gates import ExitGate, RandomGate, SinkGate, StaticGate
 from .branches import MixedLinear, TensorMap, TransientCache, reset_linear, stamp
 from .joint import ScoreMaps
 from .memory import MemoryGate
@@ -308,6 +308,7 @@ GATES: dict[str, Any] = {
     "halting": HaltingGate,
     "random": RandomGate,
     "exit": ExitGate,
+    "sinks": SinkGate,
     "none": StaticGate,
     "memory": MemoryGate,
 }

@@ -89,6 +89,12 @@ class NeuronBranch(nn.Module):
         self.neurons.copy_(chosen_r)
         self._derived.clear()
 
+    def own_output(self) -> torch.Tensor | None:
+        """The FFN's own output of the chosen neurons, float32 `[r, d]`; None where its weights cannot be read."""
+        down: Any = self._base[1].down_proj
+        readable = is_readable(down, nn.Linear) and down.weight.device == self.neurons.device
+        return down.weight[:, self.neurons].T.float() if readable else None
+
     def _hidden(self, x: torch.Tensor, projected: Any) -> torch.Tensor:
         ffn = self._base[1]
         x = x.to(_dtype_of(ffn, x))

@@ -26,17 +26,19 @@ from ..base.contexts import evaluating
 from ..base.distributed import each_of_all, own_rows, rows_of_all, sharing, total
 from ..base.readout import check_head
 from ..config.adapter import ConfigError, DepthRouteConfig
+from ..config.fields import PATTERNS, RoutingFields
 from ..data.batches import model_inputs, token_mask
 from ..evaluation.roofline import count_work
 from ..execution.call import RoutedCall
 from ..files.versions import versions
 from ..inference.calibration import active_routings
 from ..inference.fitting import fit_branch
+from ..parts.baseline_gates import SinkGate
 from ..parts.neurons import NeuronBranch, neurons_of
 from ..parts.regression import norms_and_sinks
 from ..parts.targets import TARGETS
 from ..routing.holder import Routing
-from ..routing.trace import RouteRecord, RouteTrace, full_depth, replay_routes
+from ..routing.trace import RouteTrace, full_depth, record_routes, replay_routes
 from .fit_text import Batches, own_part, split
 from .layer_walk import LayerWalk
 from .record import remember_training
@@ -44,6 +46,8 @@ from .sensitivity import stream_gradients
 
 _PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
 _PENALTY = 1e-3
+_NO_BUDGET = 1e-3  # sinks are few, and no budget says how many
+_FOUND = ("target", "gate", "branch", "branch_rank", "static_layers", *PATTERNS)
 _FEWEST = 512  # tokens of prompts to fit on, at least
 
 
@@ -98,7 +102,8 @@ def fit_prompts(
             `get_depth_routed_model`, and left in eval mode.
         batches: As of `fit_router`; rows as long as the prompts that are served, with text behind them, are best.
         keep: In (0, 1): the share of the FLOPs of a prompt that is left, the router's own included.
-        config: Its `seed` is used, and its `modules_to_save` and `task_type` kept; the rest is found.
+        config: Which `layers` may be routed, by default all; its `seed`, `modules_to_save` and `task_type` are kept.
+            Target, gate and branch are found, and left out of it.
         progress: Show a bar; by default where a terminal is.
 
     Returns:
@@ -112,12 +117,15 @@ def fit_prompts(
     if not 0 < keep < 1:
         raise ConfigError(f"keep={keep!r} must be between 0 and 1, the share of the FLOPs of a prompt")
     check_head(model, "fit_prompts")
-    given = DepthRouteConfig() if config is None else config
+    given = DepthRouteConfig(layers="all", phases="prefill") if config is None else config
+    for name in _FOUND:
+        if (value := getattr(given, name)) != getattr(RoutingFields, name):
+            raise ConfigError(f"{name}={value!r}: of prompts it is found for every layer; leave it out")
     text, held_out = split(list(model_inputs(model, batches)))
     tokens = sum(int(_prompts(batch)[0].sum()) for batch in text)
     if tokens < _FEWEST:
         raise ValueError(f"fit_prompts: batches holds {tokens} tokens of prompts to fit on; {_FEWEST} is the least")
-    first = DepthRouteConfig(layers="all", gate="none", branch="none", phases="prefill", seed=given.seed)
+    first = DepthRouteConfig(layers=given.layers, gate="none", branch="none", phases="prefill", seed=given.seed)
     routed = get_depth_routed_model(model, first)
     with torch.no_grad(), evaluating(routed), sharing():
         search = Search(routed, own_part(text), own_part(held_out), given.seed)
@@ -137,6 +145,7 @@ def fit_prompts(
     more_R = loss_R - dense_R
     record = {
         "fit": {
+            "phases": "prefill",
             "keep": keep,
             "tokens": tokens,
             "held_out_tokens": sum(int(token_mask(batch).sum()) for batch in held_out),
@@ -164,7 +173,8 @@ def _config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRo
     return DepthRouteConfig(
         layers=sorted(chosen),
         target=main.target,
-        gate="none",
+        gate="sinks",
+        budget=_NO_BUDGET,
         branch=main.branch,
         branch_rank=main.rank,
         target_pattern={i: o.target for i, o in others.items() if o.target != main.target} or None,
@@ -204,11 +214,14 @@ class Search:
         saved = _savings(model, int(length * _PROMPT))
         states = self._walk.first()
         for index in range(len(self._walk.layers)):
-            states = self._layer(index, states, saved)
+            holder = self._walk.holder(index)
+            if holder is None:
+                states = [self._walk.run(index, batch, h) for batch, h in enumerate(states)]
+            else:
+                states = self._layer(holder, states, saved)
 
-    def _layer(self, index: int, states: list[torch.Tensor], saved: Any) -> list[torch.Tensor]:
-        holder = self._walk.holder(index)
-        assert holder is not None
+    def _layer(self, holder: Routing, states: list[torch.Tensor], saved: Any) -> list[torch.Tensor]:
+        index = holder.layer_index
         paths: dict[str, list[tuple[RoutedCall, torch.Tensor]]] = {}
         self.found[index], self.branches[index] = {}, {}
         for target in ("ffn", "attention", "block"):
@@ -217,7 +230,8 @@ class Search:
         for option in options_of(holder):
             branch = holder.make_branch(option.target, option.branch, option.rank).to(outputs[0].device)
             r2 = self._fit(branch, paths[option.target][: self._fitted])
-            nats = self._price(index, branch, paths[option.target][self._fitted :], outputs[self._fitted :])
+            sinks = _sink_gate(paths[option.target])
+            nats = self._price(index, branch, sinks, paths[option.target][self._fitted :], outputs[self._fitted :])
             self.branches[index][option] = branch
             self.found[index][option] = StaticFit(nats, saved(holder, option), r2)
         return outputs
@@ -237,7 +251,12 @@ class Search:
         return fit_on(branch, paths, self._cheap[: self._fitted])
 
     def _price(
-        self, index: int, branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], outputs: list[torch.Tensor]
+        self,
+        index: int,
+        branch: Any,
+        gate: SinkGate,
+        paths: list[tuple[RoutedCall, torch.Tensor]],
+        outputs: list[torch.Tensor],
     ) -> float:
         """Half of two estimates: with what the tokens of a row do together, and with what each does alone.
 
@@ -249,7 +268,10 @@ class Search:
             paths, outputs, self._gradients, self._cheap[self._fitted :], strict=True
         ):
             change = call.finish(call.stream + branch(call.stream)) - out
-            slopes_BT = (gradients[index].to(change.device) * change.float()).sum(-1).double().masked_fill(~cheap, 0.0)
+            skipped = cheap & (gate(call.stream)["scores"] < 0)
+            slopes_BT = (
+                (gradients[index].to(change.device) * change.float()).sum(-1).double().masked_fill(~skipped, 0.0)
+            )
             together += slopes_BT.sum(1).square().sum().cpu()
             alone += slopes_BT.square().sum().cpu()
         return float(total(together + alone)) / 4 / max(1, self._behind)
@@ -268,17 +290,26 @@ def fit_on(branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], cheap: lis
     return 1 - fit_branch(branch, x_Nd, y_Nd, penalty, norms_N[~sinks_N])
 
 
+def _sink_gate(paths: list[tuple[RoutedCall, torch.Tensor]]) -> SinkGate:
+    """The gate of a layer whose routed part reads the streams of `paths`."""
+    gate = SinkGate(0, None).to(paths[0][1].device)
+    gate.set_bound(torch.cat([call.stream.flatten(0, 1) for call, _ in paths]))
+    return gate
+
+
 def options_of(holder: Routing) -> list[Option]:
     """What is tried in a layer: FFN, attention or both, by low-rank branches and by parts of the FFN's neurons."""
     ffn, width = holder.ffn, holder.width
-    low = [max(1, width // 8), max(1, width // 3)]
-    found = [Option("ffn", "lowrank", low[0])] + [Option("block", "lowrank", rank) for rank in low]
-    if (neurons := neurons_of(ffn)) is not None:
-        found += [Option("ffn", "neurons", max(1, neurons // part)) for part in (8, 4, 2)]
+    low = max(1, width // 8)
+    found = [Option("block", "lowrank", low)]
+    if (neurons := neurons_of(ffn)) is None:
+        found += [Option("ffn", "lowrank", low), Option("ffn", "lowrank", max(1, width // 3))]
+    else:
+        found += [Option("ffn", "neurons", max(1, neurons // part)) for part in (4, 2)]
         found += [Option("block", "neurons", max(1, neurons // 4))]
     if holder.family.queries is None:  # attention that is skipped per token is computed all the same
         return [option for option in found if option.target == "ffn"]
-    return [*found, Option("attention", "lowrank", low[0])]
+    return [*found, Option("attention", "lowrank", low)]
 
 
 def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> dict[int, Option]:
@@ -349,10 +380,13 @@ def _refit(model: PeftModel, text: Batches) -> dict[int, float]:
         calls = [walk.call(index, batch, h, plan) for batch, h in enumerate(states)]
         fulls = [call.full() for call in calls]
         branch = holder.depth_route_branch[holder.active_name()]
-        r2[index] = fit_on(branch, list(zip(calls, fulls)), cheap)
+        gate: Any = holder.depth_route_gate[holder.active_name()]
+        gate.set_bound(torch.cat([call.stream.flatten(0, 1) for call in calls]))
+        skipped = [mask & (gate(call.stream)["scores"] < 0) for call, mask in zip(calls, cheap)]
+        r2[index] = fit_on(branch, list(zip(calls, fulls)), skipped)
         states = [
             call.finish(torch.where(mask[..., None], call.cheap(), full))
-            for call, full, mask in zip(calls, fulls, cheap)
+            for call, full, mask in zip(calls, fulls, skipped)
         ]
     return r2
 
@@ -367,7 +401,10 @@ def _behind(model: PeftModel, text: Batches) -> tuple[torch.Tensor, torch.Tensor
         cheap, behind = _prompts(batch)
         with full_depth(model):
             dense = model(**batch, use_cache=False).logits[behind].float().log_softmax(-1)
-        with replay_routes(model, _forced(model, ~cheap)):
+        with record_routes(model) as trace:  # sinks run in full, and so does the text behind the prompt
+            model(**batch, use_cache=False, logits_to_keep=1)
+        forced = RouteTrace({index: replace(record, mask=record.mask | ~cheap) for index, record in trace.items()})
+        with replay_routes(model, forced):
             routed = model(**batch, use_cache=False).logits[behind].float().log_softmax(-1)
         labels = batch["input_ids"].roll(-1, 1)[behind][:, None]
         parts = -dense.gather(-1, labels), -routed.gather(-1, labels)
@@ -376,13 +413,6 @@ def _behind(model: PeftModel, text: Batches) -> tuple[torch.Tensor, torch.Tensor
         found.append(torch.stack(rows).div(behind.sum(1).clamp(min=1)).double().cpu())
     dense_R, loss_R, kl_R = rows_of_all(torch.cat(found, dim=1).T).T
     return dense_R, loss_R, kl_R
-
-
-def _forced(model: PeftModel, full_BT: torch.Tensor) -> RouteTrace:
-    """A trace in which the tokens in `full` run in full in every routed layer."""
-    nothing = torch.full(full_BT.shape, torch.nan, device=full_BT.device)
-    record = RouteRecord(full_BT, nothing, nothing, token_mask=None, budget=torch.nan)
-    return RouteTrace({holder.layer_index: record for holder in active_routings(model)})
 
 
 def _prompts(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,6 +37,7 @@ from ..parts.gates import GATES
 from ..parts.targets import TARGETS
 from ..routing.trace import full_depth
 from .fit_bar import FitBar
+from .fit_prompts import fit_prompts
 from .fit_text import Batches, first_tokens, own_part, positions, split
 from .layer_fits import FEWEST, Fits, LayerFit
 from .record import remember_training
@@ -61,6 +62,9 @@ def fit_router(
     """Make an unrouted model a routed one, without training, so that the share `keep` of all calls runs in full.
 
         model = fit_router(AutoModelForCausalLM.from_pretrained(name), batches, keep=0.5)
+
+    With `DepthRouteConfig(phases="prefill")` prompts alone are routed, and `keep` is a share of their FLOPs: see
+    `fit_prompts`.
 
     A `DepthRouteTrainer` goes on from there; with `train_gates=False` it keeps what the gates know.
 
@@ -100,6 +104,8 @@ def fit_router(
         ValueError: `batches` holds fewer than 512 real tokens, or fewer rows to fit on than there are processes; or the
             model has no LM head.
     """
+    if config is not None and config.phases == "prefill":
+        return fit_prompts(model, batches, keep, config, progress=progress)
     started = time.monotonic()
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")

@@ -1,0 +1,303 @@
+"""Routing without training on a real model: loss on five kinds of text against the time of a prompt.
+
+    python recipes/smollm2/run.py --model HuggingFaceTB/SmolLM2-135M-Instruct
+
+Every part writes a file of its own to `--out` as soon as it is measured, and keeps its adapter in `--work`; a second
+run measures what is missing. Texts are read from `../shared/data/text`; one that is not there is skipped. Fitted on
+equal parts of C4, Wikipedia, technical text and code, WikiText-2 left out; reported on parts that were not fitted on.
+
+Two settings. `prompts`: the first 384 tokens of a row of 512 are a prompt, read as `phases="prefill"` serves it, and
+the loss is that of the 128 tokens behind it, which run in full. `all`: every token of rows of 256 is routed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from hf_depthroute.bench.timing import describe_machine
+from hf_depthroute.config.fields import PATTERNS
+
+HERE = Path(__file__).resolve().parent
+FITTED_ON = {"c4": "c4.utf8", "wiki": "wiki.utf8", "technical": "technical.utf8", "code": "code.utf8"}
+FILES = FITTED_ON | {"wikitext2": "wikitext2_test_raw.txt"}
+LENGTH, PROMPT, ROW = 256, 384, 512
+
+
+class Texts:
+    """Token ids of each text that is there. The last tenth of a text is reported on, and the rest fitted on."""
+
+    def __init__(self, folder: Path, tokenizer: Any, rows: int) -> None:
+        self.fit: dict[str, torch.Tensor] = {}
+        self.report: dict[str, torch.Tensor] = {}
+        for name, file in FILES.items():
+            path = folder / file
+            if not path.exists():
+                print(f"{name}: no {path.name}, skipped", flush=True)
+                continue
+            text = path.read_text(encoding="utf-8")
+            last = len(text) - len(text) // 10
+            self.report[name] = _rows(text[last:], tokenizer, ROW)[:rows]
+            if name in FITTED_ON:
+                self.fit[name] = _rows(text[: min(last, 1_000_000)], tokenizer, ROW)
+
+    def to_fit(self, tokens: int, length: int, seed: int) -> list[dict[str, torch.Tensor]]:
+        """Batches of about `tokens` tokens in rows of `length`, an equal part of each text, drawn by `seed`."""
+        drawn, generator = [], torch.Generator().manual_seed(seed)
+        for rows in self.fit.values():
+            rows = rows.reshape(-1, length)
+            drawn.append(rows[torch.randperm(len(rows), generator=generator)[: tokens // length // len(self.fit)]])
+        ids = torch.cat(drawn)
+        return batches(ids[torch.randperm(len(ids), generator=generator)])
+
+
+def _rows(text: str, tokenizer: Any, length: int) -> torch.Tensor:
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
+    return ids[: len(ids) // length * length].view(-1, length)
+
+
+def batches(ids: torch.Tensor, size: int = 4) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": part} for part in ids.split(size)]
+
+
+def row_losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The mean loss of each row, nats: `logits` `[B, T, V]` predict `ids` `[B, T]`."""
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten(), reduction="none")
+    return losses.view(ids.shape).mean(1).double()
+
+
+@torch.no_grad()
+def all_tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    found = []
+    for batch in batches(ids.reshape(-1, LENGTH)):
+        logits = model(**batch, use_cache=False).logits
+        found.append(row_losses(logits[:, :-1], batch["input_ids"][:, 1:]))
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def behind_prompts(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The prompt as it is served, then the text behind it at full depth, on the KV cache that the prompt left."""
+    from transformers import DynamicCache
+
+    from hf_depthroute.routing.trace import full_depth
+
+    found = []
+    for part in ids.split(4):
+        cache = DynamicCache(config=model.config)
+        first = model(input_ids=part[:, :PROMPT], past_key_values=cache, logits_to_keep=1).logits
+        with full_depth(model):
+            rest = model(input_ids=part[:, PROMPT:], past_key_values=cache).logits
+        found.append(row_losses(torch.cat([first, rest[:, :-1]], dim=1), part[:, PROMPT:]))
+    return torch.cat(found)
+
+
+SETTINGS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {"all": all_tokens, "prompts": behind_prompts}
+
+
+def over_dense(model: Any, texts: Texts, setting: str, dense: dict[str, Any]) -> dict[str, Any]:
+    """By text: nats over dense, the standard error over rows, and the share of a gated layer's tokens that ran."""
+    from hf_depthroute import record_routes
+
+    found = {}
+    for name, ids in texts.report.items():
+        more = SETTINGS[setting](model, ids) - torch.tensor(dense[name], dtype=torch.float64)
+        with record_routes(model) as trace, torch.no_grad():
+            model(input_ids=ids[:4, :LENGTH], use_cache=False, logits_to_keep=1)
+        shares = list(trace.full_ratio().values())
+        found[name] = {
+            "more": round(float(more.mean()), 4),
+            "error": round(float(more.std() / len(more) ** 0.5), 4),
+            "rows": len(more),
+            "ran": round(sum(shares) / len(shares), 4),
+        }
+        print(f"  {name}: {found[name]}", flush=True)
+    return found
+
+
+def base(name: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+
+
+def left_out(load: Callable[[], Any], layers: list[int], target: str) -> Any:
+    """The prompt without a part of `layers`, nothing in its place; keys and values are written."""
+    from hf_depthroute import DepthRouteConfig, get_depth_routed_model
+
+    config = DepthRouteConfig(layers=layers, target=target, gate="none", branch="none", phases="prefill")
+    return get_depth_routed_model(load(), config).eval()
+
+
+def block_influence(model: Any, text: list[dict[str, torch.Tensor]]) -> list[int]:
+    """Layers by ShortGPT's block influence, `1 - cos(input, output)`, the least first (arXiv:2403.03853)."""
+    sums = torch.zeros(model.config.num_hidden_layers, dtype=torch.float64)
+    with torch.no_grad():
+        for batch in text:
+            states = model(**batch, use_cache=False, output_hidden_states=True, logits_to_keep=1).hidden_states
+            for index, (h, out) in enumerate(pairwise(states)):
+                sums[index] += (1 - torch.cosine_similarity(h.float(), out.float(), dim=-1)).double().mean()
+    return [int(index) for index in sums.argsort()]
+
+
+@torch.no_grad()
+def timed(model: Any, ids: torch.Tensor, steps: int) -> dict[str, float]:
+    """Seconds of a prompt, and of a token decoded behind it."""
+    started = time.perf_counter()
+    out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    prompt = time.perf_counter() - started
+    past, token, each = out.past_key_values, out.logits[:, -1:].argmax(-1), []
+    for _ in range(steps):
+        started = time.perf_counter()
+        out = model(input_ids=token, past_key_values=past, use_cache=True)
+        each.append(time.perf_counter() - started)
+        token = out.logits[:, -1:].argmax(-1)
+    return {"prompt": prompt, "token": median(each)}
+
+
+class Run:
+    """The parts of the recipe, each measured once."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from transformers import AutoTokenizer
+
+        self.args = args
+        self.texts = Texts(args.data, AutoTokenizer.from_pretrained(args.model), args.rows)
+        if not self.texts.fit:
+            raise SystemExit("no text to fit on; see --data")
+        for folder in (args.out, args.work):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def once(self, part: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        path = self.args.out / f"{part.replace(' ', '-')}.json"
+        if not path.exists():
+            print(f"{part}:", flush=True)
+            path.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    def dense(self, setting: str) -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
+            model = base(self.args.model)
+            return {name: SETTINGS[setting](model, ids).tolist() for name, ids in self.texts.report.items()}
+
+        return self.once(f"dense {setting}", measure)
+
+    def routed(self, part: str, setting: str, make: Callable[[], Any]) -> None:
+        """Measure the loss of the model that `make` gives, and keep its adapter."""
+
+        def measure() -> dict[str, Any]:
+            from hf_depthroute import route_cost
+            from hf_depthroute.training.record import remembered
+
+            started = time.perf_counter()
+            model = make()
+            seconds = round(time.perf_counter() - started)
+            model.save_pretrained(str(self.args.work / part.replace(" ", "-")))
+            cost = route_cost(model, length=PROMPT if setting == "prompts" else LENGTH)
+            config = model.peft_config["default"]
+            return {
+                "texts": over_dense(model, self.texts, setting, self.dense(setting)),
+                "flops": round(cost.flops_routed / cost.flops_dense, 4),
+                "seconds": seconds,
+                "fit": (remembered(model, "default").training or {}).get("fit"),
+                "config": {name: value for name, value in config.to_dict().items() if name in KEPT},
+            }
+
+        self.once(part, measure)
+
+    def times(self) -> dict[str, Any]:
+        """Times over dense, medians of interleaved rounds: a prompt of 1,024 tokens, and a decoded token."""
+        model: Any = base(self.args.model)
+        folders = sorted(folder for folder in self.args.work.iterdir() if (folder / "adapter_config.json").exists())
+        routed = None
+        for folder in folders:
+            if routed is None:
+                routed = PeftModel.from_pretrained(model, str(folder), adapter_name=folder.name)
+            else:
+                routed.load_adapter(str(folder), folder.name)
+        if routed is None:
+            raise SystemExit(f"no adapter in {self.args.work}")
+        routed.eval()
+        ids = torch.cat([rows.flatten() for rows in self.texts.report.values()])[:1024][None]
+        seconds: dict[str, dict[str, list[float]]] = {}
+        for number in range(self.args.rounds + 1):  # the first warms up
+            for name in ("dense", *(folder.name for folder in folders)):
+                with routed.disable_adapter() if name == "dense" else nullcontext():
+                    if name != "dense":
+                        routed.set_adapter(name)
+                    found = timed(routed, ids, self.args.steps)
+                for part, value in found.items() if number else ():
+                    seconds.setdefault(name, {}).setdefault(part, []).append(value)
+        medians = {name: {part: median(values) for part, values in parts.items()} for name, parts in seconds.items()}
+        return {
+            "machine": describe_machine(torch.device("cpu")),
+            "rounds": self.args.rounds,
+            "dense_seconds": medians["dense"],
+            "over_dense": {
+                name: {part: round(value / medians["dense"][part], 4) for part, value in parts.items()}
+                for name, parts in medians.items()
+            },
+        }
+
+    def fit(self, keep: float, seed: int, length: int, **fields: Any) -> Any:
+        from hf_depthroute import DepthRouteConfig, fit_router
+
+        text = self.texts.to_fit(self.args.tokens, length, seed)
+        return fit_router(base(self.args.model), text, keep, DepthRouteConfig(layers="all", seed=seed, **fields))
+
+
+KEPT = ("layers", "static_layers", "target", "branch", "branch_rank", "gate", "phases", "budget", *PATTERNS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="folder or Hub name")
+    parser.add_argument("--data", type=Path, default=HERE.parents[2] / "shared" / "data" / "text")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="where the results are put")
+    parser.add_argument("--work", type=Path, default=HERE / "work", help="where the adapters are put")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the rows that are fitted on")
+    parser.add_argument("--prompts", nargs="*", type=float, default=[0.8, 0.7], help="shares of a prompt's FLOPs")
+    parser.add_argument("--all", nargs="*", type=float, default=[0.75], help="shares of all FFN calls")
+    parser.add_argument("--branches", nargs="*", default=["lowrank", "neurons"], help="of all tokens")
+    parser.add_argument("--pruned", nargs="*", type=int, default=[6, 8], help="last blocks left out of prompts")
+    parser.add_argument("--rounds", type=int, default=9, help="that are timed, on an idle machine; or 0")
+    parser.add_argument("--steps", type=int, default=32, help="decoded tokens in a round")
+    parser.add_argument("--tokens", type=int, default=16_384, help="to fit on")
+    parser.add_argument("--rows", type=int, default=16, help="of 512 tokens, of each text to report on")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    run, load = Run(args), partial(base, args.model)
+    for seed in args.seeds:
+        for keep in args.prompts:
+            run.routed(f"prompts {keep:g} {seed}", "prompts", partial(run.fit, keep, seed, ROW, phases="prefill"))
+    depth = load().config.num_hidden_layers
+    for count in args.pruned:
+        last = list(range(depth - count, depth))
+        for target in ("block", "ffn"):
+            run.routed(f"pruned {target} {count}", "prompts", partial(left_out, load, last, target))
+        text = run.texts.to_fit(4096, ROW, seed=0)
+        order = run.once("influence", lambda text=text: {"order": block_influence(load(), text)})["order"]
+        run.routed(f"shortgpt {count}", "prompts", partial(left_out, load, sorted(order[:count]), "block"))
+    for seed in args.seeds:
+        for keep in args.all:
+            for branch in args.branches:
+                run.routed(f"all {branch} {keep:g} {seed}", "all", partial(run.fit, keep, seed, LENGTH, branch=branch))
+    if args.rounds:
+        run.once("times", run.times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Prompts with a share of the FLOPs: static layers, chosen by what they cost the text behind a prompt."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from command_line import run
+from models import build_base, decoder_layers, tokens
+from peft import PeftModel
+from text_models import save_base, write_text
+
+from hf_depthroute import DepthRouteConfig, fit_router, record_routes
+from hf_depthroute.base.families import find_layers
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.data.batches import token_mask
+from hf_depthroute.evaluation.roofline import count_work
+from hf_depthroute.inference.calibration import active_routings
+from hf_depthroute.training.fit_prompts import Option, StaticFit, _prompts, choose, fit_prompts, options_of
+from hf_depthroute.training.record import remembered
+from hf_depthroute.training.sensitivity import stream_gradients
+
+TEXT = [{"input_ids": part} for part in tokens(20, 60, seed=5).split(4)]
+
+
+def fitted(keep: float, family: str = "llama", **fields: Any) -> Any:
+    config = DepthRouteConfig(layers="all", phases="prefill", **fields)
+    return fit_router(build_base(family), TEXT, keep, config)
+
+
+def found(model: Any) -> dict[str, Any]:
+    record = remembered(model, "default").training
+    assert record is not None
+    fit: dict[str, Any] = record["fit"]
+    return fit
+
+
+def prompt_flops(model: Any, length: int) -> float:
+    """The share of a prompt's FLOPs that is left, as it is counted elsewhere."""
+    shares = {holder.layer_index: (1 / length, 1.0) for holder in active_routings(model)}
+    routed = count_work(model, batch=1, length=length, shares=shares).total_flops
+    with model.disable_adapter():
+        return routed / count_work(model, batch=1, length=length).total_flops
+
+
+def test_the_last_layer_of_a_prompt_is_free() -> None:
+    model = fitted(0.85)
+    last = len(decoder_layers(model.get_base_model())) - 1
+    assert model.peft_config["default"].layers == [last]
+    assert found(model)["divergence"] == pytest.approx(0, abs=1e-7)
+    ids = tokens(2, 24, seed=9)
+    with torch.no_grad():
+        routed = model.generate(
+            ids, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        with model.disable_adapter():
+            dense = model.generate(
+                ids, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True
+            )
+    assert torch.equal(routed.sequences, dense.sequences)
+    for one, other in zip(routed.logits, dense.logits, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "qwen3"])
+@pytest.mark.parametrize("keep", [0.7, 0.5])
+def test_a_prompt_costs_what_was_asked_for(family: str, keep: float) -> None:
+    model = fitted(keep, family)
+    left = prompt_flops(model, 40)
+    assert left <= keep + 1e-6
+    assert left > keep - 0.3  # the layers are few and large here
+    with record_routes(model) as trace, torch.no_grad():
+        model(TEXT[0]["input_ids"])
+    for record in trace.values():
+        assert record.mask[:, -1].all() and not record.mask[:, :-1].any()
+
+
+def test_a_lower_share_costs_more() -> None:
+    costs = [found(fitted(keep))["divergence"] for keep in (0.85, 0.6, 0.4)]
+    assert costs == sorted(costs) and costs[-1] > costs[0]
+
+
+def test_costs_are_predicted_from_gradients() -> None:
+    """`KL = 1/2 E (g . delta)^2`: over many draws, what a small change of a layer's output really costs."""
+    model, ids = build_base("llama"), tokens(2, 24, seed=3)
+    counted = torch.zeros_like(ids, dtype=torch.bool)
+    counted[:, 15:] = True
+    changed = torch.zeros_like(ids, dtype=torch.bool)
+    changed[:, :15] = True
+    with torch.no_grad():
+        dense = model(ids).logits.log_softmax(-1)
+    for index in (0, 1, 2):
+        change = 0.02 * torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(index)) * changed[..., None]
+        with torch.no_grad():
+            hook = find_layers(model)[index].register_forward_hook(lambda layer, args, out, c=change: out + c)
+            routed = model(ids).logits.log_softmax(-1)
+            hook.remove()
+        wanted = F.kl_div(routed, dense, reduction="none", log_target=True).sum(-1)[counted].sum()
+        squares = []
+        for seed in range(100):
+            g = stream_gradients(model, {"input_ids": ids}, counted, [2 * seed, 2 * seed + 1])[index]
+            squares.append((g * change).sum((1, 2)).square().sum())
+        assert float(torch.stack(squares).mean() / 2) == pytest.approx(float(wanted), rel=0.25), index
+
+
+def test_nothing_behind_the_last_layer_depends_on_a_prompt() -> None:
+    model, ids = build_base("llama"), tokens(2, 24, seed=3)
+    counted = torch.zeros_like(ids, dtype=torch.bool)
+    counted[:, 15:] = True
+    gradients = stream_gradients(model, {"input_ids": ids}, counted, [0, 1])
+    assert not gradients[-1][:, :15].any() and gradients[-1][:, 15:-1].any()
+    assert gradients[0][:, :15].any()
+    alone = stream_gradients(model, {"input_ids": ids[1:]}, counted[1:], [1])
+    assert torch.allclose(alone[0], gradients[0][1:], atol=1e-5)  # a row's draws are its own
+
+
+def test_no_other_set_saves_as_much_and_costs_less() -> None:
+    draw = random.Random(0)
+    options = [Option("ffn", "lowrank", 1), Option("block", "lowrank", 1)]
+    for _ in range(20):
+        fits = {i: {o: StaticFit(draw.random(), draw.random() / 4, 0.0) for o in options} for i in range(5)}
+        chosen = choose(fits, 0.4)
+        saved, cost = (sum(getattr(fits[i][o], part) for i, o in chosen.items()) for part in ("saved", "nats"))
+        if not chosen:
+            assert sum(max(fit.saved for fit in row.values()) for row in fits.values()) < 0.4
+            continue
+        assert saved >= 0.4
+        for other in itertools.product([None, *options], repeat=5):
+            taken = [fits[i][o] for i, o in enumerate(other) if o is not None]
+            assert sum(fit.saved for fit in taken) < saved - 1e-9 or sum(fit.nats for fit in taken) > cost - 1e-9
+
+
+def test_a_prompt_is_two_thirds_of_the_real_tokens() -> None:
+    mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6, [1] * 6 + [0] * 3])
+    batch = {"input_ids": torch.zeros(3, 9, dtype=torch.long), "attention_mask": mask}
+    cheap, behind = _prompts(batch)
+    assert cheap.sum(1).tolist() == [5, 3, 3]  # all but the prompt's last token
+    assert behind.sum(1).tolist() == [3, 2, 2]  # that token and those behind it, but the text's last one
+    assert not (cheap & behind).any() and not ((cheap | behind) & ~token_mask(batch)).any()
+    assert cheap[1].nonzero().squeeze(1).tolist() == [3, 4, 5]
+
+
+def test_it_is_saved_and_loads(tmp_path: Path) -> None:
+    model = fitted(0.5)
+    model.save_pretrained(str(tmp_path))
+    assert "fitted without training" in (tmp_path / "README.md").read_text()
+    loaded: Any = PeftModel.from_pretrained(build_base("llama"), str(tmp_path)).eval()
+    ids = tokens(2, 30, seed=9)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_only_the_layers_that_may_be_are_routed() -> None:
+    model = fit_router(build_base("llama"), TEXT, 0.85, DepthRouteConfig(layers=[0, 1], phases="prefill"))
+    assert set(model.peft_config["default"].layers) <= {0, 1}
+
+
+def test_attention_that_would_be_computed_all_the_same_is_no_option() -> None:
+    model = fitted(0.9, "falcon")
+    for holder in active_routings(model):
+        targets = {option.target for option in options_of(holder)}
+        assert targets == ({"ffn"} if holder.family.queries is None else {"ffn", "attention", "block"})
+
+
+@pytest.mark.parametrize(
+    ("keep", "fields", "message"),
+    [
+        (0.01, {}, "keep=0.01 is not reached"),
+        (1.5, {}, "keep=1.5 must be between 0 and 1"),
+        (0.8, {"target": "block"}, "target='block': of prompts it is found"),
+        (0.8, {"gate": "affine"}, "gate='affine': of prompts it is found"),
+        (0.8, {"branch": "none"}, "branch='none': of prompts it is found"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_the_base_stays_as_it_is(keep: float, fields: Any, message: str) -> None:
+    base: Any = build_base("llama")
+    before, names = copy.deepcopy(base.state_dict()), [type(module) for module in base.modules()]
+    with pytest.raises(ConfigError, match=message):
+        fit_router(base, TEXT, keep, DepthRouteConfig(layers="all", phases="prefill", **fields))
+    assert [type(module) for module in base.modules()] == names
+    assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
+
+
+def test_too_little_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="512 is the least"):
+        fit_prompts(build_base("llama"), TEXT[:2], 0.8)
+
+
+def test_the_command_fits_prompts(tmp_path: Path) -> None:
+    base, out = save_base(tmp_path / "base"), tmp_path / "fitted"
+    text = write_text(tmp_path / "text.txt", 400)
+    words = ("fit", "--model", base, "--dataset", text, "--length", 48, "--phases", "prefill", "--keep", 0.7)
+    ended = run(*words, "--out", out)
+    assert ended.code == 0, ended.err
+    assert "loss behind prompts held out" in ended.out and "70% of the FLOPs of a prompt" in ended.out
+    assert json.loads((out / "adapter_config.json").read_text())["phases"] == "prefill"
+    ended = run(*words, "--out", tmp_path / "other", "--target", "block")
+    assert ended.code == 2 and "target='block': of prompts it is found" in ended.err
