@@ -1,6 +1,11 @@
 """`report.md` and its plots."""
 
-from demo.report import write_report
+import sys
+from pathlib import Path
+
+from demo.report import times, write_report
+
+RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def results():
@@ -55,3 +60,16 @@ def test_layers_left_out_that_cannot_be_as_fast_have_no_loss(tmp_path):
     found = results()
     found["bench"]["prefill"] = {**found["bench"]["prefill"], "without_ffns": 0.7}
     assert "| 0.5 | 0.800 | none is as fast | +0.3500 | +0.2500 |" in write_report(tmp_path, found).read_text()
+
+
+def test_the_demo_times_made_up_weights_in_the_form_of_bench(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "report", sys.modules["demo.report"])  # which it imports as a script does
+    from demo import demo
+
+    monkeypatch.chdir(RECIPES.parent)
+    monkeypatch.setattr(demo, "HERE", RECIPES / "demo")
+    monkeypatch.setattr(demo, "WIDE", demo.WIDE | {"depth": 1, "vocabulary": 64})
+    wide = demo.wide_times(tmp_path, [0.5], "float32", rounds=1)
+    assert wide["setting"]["depth"] == 1 and wide["prefill"]["batch"] == 4 and wide["decode"]["steps"] == 48
+    (row,) = times({"bench": wide, "bench_wide": wide})
+    assert row[0] == "0.5" and all("(" in cell for cell in row[1:])

@@ -4,9 +4,9 @@
 
 A router is fitted without training, for half and for a quarter of the FFN calls, compared with the best layers left out
 at as many FFN calls and in as much time, trained a little, and timed: on this base, and with random weights at the
-width of Qwen2.5-0.5B. Every step but the layers left out is one command of `hf-depthroute`, in a process of its own, so
-what is evaluated and generated with is always the adapter as loaded from disk. The folder gets the adapters,
-`results.json`, `report.html` with a token view, and `report.md` with plots.
+width of Qwen2.5-0.5B. Every step but the layers left out is one command of `hf-depthroute` or of a recipe, in a process
+of its own, so what is evaluated and generated with is always the adapter as loaded from disk. The folder gets the
+adapters, `results.json`, `report.html` with a token view, and `report.md` with plots.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ BASE = Path(os.path.relpath(HERE.parent / "embedded_base" / "wide"))
 RECIPE = HERE.parent / "fit_router"
 LEFT_OUT = (3, 2, 1)  # of four FFNs: shares of 1/4, 1/2 and 3/4 of the calls
 TEXT = ("--dataset", "python-stdlib", "--length", 256)
-WIDE = ("--shape", "qwen2.5-0.5b", "--depth", 3, "--layers", "all", "--vocabulary", 2048)
+WIDE = {"shape": "qwen2.5-0.5b", "depth": 3, "layers": "all", "vocabulary": 2048}
 REPEATS = 7
 BLOCKS = 64  # to fit on, and to report the loss on
 PROMPT = "def read_lines(path):\n"
@@ -40,11 +41,15 @@ PROMPT = "def read_lines(path):\n"
 
 def command(*arguments: object) -> str:
     """Run `hf-depthroute ARGUMENTS`; what it printed on stdout, which is shown line by line."""
+    return run("hf-depthroute", ["-m", "hf_depthroute"], arguments)
+
+
+def run(name: str, program: list[str], arguments: Sequence[object]) -> str:
+    """Run a program of Python under a name; what it printed."""
     words = [str(argument) for argument in arguments]
-    print(f"\n$ hf-depthroute {shlex.join(words)}", flush=True)
-    start = [sys.executable, "-m", "hf_depthroute"]
+    print(f"\n$ {name} {shlex.join(words)}", flush=True)
     printed = []
-    with subprocess.Popen([*start, *words], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, *program, *words], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
@@ -115,6 +120,20 @@ def layers_left_out(adapter: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def wide_times(folder: Path, budgets: list[float], dtype: str, rounds: int = REPEATS) -> dict[str, Any]:
+    """The times of random weights at the width of Qwen2.5-0.5B, in the form of `hf-depthroute bench --out`."""
+    from hf_depthroute.bench.measurements import as_single
+
+    decode = {"case": "decode", "batch": 1, "steps": 48}
+    suite = {**WIDE, "dtype": dtype, "budgets": budgets, "length": 256, "rounds": rounds}
+    suite |= {"cases": [{"case": "prefill", "batch": 4}, decode]}
+    file, out = folder / "wide.yaml", folder / "bench_wide.json"
+    file.write_text(json.dumps(suite))  # which YAML reads
+    script = str(HERE.parent / "speed" / "bench.py")
+    run(f"python {script}", [script], (file, "--out", out))
+    return as_single(json.loads(out.read_text()), {"batch": 4, "length": 256, "decode_batch": 1, "decode_steps": 48})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo_output"))
@@ -152,11 +171,11 @@ def main() -> None:
     after_training["rows"] += static
     (args.out / "eval.json").write_text(json.dumps(after_training, indent=2) + "\n")
     print("\n# The clock\n")
-    for name, of in (("bench", (trained, "--model", BASE)), ("bench_wide", WIDE)):
-        command(
-            "bench", *of, "--budgets", budgets(), "--dtype", dtype, "--batch", 4, "--length", 256,
-            "--decode-steps", 48, "--repeats", REPEATS, "--out", args.out / f"{name}.json",
-        )  # fmt: skip
+    command(
+        "bench", trained, "--model", BASE, "--budgets", budgets(), "--dtype", dtype, "--batch", 4, "--length", 256,
+        "--decode-steps", 48, "--repeats", REPEATS, "--out", args.out / "bench.json",
+    )  # fmt: skip
+    wide = wide_times(args.out, list(budgets_of(fitted).values()), dtype)
     generate = ("generate", trained, "--model", BASE, "--prompt", PROMPT, "--max-new-tokens", 60)
     samples = [
         {"label": "full model", "text": command(*generate, "--full")},
@@ -170,7 +189,7 @@ def main() -> None:
         "eval_fitted": without_training,
         "eval": after_training,
         "bench": json.loads((args.out / "bench.json").read_text()),
-        "bench_wide": json.loads((args.out / "bench_wide.json").read_text()),
+        "bench_wide": wide,
         "samples": samples,
     }
     (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")

@@ -26,7 +26,7 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> Path:
     Args:
         folder: Exists.
         results: `title` (str), `eval_fitted` and `eval` (of `hf-depthroute eval --out`, before and after training; the
-            latter also with rows of the rule `"static"`), `bench` and `bench_wide` (of `hf-depthroute bench --out`),
+            latter also with rows of the rule `"static"`), `bench` and `bench_wide` (as of `hf-depthroute bench --out`),
             `fit` and `training` (of `training.json`), and `samples` (a list of dicts with `label`, `text`).
 
     Returns:

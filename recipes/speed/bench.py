@@ -16,7 +16,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # `speed` is there
 
 import torch
 from speed.lora import loading_rows, training_rows
-from speed.result_plots import plot_result
 from speed.suites import read_suite, run_suite
 
 from hf_depthroute.bench.result_tables import Table, tables
@@ -49,8 +48,11 @@ def main(words: list[str] | None = None) -> None:
         write_text(args.out, json.dumps(result, indent=2) + "\n")
     for table in map(Table.brief, tables(result, {training_rows: ("train",), loading_rows: ("load",)})):
         print_table(table.head, table.rows, wide=True)
-    for path in plot_result(args.plot, result) if args.plot is not None else ():
-        print(f"wrote {path}", file=sys.stderr)
+    if args.plot is not None:
+        from speed.result_plots import plot_result
+
+        for path in plot_result(args.plot, result):
+            print(f"wrote {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":
