@@ -26,6 +26,7 @@ adapter
 inference
 training
 evaluation
+fitting
 bench
 report
 card

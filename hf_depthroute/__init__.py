@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .config.adapter import DepthRouteConfig as DepthRouteConfig
     from .evaluation.cost import route_cost as route_cost
     from .evaluation.slots import slot_use as slot_use
+    from .fitting.router import fit_router as fit_router
     from .inference.autotune import tune_execution as tune_execution
     from .inference.calibration import calibrate as calibrate
     from .inference.calibration import calibrate_budgets as calibrate_budgets
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from .routing.trace import record_routes as record_routes
     from .routing.trace import replay_routes as replay_routes
     from .training.arguments import RoutingArguments as RoutingArguments
-    from .training.fit_router import fit_router as fit_router
     from .training.presets import PRESETS as PRESETS
     from .training.presets import preset as preset
     from .training.trainer import DepthRouteCallback as DepthRouteCallback
@@ -39,12 +39,12 @@ _NAMES = {
     "config.adapter": ["DepthRouteConfig"],
     "evaluation.cost": ["route_cost"],
     "evaluation.slots": ["slot_use"],
+    "fitting.router": ["fit_router"],
     "inference.autotune": ["tune_execution"],
     "inference.calibration": ["calibrate", "calibrate_budgets", "set_budget", "set_phases", "use_budget"],
     "inference.drafting": ["draft_view", "lossless_generate"],
     "routing.trace": ["record_routes", "replay_routes"],
     "training.arguments": ["RoutingArguments"],
-    "training.fit_router": ["fit_router"],
     "training.presets": ["PRESETS", "preset"],
     "training.trainer": ["DepthRouteCallback", "DepthRouteTrainer", "DepthRouteTrainingArguments"],
 }

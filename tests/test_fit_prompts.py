@@ -22,10 +22,10 @@ from hf_depthroute.base.families import find_layers
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import token_mask
 from hf_depthroute.evaluation.roofline import count_work
+from hf_depthroute.fitting.prompts import Option, StaticFit, _prompts, choose, fit_prompts, options_of
+from hf_depthroute.fitting.sensitivity import stream_gradients
 from hf_depthroute.inference.calibration import active_routings
-from hf_depthroute.training.fit_prompts import Option, StaticFit, _prompts, choose, fit_prompts, options_of
 from hf_depthroute.training.record import remembered
-from hf_depthroute.training.sensitivity import stream_gradients
 
 TEXT = [{"input_ids": part} for part in tokens(20, 60, seed=5).split(4)]
 

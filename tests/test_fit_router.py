@@ -31,11 +31,11 @@ from hf_depthroute import (
 )
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.evaluation.perplexity import mean_loss
+from hf_depthroute.fitting.bar import FitBar
+from hf_depthroute.fitting.layer_walk import LayerWalk, walk_layers
 from hf_depthroute.inference.calibration import active_routings, is_calibrated
 from hf_depthroute.parts.regression import leading_directions, ridge_weights
 from hf_depthroute.routing.trace import count_routes
-from hf_depthroute.training.fit_bar import FitBar
-from hf_depthroute.training.layer_walk import LayerWalk, walk_layers
 from hf_depthroute.training.record import remembered
 
 
@@ -167,7 +167,7 @@ def offloaded(how: str, folder: Path) -> Any:
 @pytest.mark.parametrize("how", ["cpu_offload", "disk_offload", "dispatch_model"])
 def test_an_offloaded_base_is_fitted_as_another(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where layers are left out afterwards, and the adapter goes in once more."""
-    monkeypatch.setattr("hf_depthroute.training.fit_router.DENSE", 0.55)
+    monkeypatch.setattr("hf_depthroute.fitting.router.DENSE", 0.55)
     config = DepthRouteConfig(layers=[0, 2, 3], gate="affine")
     expected = fit_router(build_base("llama"), text(), keep=0.6, config=config)
     model = fit_router(offloaded(how, tmp_path / "offload"), text(), keep=0.6, config=config)
@@ -365,7 +365,7 @@ def test_one_bar_counts_all_phases(monkeypatch: pytest.MonkeyPatch, capsys: pyte
             reached.append(self.done / self.total)
             super().__exit__(*error)
 
-    monkeypatch.setattr("hf_depthroute.training.fit_router.FitBar", Watched)
+    monkeypatch.setattr("hf_depthroute.fitting.router.FitBar", Watched)
     model = fit_router(build_base("llama"), text(), progress=True)
     shown = capsys.readouterr().err
     assert "fit: round 1 of 2" in shown and "fit: other budgets" in shown and "100%" in shown

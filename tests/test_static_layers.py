@@ -39,6 +39,7 @@ from hf_depthroute.card import make_card
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.evaluation.perplexity import evaluate_budgets, mean_loss
 from hf_depthroute.execution.decode import DecodeStep
+from hf_depthroute.fitting.router import _narrowed
 from hf_depthroute.inference.autotune import tune_execution
 from hf_depthroute.inference.calibration import gated_routings, is_calibrated, thresholds
 from hf_depthroute.inference.drafting import draft_view
@@ -46,7 +47,6 @@ from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.report.collect import RunReport, Sample, collect_scores, collect_tokens, count_costs
 from hf_depthroute.report.run_page import render_page
 from hf_depthroute.routing.trace import RouteTrace, count_routes, routings
-from hf_depthroute.training.fit_router import _narrowed
 from hf_depthroute.training.log_lines import log_line
 from hf_depthroute.training.oracle import exact_utility, utility_labels
 from hf_depthroute.training.record import remembered
@@ -555,14 +555,14 @@ def test_a_fit_keeps_a_gate_whose_loss_is_felt(monkeypatch: pytest.MonkeyPatch) 
     config = DepthRouteConfig(layers="all", gate="affine")
     plain = fit_router(build_base("qwen3"), fit_text(), keep=0.5, config=config)
     assert plain.peft_config["default"].static_layers is None
-    monkeypatch.setattr("hf_depthroute.training.fit_router.STATIC", 0.45)
+    monkeypatch.setattr("hf_depthroute.fitting.router.STATIC", 0.45)
     tried: list[list[int]] = []
 
     def narrowed(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] = ()) -> PeftModel:
         tried.append(list(static))
         return _narrowed(model, dense, static)
 
-    monkeypatch.setattr("hf_depthroute.training.fit_router._narrowed", narrowed)
+    monkeypatch.setattr("hf_depthroute.fitting.router._narrowed", narrowed)
     model = fit_router(build_base("qwen3"), fit_text(), keep=0.5, config=config)
     assert tried[-1] and model.peft_config["default"].static_layers is None
     with torch.no_grad():
@@ -571,7 +571,7 @@ def test_a_fit_keeps_a_gate_whose_loss_is_felt(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_fit_keeps_the_gates_where_nothing_else_would_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_depthroute.training.fit_router.STATIC", 1.0)
+    monkeypatch.setattr("hf_depthroute.fitting.router.STATIC", 1.0)
     config = DepthRouteConfig(layers="all", gate="affine")
     model = fit_router(build_base("llama"), fit_text(), keep=0.5, config=config, rounds=1)
     assert model.peft_config["default"].static_layers is None

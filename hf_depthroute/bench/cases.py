@@ -1,4 +1,4 @@
-"""What can be measured of a routed model: `Case`."""
+"""A measurement of a routed model: `Case`."""
 
 from __future__ import annotations
 

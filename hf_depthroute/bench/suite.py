@@ -93,7 +93,7 @@ def run_case(
     measure: Callable[[Any], Result],
     progress: Callable[[str], None] | None = None,
 ) -> Result:
-    """What `measure` says of the case, or that there was not enough memory."""
+    """The result of `measure` for the case, or that there was not enough memory."""
     say = progress or (lambda line: None)
     say(label)
     measured: Result = {"case": case.case, "label": label, "setting": setting}
@@ -180,7 +180,7 @@ def measure(case: Case, given: Given, peaks: Peaks) -> Result:
 
 
 def setting_of(model: Any) -> dict[str, Any]:
-    """What a routed model is: its routed layers, its size and its dtype."""
+    """A description of a routed model: its routed layers, its size and its dtype."""
     holders = active_routings(model)
     config = holders[0].active_config()
     setting = {"routed_layers": [h.layer_index for h in holders], "target": config.target, "gate": config.gate}

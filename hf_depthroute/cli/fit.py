@@ -77,8 +77,8 @@ def fit(options: FitOptions) -> None:
 
     from ..config.adapter import DepthRouteConfig
     from ..data.text import pack
+    from ..fitting.router import fit_router
     from ..routing.description import budget_words
-    from ..training.fit_router import fit_router
     from ..training.record import remembered
     from .output import made
     from .saving import save_adapter

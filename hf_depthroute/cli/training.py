@@ -24,9 +24,9 @@ from ..evaluation import BudgetRow, evaluate_budgets
 from ..evaluation.cost import route_cost
 from ..files.shown import reason, say
 from ..files.versions import versions
+from ..fitting.router import config_to_fit, fit_router
 from ..inference import calibration
 from ..training.arguments import RoutingArguments
-from ..training.fit_router import config_to_fit, fit_router
 from ..training.presets import find_preset
 from ..training.record import record_of, remember_training
 from ..training.trainer import DepthRouteTrainer, DepthRouteTrainingArguments

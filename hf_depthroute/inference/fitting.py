@@ -86,7 +86,7 @@ def fit_branch(
 def _start(branch: Any, features_Nr: torch.Tensor, y_Nd: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
     """The output `[r, d]` that least squares departs from no further than the text asks for.
 
-    Of neurons, that of the FFN itself, times the factor that fits best; otherwise nothing.
+    For neurons it is that of the FFN itself, times the factor that fits best; otherwise zero.
     """
     own_rd = branch.own_output() if isinstance(branch, NeuronBranch) else None
     if own_rd is None:

@@ -90,7 +90,7 @@ class NeuronBranch(nn.Module):
         self._derived.clear()
 
     def own_output(self) -> torch.Tensor | None:
-        """The FFN's own output of the chosen neurons, float32 `[r, d]`; None where its weights cannot be read."""
+        """The FFN's own output of the chosen neurons, float32 `[r, d]`; None if its weights cannot be read."""
         down: Any = self._base[1].down_proj
         readable = is_readable(down, nn.Linear) and down.weight.device == self.neurons.device
         return down.weight[:, self.neurons].T.float() if readable else None

@@ -28,7 +28,7 @@ def routing_summary(config: DepthRouteConfig, layer: int | None = None) -> str:
 
 
 def patterns_words(config: DepthRouteConfig) -> list[str]:
-    """What some layers do otherwise: `["target block in 28-29", "rank 192 in 28", "rank 72 in 29"]`."""
+    """Exceptions of single layers: `["target block in 28-29", "rank 192 in 28", "rank 72 in 29"]`."""
     said = []
     for name in PATTERNS:
         pattern = getattr(config, name) or {}

@@ -178,7 +178,7 @@ class Routing(nn.Module, BaseTunerLayer):
         return self.active_config().budget if override is None else override
 
     def active_target(self) -> Target:
-        """What this layer's active adapter routes; `ValueError` when there is none."""
+        """The target of this layer's active adapter; `ValueError` when there is none."""
         return TARGETS[self.active_config().target_of(self.layer_index)]
 
     def active_gate(self) -> GateTraits:

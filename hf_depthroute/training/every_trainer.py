@@ -16,7 +16,7 @@ _MARK = "_depth_route_wrapped"
 
 
 def install_for(config: DepthRouteConfig) -> None:
-    """What follows an injection: wrap `Trainer.train`, unless nothing trains; a second call does nothing."""
+    """Done after an injection: wrap `Trainer.train`, unless nothing trains; a second call does nothing."""
     if config.inference_mode and "transformers.trainer" not in sys.modules:
         return
     from transformers import Trainer

@@ -36,11 +36,11 @@ from ..inference.calibration import active_routings, calibrate, calibrate_budget
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
 from ..routing.trace import full_depth
-from .fit_bar import FitBar
-from .fit_prompts import fit_prompts
-from .fit_text import Batches, first_tokens, own_part, positions, split
+from ..training.record import remember_training
+from .bar import FitBar
 from .layer_fits import FEWEST, Fits, LayerFit
-from .record import remember_training
+from .prompts import fit_prompts
+from .text import Batches, first_tokens, own_part, positions, split
 
 DENSE = 0.995  # a layer that runs this share of the tokens in full is not routed
 STATIC = 0.005  # a layer that runs no more than this share of the tokens in full may need no gate

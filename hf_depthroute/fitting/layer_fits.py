@@ -21,8 +21,8 @@ from ..inference.fitting import fit_branch, fit_memory
 from ..parts.regression import moments, norms_and_sinks, ridge_weights
 from ..routing.thresholds import quantile_table
 from ..routing.trace import full_depth, overridden, record_routes
-from .fit_text import Batches
 from .layer_walk import LayerWalk, walk_layers
+from .text import Batches
 
 FEWEST = 256  # tokens that a branch is fitted on, at least
 _PENALTY = 1e-3

@@ -1,4 +1,4 @@
-"""What a prompt can do without: static layers for prompts, chosen and fitted by what they cost the text behind them.
+"""Cheaper prompts: static layers, chosen and fitted by their cost to the text behind a prompt.
 
 A token of a prompt matters to the text behind it through its keys and values alone. So a layer of a prompt is priced on
 that text: for every layer, each way to leave out a part of it is fitted by least squares, and its cost in nats is read
@@ -39,10 +39,10 @@ from ..parts.regression import norms_and_sinks
 from ..parts.targets import TARGETS
 from ..routing.holder import Routing
 from ..routing.trace import RouteTrace, full_depth, record_routes, replay_routes
-from .fit_text import Batches, own_part, split
+from ..training.record import remember_training
 from .layer_walk import LayerWalk
-from .record import remember_training
 from .sensitivity import stream_gradients
+from .text import Batches, own_part, split
 
 _PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
 _PENALTY = 1e-3
@@ -62,7 +62,7 @@ class Option:
 
 @dataclass
 class StaticFit:
-    """What was found for one layer and one option.
+    """Result for one layer and one option.
 
     Attributes:
         nats: What it costs the text behind the prompt, nats per token, as it is predicted from gradients.
@@ -167,7 +167,7 @@ def fit_prompts(
 
 
 def _config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRouteConfig:
-    """What most layers have is the adapter's target and branch; the others are in the patterns."""
+    """The adapter's target and branch are those of most layers; the others are in the patterns."""
     (main, _), *_ = Counter(chosen.values()).most_common()
     others = {index: option for index, option in chosen.items() if option != main}
     return DepthRouteConfig(
@@ -298,7 +298,7 @@ def _sink_gate(paths: list[tuple[RoutedCall, torch.Tensor]]) -> SinkGate:
 
 
 def options_of(holder: Routing) -> list[Option]:
-    """What is tried in a layer: FFN, attention or both, by low-rank branches and by parts of the FFN's neurons."""
+    """Options of a layer: FFN, attention or both, by low-rank branches and by parts of the FFN's neurons."""
     ffn, width = holder.ffn, holder.width
     low = max(1, width // 8)
     found = [Option("block", "lowrank", low)]
@@ -392,7 +392,7 @@ def _refit(model: PeftModel, text: Batches) -> dict[int, float]:
 
 
 def _behind(model: PeftModel, text: Batches) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the text behind each row's prompt: the loss of the dense and of the routed model, and `KL(dense || routed)`.
+    """The loss of the dense and of the routed model, and `KL(dense || routed)`, on the text behind each row's prompt.
 
     Nats per token, `[R]` each.
     """

@@ -33,7 +33,7 @@ def stream_gradients(
         model: A causal language model, in eval mode.
         batch: From `model_inputs`.
         counted_BT: Bool: the positions whose next token is drawn and counts.
-        seeds: Of each row, for the tokens that are drawn.
+        seeds: A seed for each row, for the tokens that are drawn.
     """
     streams: list[torch.Tensor] = []
 

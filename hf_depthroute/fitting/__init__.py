@@ -1,0 +1,1 @@
+"""Routers without training: branches by least squares, gates by regression, prompts by what they cost."""
