@@ -18,9 +18,10 @@ from text_models import save_base, word_tokenizer
 from transformers import AutoModelForCausalLM
 
 from hf_depthroute.cli import main
-from hf_depthroute.evaluation.harness import TASKS, DepthRouteLM, evaluate_tasks, scores
+from hf_depthroute.evaluation.harness import DepthRouteLM, evaluate_tasks, scores
 from hf_depthroute.routing.trace import count_routes, routings
 
+GROUP = Path(__file__).parents[1] / "recipes" / "router_tuning" / "tasks"
 TASK = """
 task: {name}
 dataset_path: json
@@ -162,11 +163,11 @@ def test_lm_eval_finds_the_model_by_name(base: Path, tasks: Path, tmp_path: Path
 
 
 def test_the_group_of_the_paper_is_known_to_lm_eval() -> None:
-    manager = lm_eval.tasks.TaskManager(include_path=str(TASKS))
+    manager = lm_eval.tasks.TaskManager(include_path=str(GROUP))
     assert manager.match_tasks(["depthroute_router_tuning"]) == ["depthroute_router_tuning"]
     import yaml
 
-    listed = yaml.safe_load((TASKS / "depthroute_router_tuning.yaml").read_text())["task"]
+    listed = yaml.safe_load((GROUP / "depthroute_router_tuning.yaml").read_text())["task"]
     shots = {entry["task"]: entry["num_fewshot"] for entry in listed}
     assert list(shots.values()) == [0, 0, 0, 0, 5, 5, 5, 10, 25]
     assert all(manager.match_tasks([name]) == [name] for name in shots)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import FAMILY_NAMES, GATES, build_routed, decoder_layers, tokens
+from study.refresh import refresh_cost
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -22,7 +23,6 @@ from hf_depthroute.training.oracle import (
     UtilityLabels,
     exact_utility,
     prefix_utility,
-    refresh_cost,
     utility_labels,
 )
 

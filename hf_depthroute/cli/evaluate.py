@@ -33,9 +33,7 @@ class EvalOptions:
         str | None,
         typer.Option(callback=o.check_dataset, help="Text to take the loss on: as for train. Or give --tasks."),
     ] = None
-    tasks: Annotated[
-        str | None, "lm-eval tasks or groups instead, comma-separated, such as piqa,depthroute_router_tuning."
-    ] = None
+    tasks: Annotated[str | None, "lm-eval tasks or groups instead, comma-separated, such as piqa,arc_easy."] = None
     model: o.BaseModel = None
     gguf_file: o.GgufFile = None
     config: o.ConfigFile = None

@@ -29,8 +29,6 @@ from ..routing.trace import RouteCounter, overridden
 from .generated import read_generated
 from .harness_scores import read_scores
 
-TASKS = Path(__file__).with_name("tasks")  # groups of ours
-
 
 @register_model("depthroute")
 class DepthRouteLM(HFLM):
@@ -154,7 +152,7 @@ def evaluate_tasks(
     Args:
         model: A `PeftModel` with an active routed adapter. Its budget is restored.
         tokenizer: The base's.
-        tasks: Names of tasks and groups, such as `"piqa"` or `"depthroute_router_tuning"`.
+        tasks: Names of tasks and groups, such as `"piqa"`.
         budgets: In (0, 1]. An adapter that follows no budget runs once, as it is.
         batch_size: Requests in a batch.
         num_fewshot: Shots of every task; by default what each task says.
@@ -201,11 +199,10 @@ def _warm_up(lm: DepthRouteLM) -> None:
 
 def _manager(tasks: Sequence[str], include_path: str | Path | None) -> TaskManager:
     """lm-eval's index of tasks. Its own hundreds of files take ten seconds: they stay out where none is asked for."""
-    if include_path is not None:
-        own = TaskManager(include_path=str(include_path), include_defaults=False)
-        if set(tasks) <= set(own.all_subtasks):
-            return own
-    return TaskManager(include_path=[str(path) for path in (TASKS, include_path) if path is not None])
+    if include_path is None:
+        return TaskManager()
+    own = TaskManager(include_path=str(include_path), include_defaults=False)
+    return own if set(tasks) <= set(own.all_subtasks) else TaskManager(include_path=str(include_path))
 
 
 def _load(base: str | None, adapter: str, mismatch: bool, dtype: str, trust: bool) -> tuple[str, Any]:

@@ -17,8 +17,6 @@ forks do to it through later attention. The exact fork changes one position at a
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,22 +121,6 @@ def exact_utility(
         at = positions.to(difference_SBT.device)[:, None, None].expand(-1, difference_SBT.shape[1], 1)
         result[index] = difference_SBT.gather(-1, at)[..., 0].T.contiguous()
     return result
-
-
-def refresh_cost(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str = "all_full", rounds: int = 5) -> float:
-    """Time of one refresh of the labels over the time of one plain forward pass: medians of interleaved runs."""
-    seconds: dict[str, list[float]] = {"forward": [], "refresh": []}
-    wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    inputs = next(model_inputs(model, batch))
-    with _observed(model, batch) as (prefix, labels_BT), torch.no_grad():
-        runs = (lambda: model(**inputs, use_cache=False), lambda: prefix_utility(prefix, labels_BT, kind))
-        for what, run in [*zip(seconds, runs)] * rounds:
-            wait()
-            start = time.perf_counter()
-            run()
-            wait()
-            seconds[what].append(time.perf_counter() - start)
-    return statistics.median(seconds["refresh"]) / statistics.median(seconds["forward"])
 
 
 def _windowed(losses: torch.Tensor, window: int, gamma: float, documents: torch.Tensor | None) -> torch.Tensor:

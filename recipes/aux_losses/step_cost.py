@@ -11,18 +11,22 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
+
 import torch
+from study.refresh import refresh_cost
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.bench import describe_machine
 from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
-from hf_depthroute.training.oracle import ORACLES, refresh_cost
+from hf_depthroute.training.oracle import ORACLES
 
 BASE = Path(__file__).parents[1] / "embedded_base" / "model"
 INTERVAL = 5

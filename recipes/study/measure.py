@@ -16,11 +16,12 @@ from hf_depthroute.evaluation.cost import route_cost
 from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.inference.calibration import calibrate, gated_routings, use_selection
 from hf_depthroute.routing.trace import count_routes, record_routes, routings
-from hf_depthroute.training.oracle import exact_utility, refresh_cost, utility_labels
+from hf_depthroute.training.oracle import exact_utility, utility_labels
 from hf_depthroute.training.trainer import DepthRouteTrainingArguments
 
 from . import metrics
 from .blocks import Blocks, spread, to_batches
+from .refresh import refresh_cost
 
 CALIBRATION_BLOCKS = 64  # training blocks that set the thresholds
 AUC_BLOCKS = 24  # validation blocks that the gate is compared with the oracle on
