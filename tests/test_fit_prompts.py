@@ -22,6 +22,7 @@ from hf_depthroute.base.families import find_layers
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import token_mask
 from hf_depthroute.evaluation.roofline import count_work
+from hf_depthroute.fitting.bar import FitBar
 from hf_depthroute.fitting.prompts import Option, StaticFit, _prompts, choose, fit_prompts, options_of
 from hf_depthroute.fitting.sensitivity import stream_gradients
 from hf_depthroute.inference.calibration import active_routings
@@ -186,6 +187,21 @@ def test_what_cannot_be_is_refused_and_the_base_stays_as_it_is(keep: float, fiel
         fit_router(base, TEXT, keep, DepthRouteConfig(layers="all", phases="prefill", **fields))
     assert [type(module) for module in base.modules()] == names
     assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
+
+
+def test_one_bar_counts_all_phases(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    reached: list[float] = []
+
+    class Watched(FitBar):
+        def __exit__(self, *error: object) -> None:
+            reached.append(self.done / self.total)
+            super().__exit__(*error)
+
+    monkeypatch.setattr("hf_depthroute.fitting.prompts.FitBar", Watched)
+    fit_prompts(build_base("llama"), TEXT, 0.6, progress=True)
+    shown = capsys.readouterr().err
+    assert "fit: options of every layer" in shown and "fit: the chosen ones" in shown and "100%" in shown
+    assert 0.8 <= reached[0] <= 1
 
 
 def test_too_little_text_is_refused() -> None:

@@ -14,30 +14,16 @@ class FitBar:
 
     Args:
         layers: The decoder layers.
-        rounds: How often everything is fitted.
+        passes: Positions that go through all layers, in all phases together.
+        text: Positions that `layer_done` stands for.
         shown: Whether it is drawn; None: where the output is a terminal and transformers' bars are on.
-        text: Positions that are fitted on.
-        rated: Positions that each layer is measured on alone.
-        held_out: Positions that are held out.
-        budgets: Positions that the thresholds of other budgets are found on.
     """
 
-    def __init__(
-        self,
-        layers: nn.ModuleList,
-        rounds: int,
-        shown: bool | None,
-        *,
-        text: int,
-        rated: int,
-        held_out: int,
-        budgets: int,
-    ) -> None:
+    def __init__(self, layers: nn.ModuleList, passes: int, text: int, shown: bool | None) -> None:
         self._handles: list[Any] = []
-        self._text, count = text, len(layers)
-        passes = (rounds + 1) * text + 2 * rounds * (count + 1) * rated + (5 * rounds + 6) * held_out + 18 * budgets
+        self._text = text
         disable = (None if is_progress_bar_enabled() else True) if shown is None else not shown
-        self.total, self.done = passes * count, 0
+        self.total, self.done = passes * len(layers), 0
         self._bar = tqdm(total=self.total, disable=disable, unit="", unit_scale=True, bar_format=_FORMAT)
         if not self._bar.disable:
             self._handles = [layer.register_forward_pre_hook(self._called, with_kwargs=True) for layer in layers]

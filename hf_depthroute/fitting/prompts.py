@@ -24,6 +24,7 @@ from ..adapter.restoring import restoring
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
 from ..base.distributed import each_of_all, own_rows, rows_of_all, sharing, total
+from ..base.families import find_layers
 from ..base.readout import check_head
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..config.fields import PATTERNS, RoutingFields
@@ -40,12 +41,14 @@ from ..parts.targets import TARGETS
 from ..routing.holder import Routing
 from ..routing.trace import RouteTrace, full_depth, record_routes, replay_routes
 from ..training.record import remember_training
+from .bar import FitBar
 from .layer_walk import LayerWalk
 from .sensitivity import stream_gradients
-from .text import Batches, own_part, split
+from .text import Batches, own_part, positions, split
 
 _PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
 _PENALTY = 1e-3
+_OPTIONS = 3  # a layer's options take as long as so many passes through it
 _NO_BUDGET = 1e-3  # sinks are few, and no budget says how many
 _FOUND = ("target", "gate", "branch", "branch_rank", "static_layers", *PATTERNS)
 _FEWEST = 512  # tokens of prompts to fit on, at least
@@ -127,8 +130,9 @@ def fit_prompts(
         raise ValueError(f"fit_prompts: batches holds {tokens} tokens of prompts to fit on; {_FEWEST} is the least")
     first = DepthRouteConfig(layers=given.layers, gate="none", branch="none", phases="prefill", seed=given.seed)
     routed = get_depth_routed_model(model, first)
-    with torch.no_grad(), evaluating(routed), sharing():
-        search = Search(routed, own_part(text), own_part(held_out), given.seed)
+    with torch.no_grad(), evaluating(routed), sharing(), _bar(routed, text, held_out, progress) as bar:
+        bar.phase("options of every layer")
+        search = Search(routed, own_part(text), own_part(held_out), given.seed, bar)
         found = search.found
         chosen = choose(found, 1 - keep)
         if not chosen:
@@ -140,7 +144,8 @@ def fit_prompts(
             held = holder.depth_route_branch[holder.active_name()]
             held.load_state_dict(branches[holder.layer_index].state_dict())
         del search, branches
-        r2 = _refit(routed, own_part(text))
+        bar.phase("the chosen ones")
+        r2 = _refit(routed, own_part(text), bar)
         dense_R, loss_R, kl_R = _behind(routed, own_part(held_out))
     more_R = loss_R - dense_R
     record = {
@@ -164,6 +169,12 @@ def fit_prompts(
     }
     remember_training(routed, record)
     return routed.eval()
+
+
+def _bar(model: PeftModel, text: Batches, held_out: Batches, shown: bool | None) -> FitBar:
+    fitted, held = positions(own_part(text)), positions(own_part(held_out))
+    searched = _OPTIONS * (fitted + held)
+    return FitBar(find_layers(model), searched + 2 * fitted + 2 * held, searched, shown)
 
 
 def _config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRouteConfig:
@@ -195,7 +206,7 @@ class Search:
         branches: The fitted branches, the same way.
     """
 
-    def __init__(self, model: PeftModel, text: Batches, held_out: Batches, seed: int) -> None:
+    def __init__(self, model: PeftModel, text: Batches, held_out: Batches, seed: int, bar: FitBar) -> None:
         self.found: dict[int, dict[Option, StaticFit]] = {}
         self.branches: dict[int, dict[Option, Any]] = {}
         self._fitted = len(text)  # the batches before this one are fitted on, the others held out
@@ -219,6 +230,7 @@ class Search:
                 states = [self._walk.run(index, batch, h) for batch, h in enumerate(states)]
             else:
                 states = self._layer(holder, states, saved)
+            bar.layer_done()
 
     def _layer(self, holder: Routing, states: list[torch.Tensor], saved: Any) -> list[torch.Tensor]:
         index = holder.layer_index
@@ -367,7 +379,7 @@ def _savings(model: PeftModel, length: int) -> Any:
     return saved
 
 
-def _refit(model: PeftModel, text: Batches) -> dict[int, float]:
+def _refit(model: PeftModel, text: Batches, bar: FitBar) -> dict[int, float]:
     """Fit the branches again, layer by layer, on the stream that the layers before really leave."""
     walk, cheap = LayerWalk(model, text), [_prompts(batch)[0] for batch in text]
     states, r2 = walk.first(), {}

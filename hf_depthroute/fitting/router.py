@@ -127,9 +127,7 @@ def fit_router(
     every_token = max(_RATE_TOKENS, tokens // len(find_layers(routed)))  # one pass of the text for all layers
     rated, last = first_tokens(held_out, every_token), first_tokens(held_out, _BUDGET_TOKENS)
     with torch.no_grad(), evaluating(routed), sharing(), ExitStack() as stack:
-        parts = {"text": text, "rated": rated, "held_out": held_out, "budgets": last}
-        sizes = {name: positions(own_part(part)) for name, part in parts.items()}
-        bar = stack.enter_context(FitBar(find_layers(routed), rounds, progress, **sizes))
+        bar = stack.enter_context(_bar(routed, rounds, progress, text, rated, held_out, last))
         fit = Fits(routed, own_part(text), own_part(rated), bar)
         own = own_part(held_out)
         best: tuple[float, dict[int, dict[str, Any]], dict[int, LayerFit]] | None = None
@@ -176,6 +174,14 @@ def fit_router(
     }
     remember_training(routed, record)
     return routed.eval()
+
+
+def _bar(model: PeftModel, rounds: int, shown: bool | None, *parts: Batches) -> FitBar:
+    """A bar over all passes of the text, the part that layers are rated on, what is held out, and that for budgets."""
+    layers = find_layers(model)
+    text, rated, held_out, budgets = (positions(own_part(part)) for part in parts)
+    passes = (rounds + 1) * text + 2 * rounds * (len(layers) + 1) * rated + (5 * rounds + 6) * held_out + 18 * budgets
+    return FitBar(layers, passes, text, shown)
 
 
 def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> DepthRouteConfig:
