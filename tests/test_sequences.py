@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from test_invariants_execution import counted_rows
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import DynamicCache, StaticCache
 
-from hf_depthroute import calibrate, record_routes, replay_routes, route_cost
+from hf_depthroute import calibrate, record_routes, replay_routes, route_cost, use_budget
 from hf_depthroute.base.cache import SkippingLayer, kv_cache_bytes
 from hf_depthroute.execution.sequences import decide_sequences
 from hf_depthroute.routing.trace import RouteTrace
@@ -287,6 +288,23 @@ def test_greedy_generation_equals_a_masked_reference(family: str, target: str) -
         slow = torch.cat([slow, logits.argmax(-1, keepdim=True)], dim=1)
     assert torch.equal(fast, slow)
     assert torch.equal(static, slow)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("target", TARGETS)
+def test_another_budget_in_the_middle_of_a_generation_leaves_its_sequences_decided(target: str, recorded: bool) -> None:
+    """At a budget of 1 as well, where nothing else asks what was decided."""
+    model = mixed("llama", target)
+    ids = torch.cat([prompts(model), tokens(8, 3, 9)], dim=1)
+    cuts = [6, 7, 8, 9]
+    expected = extend(model, ids, cuts)[0]
+    for budget in (0.1, 0.9, 1.0):
+        cache = DynamicCache(config=model.config)
+        found = [extend(model, ids[:, :6], [6], cache)[0]]
+        with torch.no_grad(), use_budget(model, budget), record_routes(model) if recorded else nullcontext():
+            found += [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(6, 9)]
+        torch.testing.assert_close(torch.cat(found, dim=1), expected, atol=1e-5, rtol=1e-5)
+        assert cache.get_seq_length() == 9
 
 
 @every_target

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ import torch
 from models import build_routed, logits, tokens
 from request_kinds import ROUTED, build, generated, requests_of, run_together
 
-from hf_depthroute import record_routes, use_budget
+from hf_depthroute import record_routes, set_budget, set_phases, use_budget
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing.state import RunSettings, RunState
 from hf_depthroute.routing.trace import full_depth, overridden, routings
+from hf_depthroute.training.losses import routing_losses
 
 
 @pytest.fixture
@@ -40,6 +43,87 @@ def test_requests_with_settings_of_their_own_get_what_they_get_alone(name: str) 
         assert run_together(requests, alone) == []
     assert all(holder.state.settings == RunSettings() for holder in routings(model))
     assert torch.equal(generated(model, 1)[0], alone["plain"][0])
+
+
+def budgets(model: Any, turn: int) -> None:
+    set_budget(model, (0.25, 1.0, 0.75, 0.5)[turn % 4])
+
+
+def phases(model: Any, turn: int) -> None:
+    set_phases(model, ("prefill", "all")[turn % 2])
+
+
+def adapters(model: Any, turn: int) -> None:
+    model.set_adapter(("other", "default")[turn % 2])
+
+
+def off_and_on(model: Any, turn: int) -> None:
+    with model.disable_adapter():
+        time.sleep(1e-3)
+
+
+def a_step(model: Any, turn: int) -> None:
+    """Training with a learning rate of 0, whose thresholds move nevertheless."""
+    model.train()
+    ids = tokens(2, 8, turn)
+    with record_routes(model) as trace:
+        loss = model(input_ids=ids, labels=ids).loss
+    sum(routing_losses(trace, loss).values()).backward()
+    model.zero_grad()
+    model.eval()
+
+
+# What changes the model for all threads, and the ways to route that it is tried on. Not that of whole sequences and of
+# memories, of a layer that is turned off in the middle of a generation: the cache says so then (`base.cache`).
+CHANGES: list[tuple[Callable[[Any, int], None], str]] = [
+    *((budgets, name) for name in ("controller", "exit", "attention", "sequence", "branch_memory")),
+    *((phases, name) for name in ("controller", "attention", "branch_memory")),
+    *((adapters, name) for name in ("controller", "exit", "attention", "sequence", "branch_memory")),
+    *((off_and_on, name) for name in ("controller", "exit", "attention")),
+    *((a_step, name) for name in ("controller", "predictor", "attention", "sequence", "branch_memory")),
+]
+
+
+@pytest.mark.usefixtures("eager_switches")
+@pytest.mark.parametrize(("change", "name"), CHANGES)
+def test_a_change_of_the_model_beside_generations_raises_nothing_and_is_whole_in_the_end(
+    change: Callable[[Any, int], None], name: str
+) -> None:
+    """Generations that are under way go on with what changed; those that begin later do not notice it."""
+    model: Any = build(name)
+    if change is adapters:
+        model.add_adapter("other", dataclasses.replace(model.peft_config["default"], seed=5))
+        model.set_adapter("default")
+    kinds = {"batch", "full depth", "recorded"}
+    requests = {kind: request for kind, request in requests_of(model).items() if kind in kinds}
+    alone = {kind: request() for kind, request in requests.items()}
+    faults: list[str] = []
+    done = threading.Event()
+
+    def work(kind: str) -> None:
+        try:
+            while not done.is_set():
+                requests[kind]()
+        except Exception as error:
+            faults.append(f"{kind}: {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=work, args=(kind,)) for kind in requests]
+    for thread in threads:
+        thread.start()
+    try:
+        for turn in range(4 if change is a_step else 12):
+            change(model, turn)
+            time.sleep(1e-3)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert faults == []
+    if change is a_step:  # the thresholds have moved
+        fresh = build(name)
+        fresh.load_state_dict(model.state_dict())
+        alone = {kind: request() for kind, request in requests_of(fresh).items() if kind in kinds}
+    assert run_together(requests, alone) == []
 
 
 def test_overrides_that_overlap_in_two_threads_end_as_if_they_were_alone() -> None:

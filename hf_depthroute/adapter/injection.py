@@ -13,7 +13,7 @@ from torch import nn
 
 from ..base.cache import is_paged, starts_prompt
 from ..base.families import find_decoder, find_family
-from ..config.adapter import ConfigError
+from ..config.adapter import ConfigError, DepthRouteConfig
 from ..data.batches import breaks_of, document_starts
 from ..execution.context import CONTEXT, ForwardContext
 from ..execution.decode import decode_steps, decodes
@@ -74,19 +74,20 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         _handed_down.set(None)
     if inputs is None:
         return None
-    if _splits_a_packed_row(decoder, inputs, kwargs):
+    active = _active(decoder)  # asked once: another thread may turn the adapter off, or another one on
+    if _splits_a_packed_row(active, inputs, kwargs):
         raise ConfigError(
             "granularity='sequence' decides once for a row, and this row holds several sequences: turn packing "
             "(padding-free batches, continuous batching) off, or route with granularity='token'"
         )
     if decoder.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        warn_of_training(decoder, _active(decoder), inputs)
+        warn_of_training(decoder, active, inputs)
     if not torch.compiler.is_compiling() and starts_prompt(kwargs, inputs.shape[1]):
-        for holder in _active(decoder):  # a training or averaging library may have written weights in a way of its own
+        for holder in active:  # a training or averaging library may have written weights in a way of its own
             holder.forget_prepared()
     layers, real = getattr(decoder, family.layers), token_mask_of(args, kwargs)
     last, ngrams, steps = None, None, None
-    if inputs.shape[1] > 1 and any(h.active_config().phases == "prefill" for h in _active(decoder)):
+    if inputs.shape[1] > 1 and any(config.phases == "prefill" for config in active.values()):
         last = last_tokens_of(inputs, real, kwargs)
     order = _ngram_order(layers)
     if order:
@@ -105,20 +106,22 @@ def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return args, {**kwargs, CONTEXT: _handed_down.get()}
 
 
-def _splits_a_packed_row(decoder: nn.Module, inputs: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+def _splits_a_packed_row(active: dict[Routing, DepthRouteConfig], inputs: torch.Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether a layer would decide about a row as one sequence that holds several."""
     told = is_paged(kwargs) or kwargs.get("cu_seq_lens_q") is not None
     positions = kwargs.get("position_ids")
     if not told and (positions is None or kwargs.get("attention_mask") is not None or inputs.shape[1] == 1):
         return False
-    if all(holder.active_config().granularity == "token" for holder in _active(decoder)):
+    if all(config.granularity == "token" for config in active.values()):
         return False
     return told or positions is None or bool(breaks_of(positions).any())
 
 
-def _active(decoder: nn.Module) -> list[Routing]:
+def _active(decoder: nn.Module) -> dict[Routing, DepthRouteConfig]:
+    """The holders of the layers that are routed now, each with its adapter's configuration."""
     holders = [layer._modules.get(HOLDER) for layer in getattr(decoder, find_family(decoder).layers)]
-    return [holder for holder in holders if holder is not None and holder.adapter() is not None]
+    named = [(holder, holder.adapter()) for holder in holders if holder is not None]
+    return {holder: holder.config(name) for holder, name in named if name is not None}
 
 
 def _ngram_order(layers: Any) -> int:

@@ -208,8 +208,11 @@ def _step_of(layer: nn.Module, holder: Routing, batch: int) -> Step | None:
     """None if the general forward pass has to run."""
     plan = holder.plan(False, (batch, 1))
     remembers = plan is not None and plan.adapter in holder.depth_route_memory
-    if plan is None or (plan.rule == "full" and not plan.recorders):
-        return None if remembers else _run_base  # the KV cache has to learn of the token
+    if plan is None:
+        return _run_base
+    if plan.rule == "full" and not plan.recorders:
+        # The KV cache has to learn of the token, or knows what was decided about its sequence.
+        return None if remembers or plan.config.granularity == "sequence" else _run_base
     kind = STEPS.get(type(SITES[plan.site]))
     if kind is None or not supports_decode(plan, holder.family):
         return None

@@ -29,7 +29,7 @@ from .call import Decision, Kwargs, RoutedCall, Site, without_scores
 from .context import ForwardContext, unpack
 from .executors import executor_of
 from .memory import continued_ngrams
-from .sequences import decide_sequences, remember_sequences
+from .sequences import as_decided, decide_sequences, remember_sequences
 from .sites import SITES
 
 
@@ -61,7 +61,7 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     if holder is None or plan is None:
         return outputs[0]
     if not layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        warn_of_backward(holder, outputs[0], *outputs[3:4])
+        warn_of_backward(holder, plan.config, outputs[0], *outputs[3:4])
     if plan.recorders:
         mask, scores, probs, *extras = outputs[1:]
         named = dict(zip(plan.extras, extras))
@@ -88,6 +88,7 @@ def _run(
     if plan is None:
         return (layer._base_forward(hidden_states, **kwargs),)
     holder: Routing = layer._modules[HOLDER]
+    plan = as_decided(plan, holder.layer_index, kwargs)
     if plan.rule == "full":  # the base's layer; what is recorded has no scores
         if ngrams is not None and plan.adapter in holder.depth_route_memory:
             continued_ngrams(holder.layer_index, ngrams, kwargs, token_mask)  # later calls may look them up

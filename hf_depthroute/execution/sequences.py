@@ -5,6 +5,7 @@ Shapes: B batch, T positions, d model width.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,14 @@ from ..base.recorded import records_attention
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
 from .call import Decision, RoutedCall, without_scores
+
+
+def as_decided(plan: RoutePlan, layer_index: int, kwargs: dict[str, Any]) -> RoutePlan:
+    """`plan`, but in the middle of a generation, whose prompt was decided: that decision holds at a budget of 1 too."""
+    full = plan.rule == "full" or plan.everything
+    if full and plan.config.granularity == "sequence" and remembered(cache_of(kwargs), layer_index) is not None:
+        return replace(plan, rule="threshold", everything=False)
+    return plan
 
 
 def decide_sequences(

@@ -6,7 +6,7 @@ Nothing here waits for the device in a forward pass that is repeated.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -16,6 +16,7 @@ from ..parts.traits import traits_of
 from .thresholds import NOT_FITTED, ScoreQuantiles
 
 if TYPE_CHECKING:
+    from ..config.adapter import DepthRouteConfig
     from .holder import Routing
     from .plan import RoutePlan
 
@@ -33,29 +34,29 @@ FROZEN = (
 )
 
 
-def warn_of_training(decoder: nn.Module, holders: Sequence[Routing], inputs: torch.Tensor) -> None:
+def warn_of_training(decoder: nn.Module, active: Mapping[Routing, DepthRouteConfig], inputs: torch.Tensor) -> None:
     """Warn of a step of `decoder`, in training mode, that trains nothing, or routers without their losses.
 
-    `holders` are those of its active routed layers, `inputs` the ids or embeddings that it is called with.
+    `active` are the configurations of its active routed layers, `inputs` the ids or embeddings that it is called with.
     """
-    training = next((holder for holder in holders if _trains(holder)), None)
+    training = next((holder for holder, config in active.items() if _trains(holder, config)), None)
     if training is not None:
         if not training.state.settings.recorders:
             warnings.warn(UNWATCHED, stacklevel=3)
-    elif holders and not inputs.requires_grad and not any(p.requires_grad for p in decoder.parameters()):
+    elif active and not inputs.requires_grad and not any(p.requires_grad for p in decoder.parameters()):
         warnings.warn(FROZEN, stacklevel=3)
 
 
-def warn_of_backward(holder: Routing, *outputs: torch.Tensor) -> None:
+def warn_of_backward(holder: Routing, config: DepthRouteConfig, *outputs: torch.Tensor) -> None:
     """Warn if gradients come back through the outputs of a layer that is in evaluation mode and whose gate trains.
 
     Said by the adapter's last layer with a gate only, which every gradient of a loss passes.
     """
-    if holder.layer_index not in holder.active_config().gated_layers()[-1:]:
+    if holder.layer_index not in config.gated_layers()[-1:]:
         return
 
     def warn(gradient: torch.Tensor) -> None:
-        if _trains(holder):
+        if _trains(holder, config):
             warnings.warn(IN_EVALUATION_MODE, stacklevel=2)
 
     for output in outputs:
@@ -77,8 +78,8 @@ def warn_of_thresholds(holder: Routing, plan: RoutePlan) -> None:
         warnings.warn(NOT_FITTED, stacklevel=2)
 
 
-def _trains(holder: Routing) -> bool:
+def _trains(holder: Routing, config: DepthRouteConfig) -> bool:
     """Whether its gate trains, and needs training mode and the routing losses for it; a soft one needs neither."""
-    if traits_of(holder.active_config().gate).soft:
+    if traits_of(config.gate).soft:
         return False
     return any(parameter.requires_grad for parameter in holder.depth_route_gate.parameters())

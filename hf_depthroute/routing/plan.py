@@ -96,7 +96,7 @@ def plan_of(
         return None
     config, settings = holder.config(name), holder.state.settings
     executor = settings.executor
-    if holder.tuned and executor == "auto" and not holder.active_gate().static:  # it may have become so since
+    if holder.tuned and executor == "auto" and not traits_of(config.gate_of(holder.layer_index)).static:
         executor = holder.tuned.get((name, *shape_class(*rows)), executor)
     prompts_only = config.phases == "prefill" and not training and settings.selection is None
     last_tokens = last_tokens if prompts_only else None
