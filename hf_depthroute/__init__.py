@@ -11,6 +11,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .adapter.base_check import allow_base_mismatch as allow_base_mismatch
+    from .adapter.convert import convert_flexidepth as convert_flexidepth
     from .adapter.tuner import get_depth_routed_model as get_depth_routed_model
     from .config.adapter import DepthRouteConfig as DepthRouteConfig
     from .evaluation.cost import route_cost as route_cost
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "adapter.base_check": ["allow_base_mismatch"],
+    "adapter.convert": ["convert_flexidepth"],
     "adapter.tuner": ["get_depth_routed_model"],
     "config.adapter": ["DepthRouteConfig"],
     "evaluation.cost": ["route_cost"],

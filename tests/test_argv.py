@@ -27,6 +27,7 @@ COMMANDS = (
         "report",
         "card",
         "doctor",
+        "convert",
     ),
     "families",
 )

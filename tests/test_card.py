@@ -23,6 +23,7 @@ from hf_depthroute import DepthRouteCallback, DepthRouteConfig, calibrate, get_d
 from hf_depthroute.card import ResultError, add_results, make_card, write_card
 from hf_depthroute.card.escaping import clean, code, escape, hub_id, row, shown_path
 from hf_depthroute.cli import main
+from hf_depthroute.config.rules import CHOICES
 from hf_depthroute.evaluation import evaluate_budgets
 
 Save = Callable[[peft.PeftModel], Path]
@@ -144,6 +145,15 @@ def test_it_says_what_is_routed(fields: dict[str, Any], said: str, saved_adapter
     text = (saved_adapter(model) / "README.md").read_text()
     assert said in text
     assert ("set_budget(model" in text) == model.peft_config["default"].takes_budget()
+
+
+@pytest.mark.parametrize("branch", CHOICES["branch"])
+def test_it_says_what_stands_in_for_what_is_skipped(branch: str, saved_adapter: Save) -> None:
+    table = {"memory_slots": 8192, "memory_width": 4} if branch == "memory" else {}
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(branch=branch, **table))
+    said = (saved_adapter(model) / "README.md").read_text()
+    assert ("is replaced by nothing" in said) == (branch == "none")
+    assert said.count("What is skipped is replaced by") == 1
 
 
 @pytest.mark.parametrize("calibrated", [True, False])

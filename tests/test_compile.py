@@ -154,7 +154,15 @@ def test_row_ops_equal_the_gathered_executor(family: str, kind: str) -> None:
 
 
 def test_row_ops_scale_by_the_gate() -> None:
-    for fields in ({"scale_by_gate": True, "target": "block"}, {"gate": "halting", "target": "block"}):
+    for fields in (
+        {"scale_by_gate": True, "target": "block"},
+        {"gate": "halting", "target": "block"},
+        {
+            "gate": "bottleneck",
+            "target": "block",
+            "branch": "swiglu",
+        },
+    ):
         model, ids = build_routed("llama", **fields), tokens(3, 8)
         with torch.no_grad():
             expected = model(input_ids=ids).logits

@@ -43,7 +43,7 @@ BAD_FIELDS: dict[str, list[Any]] = {
         "last:99999",
         "before_last",
         "before_last:0",
-        "last:half",
+        "every:half",
         "every:",
         "some",
         "",
@@ -81,7 +81,7 @@ BAD_FIELDS: dict[str, list[Any]] = {
 }
 GOOD_LAYERS = {
     "all": [0, 1, 2, 3], "last:2": [2, 3], "every:2": [1, 3], "every:3": [2], "before_last:1": [2],
-    "before_last:3": [0, 1, 2], "before_last:half": [1, 2], None: [3],
+    "before_last:3": [0, 1, 2], "before_last:half": [1, 2], "last:half": [2, 3], None: [3],
 }  # fmt: skip
 
 anything = st.recursive(

@@ -23,19 +23,22 @@ TOKEN_SELECTIVE = "Adaptive Computation Depth via Learned Token Routing in Trans
 COUNTERFACTUAL = (
     "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in Engram-Style Conditional Memory"
 )
+FLEXIDEPTH = "Adaptive Layer-skipping in Pre-trained LLMs"
 IDENTIFIERS = {
     DEPTH_ROUTING: "arXiv:2604.17228",
     ROUTER_TUNING: "arXiv:2410.13184",
     TOKEN_SELECTIVE: "arXiv:2605.05222",
+    FLEXIDEPTH: "arXiv:2503.23798",
     COUNTERFACTUAL: "gitlab.com/fars-a/counterfactual-gate-supervision",
 }
 # Where a method is defined, its paper is named.
 SOURCES = {
     "parts/gates.py": [DEPTH_ROUTING, ROUTER_TUNING, TOKEN_SELECTIVE],
     "parts/branches.py": [DEPTH_ROUTING],
+    "parts/flexidepth.py": [FLEXIDEPTH],
     "parts/memory.py": [COUNTERFACTUAL],
     "execution/memory.py": [COUNTERFACTUAL],
-    "training/losses.py": [DEPTH_ROUTING, COUNTERFACTUAL, ROUTER_TUNING, TOKEN_SELECTIVE],
+    "training/losses.py": [DEPTH_ROUTING, COUNTERFACTUAL, ROUTER_TUNING, TOKEN_SELECTIVE, FLEXIDEPTH],
     "training/oracle.py": [DEPTH_ROUTING],
     "evaluation/cost.py": [DEPTH_ROUTING],
     "training/trainer.py": [DEPTH_ROUTING],

@@ -25,6 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "linear, quantile": {"gate": "linear", "selection": "topk"},
     "TSA": {"gate": "halting", "target": "block", "branch": "none"},
     "TSA with a branch": {"gate": "halting", "target": "block"},
+    "FlexiDepth": {"gate": "bottleneck", "target": "block", "branch": "swiglu"},
     "early exit": {"gate": "exit", "target": "block"},
     "random": {"gate": "random", "target": "block"},
     "MoD": {"gate": "mlp", "target": "block", "scale_by_gate": True, "branch": "none"},
@@ -133,7 +134,7 @@ def test_training_step_reaches_every_trainable_parameter(method: str) -> None:
 BUDGETED = [
     name
     for name, fields in METHODS.items()
-    if fields["gate"] != "halting" and not fields.get("scale_by_gate") and name != "Router-Tuning"
+    if fields["gate"] not in ("halting", "bottleneck") and not fields.get("scale_by_gate") and name != "Router-Tuning"
 ]
 
 

@@ -77,6 +77,13 @@ def test_depth_is_the_mean_active_probability() -> None:
     assert term("depth", trace).item() == pytest.approx(average([p_bar(trace, 1), p_bar(trace, 3)]), abs=1e-6)
 
 
+def test_squared_depth_is_the_mean_square_of_the_layers_that_a_token_runs() -> None:
+    trace = made_trace()
+    first, last = (real_entries(trace[index].probs) for index in (1, 3))
+    expected = average([(one + other) ** 2 for one, other in zip(first, last)])
+    assert term("squared_depth", trace).item() == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize(("name", "extra", "sign"), [("similarity", "similarity", 1), ("recoverability", "missed", -1)])
 @pytest.mark.parametrize(("budget", "counts"), [(0.25, (1, 1)), (0.5, (2, 1)), (0.6, (3, 2)), (1.0, (4, 2))])
 def test_labels_are_the_tokens_that_the_full_path_changes_most_or_the_cheap_one_misses_most(

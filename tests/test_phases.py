@@ -39,6 +39,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "experts": ("olmoe", "experts", {}),
     "parallel": ("gpt_neox", "block", {"layers": [1, 2]}),
     "halting": ("llama", "block", {"gate": "halting", "branch": "none"}),
+    "bottleneck": ("llama", "block", {"gate": "bottleneck", "branch": "swiglu"}),
+    "bottleneck_gpt2": ("gpt2", "block", {"gate": "bottleneck", "branch": "swiglu"}),
     "scaled": ("llama", "mlp", {"scale_by_gate": True}),
     "scaled_attention": ("llama", "attention", {"scale_by_gate": True}),
     "soft": ("llama", "mlp", {"selection": "soft"}),

@@ -30,6 +30,7 @@ TERMS = {
     "router-tuning-experts": {"lm": 1.0, "capacity": 0.1},
     "mixture-of-depths": {"lm": 1.0, "predictor": 1.0},
     "dlo": {"lm": 1.0, "similarity": 1.0},
+    "flexidepth": {"lm": 1.0, "squared_depth": 1e-4},
     "counterfactual-gate-supervision": {"lm": 1.0, "cgs": 0.5},
     "counterfactual-gate-supervision-memory": {"lm": 1.0, "cgs": 0.5},
     "loss-free-balancing": {"lm": 1.0},
@@ -52,6 +53,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target": "ffn", "gate": "linear", "gate_input": "residual", "branch": "none", "layers": "all", "budget": 0.9,
         "threshold": 0.0, "selection": "topk",
     },
+    "flexidepth": {
+        "target": "block", "gate": "bottleneck", "gate_input": "normed", "gate_temperature": 1.0, "branch": "swiglu",
+        "layers": "last:half", "threshold": 1e-7, "selection": "threshold",
+    },
     "counterfactual-gate-supervision": {"gate": "mlp"},
     "counterfactual-gate-supervision-memory": {"target": "memory", "memory_slots": 500_000, "layers": [2, 4, 6]},
     "loss-free-balancing": {"selection": "controller"},
@@ -63,6 +68,7 @@ TRAINING: dict[str, dict[str, Any]] = {
     "token-selective-attention": {"learning_rate": 3e-4, "weight_decay": 0.1, "adam_beta2": 0.95},
     "router-tuning": {"learning_rate": 2e-4, "weight_decay": 0.0, "warmup_steps": 0.03},
     "dlo": {"learning_rate": 2e-5, "budget_start": 1.0, "budget_schedule_steps": 1000},
+    "flexidepth": {"learning_rate": 1e-4, "adam_beta2": 0.95, "warmup_steps": 0.03, "weight_decay": 0.0},
     "counterfactual-gate-supervision": {"cgs_warmup": 500, "cgs_interval": 4, "learning_rate": 6e-4},
     "counterfactual-gate-supervision-memory": {"cgs_warmup": 500, "cgs_interval": 4, "learning_rate": 6e-4},
 }

@@ -13,7 +13,7 @@ from models import routed
 from text_models import save_base
 
 REPOSITORY = Path(__file__).parent.parent
-COMMANDS = ("train", "eval", "bench", "generate", "serve", "report", "card", "doctor", "families")
+COMMANDS = ("train", "eval", "bench", "generate", "serve", "report", "card", "doctor", "convert", "families")
 HEAVY = ("torch", "peft", "transformers", "datasets", "numpy", "huggingface_hub", "matplotlib")
 # Each call in one process after the other: its exit code, and which of the modules there are by then.
 SCRIPT = """

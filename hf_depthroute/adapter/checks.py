@@ -12,6 +12,7 @@ from torch import nn
 from ..base.families import Family
 from ..base.sublayers import width_of
 from ..config.adapter import ConfigError, DepthRouteConfig
+from ..parts.flexidepth import default_width
 from ..parts.memory import embedding_width, hash_count
 from ..parts.neurons import neurons_of
 from ..parts.targets import TARGETS
@@ -95,8 +96,10 @@ def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], con
 
 def default_rank(config: DepthRouteConfig, width: int, ffn: Any, layer_index: int = -1) -> int:
     """The rank of a layer's branch where the configuration names none; by default, of the layers without a pattern."""
-    neurons = neurons_of(ffn) if config.branch_of(layer_index) == "neurons" else None
-    return max(1, width // 8 if neurons is None else neurons // 4)
+    branch, neurons = config.branch_of(layer_index), neurons_of(ffn)
+    if branch == "swiglu":
+        return default_width(neurons or 4 * width)
+    return max(1, width // 8 if branch != "neurons" or neurons is None else neurons // 4)
 
 
 def _check_neurons(config: DepthRouteConfig, family: Family, layers: Any, index: int) -> None:

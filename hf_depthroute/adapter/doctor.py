@@ -198,3 +198,5 @@ def _examine_branch(
             yield "fault", f"layer {layer}: the branch has {chosen} neurons and an output {down}, not {rank} neurons"
     elif shapes and up != (rank, width):
         yield "fault", f"layer {layer}: the branch has shape {up}, not ({rank}, {width})"
+    elif shapes.get("branch.gate.weight") != ((rank, width) if branch == "swiglu" else None):
+        yield "fault", f"layer {layer}: branch={branch!r}, and its gate has shape {shapes.get('branch.gate.weight')}"

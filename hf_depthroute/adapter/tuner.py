@@ -20,7 +20,7 @@ from ..base.families import Family, find_decoder, find_family
 from ..base.readout import ReadOut
 from ..base.sublayers import width_of
 from ..config.adapter import ConfigError, DepthRouteConfig, register_peft_type
-from ..parts.gates import default_hidden
+from ..parts.scores import default_hidden
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..routing.holder import HOLDER, Routing
@@ -129,7 +129,7 @@ class DepthRouteModel(BaseTuner):
             if branch != config.branch and index not in (config.rank_pattern or {}):
                 rank = default_rank(config, width, getattr(layers[index], family.ffn), index)
                 config.rank_pattern = dict(sorted({**(config.rank_pattern or {}), index: rank}.items()))
-        config.gate_hidden = config.gate_hidden or default_hidden(width)
+        config.gate_hidden = config.gate_hidden or default_hidden(width, traits_of(config.gate).hidden_divisor)
         config.base_architecture = describe_base(model)
         if not is_loading():
             config.weights_hash = None  # of weights that this adapter does not start from

@@ -19,6 +19,7 @@ from ..files.shown import say, say_block
 from ..version import __version__
 from .bench import bench
 from .card import card
+from .convert import convert
 from .doctor import doctor
 from .errors import INTERRUPTED, CliError, describe
 from .evaluate import evaluate
@@ -37,7 +38,7 @@ app = typer.Typer(
     help="""Depth routing for pretrained language models: easy tokens skip work, as a PEFT adapter.
 
     In every command ADAPTER is the folder of an adapter or its Hub id, and --out is where the command writes what it
-    makes: a folder (train, fit, report) or a file (eval, bench, families: the result as JSON; card), - for
+    makes: a folder (train, fit, convert, report) or a file (eval, bench, families: the result as JSON; card), - for
     stdout.
     --adapter ADAPTER and --json FILE are older spellings of the two.
     """,
@@ -75,6 +76,7 @@ app.command("vllm-config", context_settings=_PASSES_ON)(vllm_config)
 app.command("report")(report)
 app.command("card")(card)
 app.command("doctor")(doctor)
+app.command("convert")(convert)
 app.command("families")(families)
 
 

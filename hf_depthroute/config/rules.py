@@ -28,7 +28,7 @@ CHOICES: dict[str, Collection[str]] = {
     "target": TARGETS,
     "granularity": ("token", "sequence"),
     "gate_input": ("residual", "normed"),
-    "branch": ("lowrank", "neurons", "memory", "none"),
+    "branch": ("lowrank", "swiglu", "neurons", "memory", "none"),
     "budget_scope": ("layer", "global"),
     "phases": ("all", "prefill"),
     "causal_rule": ("quantile", "predictor"),
@@ -57,7 +57,7 @@ _VERSION = re.compile(r"[A-Za-z0-9.+:_-]{1,128}")
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,255}")
 _AS_SAVED = "must be what a save wrote"
-_LAYER_RULE = re.compile(r"(last|every|before_last):([1-9][0-9]{0,3})|before_last:half|all")
+_LAYER_RULE = re.compile(r"(last|every|before_last):([1-9][0-9]{0,3})|(before_last|last):half|all")
 
 
 class ConfigError(OneLine, ValueError):
@@ -109,6 +109,12 @@ def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
             f"branch='memory' looks up what ends at a token; it is not supported with target={c.target!r} per "
             f"{c.granularity}; use ffn, attention or block per token"
         )
+    if gate.scales_ffn and not (target.skips_attention and target.skips_ffn):
+        yield f"gate={c.gate!r} scales the FFN of a block; it is not supported with target={c.target!r}; use 'block'"
+    if gate.scales_ffn and c.branch == "memory":
+        yield f"branch='memory' is not scaled by gate={c.gate!r}; use 'swiglu', 'lowrank' or 'none'"
+    if gate.scales_ffn and c.scale_by_gate:
+        yield f"scale_by_gate is not supported with gate={c.gate!r}, which scales FFN and branch itself; leave it out"
     if c.has_memory:
         hashes = hash_count(c)
         if c.memory_slots < LEAST_SLOTS * hashes:
@@ -142,7 +148,8 @@ def _conflicts_of_layers(c: DepthRouteConfig) -> Iterator[str]:
         yield f"target_pattern={c.target_pattern!r}: gate={c.gate!r} is for target={_any_of(allowed)}"
     memory = c.branch == "memory" or "memory" in (c.branch_pattern or {}).values()
     if c.branch_pattern and (memory or c.branch == "none"):
-        yield f"branch_pattern={c.branch_pattern!r} is for branch='lowrank' and 'neurons', not with branch={c.branch!r}"
+        known = "branch='lowrank', 'swiglu' and 'neurons'"
+        yield f"branch_pattern={c.branch_pattern!r} is for {known}, not with branch={c.branch!r}"
     for index in (-1, *sorted({index for pattern in given.values() for index in pattern})):  # -1: any other layer
         target, branch = c.target_of(index), c.branch_of(index)
         if branch == "neurons" and not TARGETS[target].skips_ffn:
@@ -268,7 +275,8 @@ def check_complete(c: DepthRouteConfig) -> None:
     _check_int("ngram_order", c.ngram_order, low=shortest_order(c), high=5)
     _check_int("seed", c.seed, low=0, high=2**63 - 1)
     rule = c.layers is None or (isinstance(c.layers, str) and _LAYER_RULE.fullmatch(c.layers))
-    what = "must be 'last:N', 'every:N', 'before_last:N', 'before_last:half', 'all' or a list of distinct layer indices"
+    rules = "'last:N', 'last:half', 'every:N', 'before_last:N', 'before_last:half', 'all'"
+    what = f"must be {rules} or a list of distinct layer indices"
     require(rule or (_are_indices(c.layers, 4096) and c.layers), "layers", c.layers, what)
     static = c.static_layers is None or (_are_indices(c.static_layers, 4096) and c.static_layers)
     require(static, "static_layers", c.static_layers, "must be a list of distinct layer indices, or left out")

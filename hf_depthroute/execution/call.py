@@ -120,9 +120,19 @@ class RoutedCall:
         return self.probs if self.plan.mix == "scaled" else None
 
     @property
-    def sublayer_scale(self) -> Tensor | None:
-        """The factor of each sublayer's update, `[B, T]`."""
+    def attention_scale(self) -> Tensor | None:
+        """The factor of the attention's update, `[B, T]`."""
         return self.probs if self.plan.mix == "scaled_sublayers" else None
+
+    @property
+    def ffn_scale(self) -> Tensor | None:
+        """The factor of the FFN's update, `[B, T]`."""
+        return self.probs if self.plan.mix in ("scaled_sublayers", "scaled_ffn") else None
+
+    @property
+    def cheap_scale(self) -> Tensor | None:
+        """The factor of the branch's update, `[B, T]`."""
+        return 1 - self.probs if self.plan.mix == "scaled_ffn" else None
 
     @property
     def needs_both_paths(self) -> bool:
@@ -139,8 +149,11 @@ class RoutedCall:
 
     def cheap(self) -> Tensor:
         """The stream after the cheap path of every token, `[B, T, d]`."""
-        branch, recalled = self.branch, self.recalled()
-        after = self.stream if branch is None else self.stream + branch(self.stream)
+        branch, recalled, scale = self.branch, self.recalled(), self.cheap_scale
+        after = self.stream
+        if branch is not None:
+            update = branch(after)
+            after = after + (update if scale is None else update * scale[..., None].to(update.dtype))
         return after if recalled is None else after + recalled
 
     def recalled(self) -> Tensor | None:

@@ -110,13 +110,15 @@ class AttentionStep(DecodeStep):
         ngrams = self._continued(ngrams, kwargs)
         folds = _folds(modules[attention_norm]) if self.weights.joins else None
         made = self.weights.prepared(h.dtype, modules[attention_norm], folds)
-        normed, maps = modules[attention_norm](h), None
+        normed, maps, p = modules[attention_norm](h), None, None
         if made.joint is not None:
             (score,), maps = made.joint.scores(h)
             full = score >= self.threshold
         else:
             assert made.score is not None
-            full = made.score(h if self.reads_stream else normed).item() >= self.threshold
+            score_1 = made.score(h if self.reads_stream else normed)
+            full = score_1.item() >= self.threshold
+            p = torch.sigmoid(score_1 / self.plan.temperature) if self.plan.mix == "scaled_ffn" else None
         if full:
             a = h + modules[attention](normed, **kwargs)[0]
         else:
@@ -126,10 +128,11 @@ class AttentionStep(DecodeStep):
                 update = made.joint.cheap(maps)
                 a = a if update is None else a.add_(update)
             else:
-                a = _cheap(made, a, ngrams)
+                a = _cheap(made, a, ngrams, None if p is None else 1 - p)
             if self.plan.target.skips_ffn:
                 return a
-        return a + modules[ffn](modules[ffn_norm](a))
+        full_update: Tensor = modules[ffn](modules[ffn_norm](a))
+        return a + (full_update if p is None else full_update * p.to(a.dtype))
 
 
 class SequenceStep(DecodeStep):
@@ -170,9 +173,11 @@ class SequenceStep(DecodeStep):
         return out
 
 
-def _cheap(made: Prepared, a: Tensor, ngrams: Tensor | None) -> Tensor:
-    """The stream `[B, 1, d]` after the cheap path; `a` is overwritten."""
-    a = a if made.branch is None else a.add_(made.branch(a))
+def _cheap(made: Prepared, a: Tensor, ngrams: Tensor | None, scale: Tensor | None = None) -> Tensor:
+    """The stream `[B, 1, d]` after the cheap path, the branch's update times `scale` `[1]`; `a` is overwritten."""
+    if made.branch is not None:
+        update = made.branch(a)
+        a = a.add_(update if scale is None else update * scale.to(update.dtype))
     return a if ngrams is None or made.recall is None else a.add_(made.recall(ngrams))
 
 
@@ -253,5 +258,6 @@ def supports_decode(plan: RoutePlan, family: Family) -> bool:
         return False
     if plan.gate.exits or plan.recorders or plan.replayed is not None:
         return False
-    by_row = plan.rule in ("threshold", "predictor", "static") and plan.mix == "hard"
+    mixes = ("hard", "scaled_ffn") if plan.target.skips_attention else ("hard",)
+    by_row = plan.rule in ("threshold", "predictor", "static") and plan.mix in mixes
     return by_row and plan.executor in ("auto", "gathered")

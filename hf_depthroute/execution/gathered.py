@@ -61,11 +61,22 @@ def gathered_update(
     return _add(out, x_rows, full_index, full, slice_rows, weight_N).view(a.shape)
 
 
-def add_cheap(out: Tensor, rows: Tensor, flat: Tensor, cheap: TensorMap | None, slice_rows: int | None) -> Tensor:
-    """`out` `[N, d]` with `cheap(rows)` added, in place, at the rows that are not in `flat`, bool `[N]`."""
+def add_cheap(
+    out: Tensor,
+    rows: Tensor,
+    flat: Tensor,
+    cheap: TensorMap | None,
+    slice_rows: int | None,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """`out` `[N, d]` with `cheap(rows)` added, in place, at the rows that are not in `flat`, bool `[N]`.
+
+    With `weight`, float of any shape with N elements, each update is multiplied by its own.
+    """
     if cheap is None:
         return out
-    return _add(out, rows, (~flat).nonzero().squeeze(-1), cheap, slice_rows, None)
+    weight_N = None if weight is None else weight.reshape(-1, 1).to(rows.dtype)
+    return _add(out, rows, (~flat).nonzero().squeeze(-1), cheap, slice_rows, weight_N)
 
 
 def in_slices(path: TensorMap, rows: Tensor, slice_rows: int | None) -> Tensor:

@@ -94,17 +94,18 @@ class AttentionSite(Site):
             update = behind(layer, family, "attention", attended_rows(attention, style, normed, mask, call.kwargs))
         else:  # computed for every token: nothing is saved before the FFN
             update = attention_update(layer, family, normed, call.kwargs)[mask]
-        factor, each = (
+        factor, of_attention, of_ffn = (
             None if scale is None else scale[mask][:, None].to(update.dtype)
-            for scale in (call.scale, call.sublayer_scale)
+            for scale in (call.scale, call.attention_scale, call.ffn_scale)
         )
         chosen = call.stream[mask]
-        rows = self.rest(call, chosen + (update if each is None else update * each), chosen, each)
+        attended = chosen + (update if of_attention is None else update * of_attention)
+        rows = self.rest(call, attended, chosen, of_ffn)
         if factor is not None:
             rows = chosen + (rows - chosen) * factor
         flat = mask.reshape(-1)
         before = call.stream.reshape(-1, call.stream.shape[-1])
-        out = add_cheap(before.clone(), before, flat, call.branch, _slice_rows(call))
+        out = add_cheap(before.clone(), before, flat, call.branch, _slice_rows(call), call.cheap_scale)
         out = out.index_copy_(0, flat.nonzero().squeeze(-1), rows.to(out.dtype))
         return call.with_recalled(out.view(call.stream.shape))
 
@@ -117,8 +118,8 @@ class AttentionSite(Site):
         attention, style = getattr(layer, family.attention), family.queries
         assert style is not None
         update = behind(layer, family, "attention", attended_update(attention, style, call.norm(), mask, call.kwargs))
-        if call.sublayer_scale is not None:
-            update = update * call.sublayer_scale[..., None].to(update.dtype)
+        if call.attention_scale is not None:
+            update = update * call.attention_scale[..., None].to(update.dtype)
         after = self.rest_by_rows(call, stream + update)
         if call.scale is not None:
             after = stream + (after - stream) * call.scale[..., None].to(update.dtype)
@@ -137,13 +138,13 @@ class BlockSite(AttentionSite):
     """Attention and FFN are routed together."""
 
     def full(self, call: RoutedCall) -> Tensor:
-        return self._scaled(call, None)
+        return self._scaled(call, None, None)
 
     def both(self, call: RoutedCall) -> tuple[Tensor, Tensor]:
-        return self._scaled(call, call.sublayer_scale), call.cheap()
+        return self._scaled(call, call.attention_scale, call.ffn_scale), call.cheap()
 
     def mixed(self, call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> Tensor:
-        if call.sublayer_scale is None:
+        if call.ffn_scale is None:
             return super().mixed(call, after_full, after_cheap)
         if call.plan.rule != "soft":
             return torch.where(call.mask[..., None], after_full, after_cheap)
@@ -167,19 +168,18 @@ class BlockSite(AttentionSite):
 
     def rest_by_rows(self, call: RoutedCall, after: Tensor) -> Tensor:
         normed = norm_of(call.layer, call.family, "ffn")(call.stream if call.family.parallel else after)
-        return _ffn_rows(call, after, normed, call.sublayer_scale)
+        return _ffn_rows(call, after, normed, call.ffn_scale)
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
         return after
 
-    def _scaled(self, call: RoutedCall, scale: Tensor | None) -> Tensor:
-        """TSA: both updates times `scale` `[B, T]`: `a = h + s attention(LN1(h))`, `a + s FFN(LN2(a))`."""
+    def _scaled(self, call: RoutedCall, of_attention: Tensor | None, of_ffn: Tensor | None) -> Tensor:
+        """`a = h + s attention(LN1(h))`, then `a + t FFN(LN2(a))`, with `s` and `t` `[B, T]`, 1 where None."""
         layer, family, stream = call.layer, call.family, call.stream
-        factor = None if scale is None else scale[..., None].to(stream.dtype)
         update = attention_update(layer, family, call.norm(), call.kwargs)
-        a = stream + (update if factor is None else update * factor)
+        a = stream + _times(update, of_attention)
         update = ffn_map(layer, family)(norm_of(layer, family, "ffn")(stream if family.parallel else a))
-        return a + (update if factor is None else update * factor)
+        return a + _times(update, of_ffn)
 
 
 class ExpertsSite(FFNSite):
@@ -241,6 +241,11 @@ SITES: dict[str, Site] = {
 def attended(layer: Any, family: Family, target: Tensor, read: Tensor, kwargs: Kwargs) -> Tensor:
     """`target` and the attention's update from the stream `read`, `[B, T, d]`."""
     return target + attention_update(layer, family, norm_of(layer, family, "attention")(read), kwargs)
+
+
+def _times(update: Tensor, scale: Tensor | None) -> Tensor:
+    """`update` `[B, T, d]`, times `scale` `[B, T]` where there is one."""
+    return update if scale is None else update * scale[..., None].to(update.dtype)
 
 
 def _ffn_by_rows(call: RoutedCall) -> bool:

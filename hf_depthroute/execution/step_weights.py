@@ -57,7 +57,7 @@ class StepWeights:
         self._branch: Any = branch
         modules = [module for part in parts if part is not None for module in part.modules()]
         reads_norm = plan.config.gate_input != "residual"
-        self.joins = scores and reads_norm and plan.rule != "static" and self.memory is None
+        self.joins = scores and reads_norm and plan.rule != "static" and plan.mix == "hard" and self.memory is None
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
         self._plain = all(is_whole(w) and w.device.type == "cpu" for w in self._weights)

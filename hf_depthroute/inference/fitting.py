@@ -20,6 +20,7 @@ from ..base.families import find_layers
 from ..data.batches import model_inputs, token_mask
 from ..execution.context import unpack
 from ..execution.layer import routed_call
+from ..parts.branches import LowRankBranch
 from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
 from ..parts.regression import leading_directions, moments, norms_and_sinks, ridge_weights
@@ -41,11 +42,11 @@ def fit_branch(
 
     A branch of neurons takes those with the most energy (`NeuronBranch.choose`). A low-rank branch's `up` gets
     the directions of `x` from which `y` is predicted best by a linear map of the branch's rank; it stays as it is where
-    there are fewer than two tokens for each of its inputs. `down` is then the ridge solution; of neurons, the penalty
-    is on what is added to the FFN's own output.
+    there are fewer than two tokens for each of its inputs, and in a SwiGLU branch. `down` is then the ridge solution; of
+    neurons, the penalty is on what is added to the FFN's own output.
 
     Args:
-        branch: A `LowRankBranch` or a `NeuronBranch`.
+        branch: A `LowRankBranch`, a `SwiGLUBranch` or a `NeuronBranch`.
         x_Nd: The output of its norm, float32.
         y_Nd: The update that it stands in for, float32.
         ridge: Penalty on the weights, as a fraction of the mean squared feature.
@@ -60,7 +61,7 @@ def fit_branch(
     rank, count = branch.down.in_features, sum(each_of_all(len(x_Nd)))
     if isinstance(branch, NeuronBranch):
         branch.choose(x_Nd, scale_N1.squeeze(1).square())
-    elif count >= 2 * max(rank, x_Nd.shape[1]):
+    elif type(branch) is LowRankBranch and count >= 2 * max(rank, x_Nd.shape[1]):
         gram, cross = moments(x_Nd * scale_N1, y_Nd)
         directions = leading_directions(gram, cross, min(rank, len(cross.T)), ridge)
         weight = total(scale_N1.double().square().sum())
@@ -163,8 +164,8 @@ def fit_branches(
         branch that adds nothing has 1. Of a memory, what each token would miss had the text not held it counts.
 
     Raises:
-        ValueError: No adapter is active, it routes experts or has no branch, `ridge` is negative, or
-            `batches` holds no real token.
+        ValueError: No adapter is active, it routes experts, has no branch or one that its gate scales, `ridge` is
+            negative, or `batches` holds no real token.
     """
     holders = active_routings(model)
     config = holders[0].active_config()
@@ -172,7 +173,9 @@ def fit_branches(
         known = ", ".join(name for name, target in TARGETS.items() if not target.per_pair)
         raise ValueError(f"fit_branches: target={config.target!r} has no update to imitate; use {known}")
     if config.branch == "none":
-        raise ValueError("fit_branches: branch='none' has nothing to fit; use 'lowrank', 'neurons' or 'memory'")
+        raise ValueError("fit_branches: branch='none' has nothing to fit; use another branch")
+    if holders[0].active_gate().scales_ffn:
+        raise ValueError(f"fit_branches: gate={config.gate!r} multiplies the branch by 1 - p; train it instead")
     if not ridge >= 0:
         raise ValueError(f"fit_branches: ridge={ridge!r} must be at least 0")
     kept = list(model_inputs(model, batches))

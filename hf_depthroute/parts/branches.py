@@ -113,7 +113,7 @@ class LowRankBranch(nn.Module):
             nn.init.zeros_(self.down.bias)
 
     def forward(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
-        return self.down(F.silu(self.up(self.normed(a).to(a.dtype))))
+        return self.down(self.hidden(self.normed(a).to(a.dtype)))
 
     def normed(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d], in the dtype of the norm's weights
         """`LN_cheap(a)`; CUDA has no layer norm of one dtype with weights of another."""
@@ -121,8 +121,12 @@ class LowRankBranch(nn.Module):
         return self.norm(a if weight is None or isinstance(self.norm, RMSNorm) else a.to(weight.dtype))
 
     def features(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., r]
-        """The input of `down`, from the output of `normed`."""
-        return F.silu(self.up(x.to(self.up.weight.dtype)))
+        """The input of `down`, from the output of `normed`, in the dtype of the weights."""
+        return self.hidden(x.to(self.up.weight.dtype))
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., r]
+        """The input of `down`, from the output of `normed`, in the dtype of `x`."""
+        return F.silu(self.up(x))
 
     def frozen(self, dtype: torch.dtype) -> TensorMap:
         """The branch with its weights as they are now, for decoding: `[B, 1, d] -> [B, 1, d]`, in few operators."""

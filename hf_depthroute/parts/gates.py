@@ -6,12 +6,13 @@ and one row of `GATES`, from this package or from another one. What a class may 
 The MLP and the JEPA gate (G1, G3) are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical
 Study" (arXiv:2604.17228); the linear gate is that of "Router-Tuning: A Simple and Effective Approach for Enabling
 Dynamic-Depth in Transformers" (arXiv:2410.13184); the halting gate that of "Adaptive Computation Depth via Learned
-Token Routing in Transformers" (arXiv:2605.05222), Token-Selective Attention (TSA); the memory's gate is in `memory`.
+Token Routing in Transformers" (arXiv:2605.05222), Token-Selective Attention (TSA); that of FlexiDepth is in
+`flexidepth`, the memory's in `memory`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,67 +21,16 @@ from torch import nn
 from ..base.distributed import total
 from .baseline_gates import ExitGate, RandomGate, SinkGate, StaticGate
 from .branches import MixedLinear, TensorMap, TransientCache, reset_linear, stamp
+from .flexidepth import BottleneckGate
 from .joint import ScoreMaps
 from .memory import MemoryGate
 from .regression import fit_scores, moments, refine_scores, ridge_weights
+from .scores import GateOutput, GateSizes, LinearMaps, ScoreHead, default_hidden
 
-GateOutput = dict[str, torch.Tensor]
 _STEPS = 200  # of gradient descent on a gate, after its closed form
 
 
-class GateSizes(Protocol):
-    """The fields of `DepthRouteConfig` that gates read."""
-
-    gate_hidden: int | None
-    context_dim: int
-    summary_dim: int
-    action_dim: int
-
-
-class ScoreHead(nn.Linear):
-    """Float32 scores, also under autocast and over a bfloat16 model: `u = W x + b`, one per row of `W`."""
-
-    def __init__(self, features: int, outputs: int = 1, bias: bool = True) -> None:
-        super().__init__(features, outputs, bias=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., features] -> [...], or [..., outputs] where several
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.autocast(x.device.type, enabled=False):
-                return self._score(x)
-        return self._score(x)
-
-    def _score(self, x: torch.Tensor) -> torch.Tensor:
-        if self.out_features > 1:
-            return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
-        rows, weight = x.float().reshape(-1, x.shape[-1]), self.weight.float().squeeze(0)
-        if self.bias is None:
-            return torch.mv(rows, weight).view(x.shape[:-1])
-        # Not `len(rows)`: an exported program of any length must not take this one for the only length.
-        return torch.addmv(self.bias.float().expand(rows.shape[0]), rows, weight).view(x.shape[:-1])
-
-    def frozen(self) -> TensorMap:
-        """The one score of each row, `[B, 1, features] -> [B]`, with the weights as they are now."""
-        weight = self.weight.detach().float().squeeze(0)
-        if self.bias is None:
-            return lambda x: torch.mv(x.float().view(-1, x.shape[-1]), weight)
-        bias = self.bias.detach().float()
-        return lambda x: torch.addmv(bias, x.float().view(-1, x.shape[-1]), weight)
-
-
-class _LinearMaps(nn.Module):
-    """A gate whose weights are those of linear maps."""
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        for linear in self.children():
-            if isinstance(linear, nn.Linear):
-                reset_linear(linear, generator)
-
-    def weights_per_token(self) -> int:
-        """Weights that one decision multiplies with, biases left out."""
-        return sum(linear.weight.numel() for linear in self.children() if isinstance(linear, nn.Linear))
-
-
-class MLPGate(_LinearMaps):
+class MLPGate(LinearMaps):
     """G1: `u = W2 SiLU(W1 a + b1) + b2`, hidden width `d/4` by default."""
 
     sizes: tuple[str, ...] = ("gate_hidden",)
@@ -119,7 +69,7 @@ class MLPGate(_LinearMaps):
         refine_scores(self.hidden, self.score, a_Nd, y_N, seed, _STEPS, units)
 
 
-class JEPAGate(_LinearMaps):
+class JEPAGate(LinearMaps):
     """G3: predict the outcome of both paths in a small latent space, then score the difference.
 
         c = W_c sg(a) + b;   q_x = P([c; e_x]) for x in (full, cheap);   u = D([q_full, q_cheap, q_full - q_cheap])
@@ -213,7 +163,7 @@ class JEPAGate(_LinearMaps):
         return parts
 
 
-class LinearGate(_LinearMaps):
+class LinearGate(LinearMaps):
     """Router-Tuning: `u = W x`, one row, no bias. Starts at `p = 1/2`, which is dense where the threshold is 0."""
 
     scores_experts = True
@@ -275,7 +225,7 @@ class AffineGate(LinearGate):
         self.score.bias.copy_(weights[-1])
 
 
-class HaltingGate(_LinearMaps):
+class HaltingGate(LinearMaps):
     """TSA: the score is minus the halting logit, `u = -(W2 ReLU(W1 h + b1) + b2)`. `b2 = -1`: it starts active."""
 
     sizes: tuple[str, ...] = ("gate_hidden",)
@@ -306,6 +256,7 @@ GATES: dict[str, Any] = {
     "linear": LinearGate,
     "affine": AffineGate,
     "halting": HaltingGate,
+    "bottleneck": BottleneckGate,
     "random": RandomGate,
     "exit": ExitGate,
     "sinks": SinkGate,
@@ -331,8 +282,3 @@ class TargetProjection(nn.Linear):
         if hasattr(weight, "full_tensor"):  # FSDP has it sharded again outside the layer that owns it
             weight = weight.full_tensor()
         return F.linear(h.detach(), weight.to(h))  # a split model may hold it on another device
-
-
-def default_hidden(width: int) -> int:
-    """Hidden width of the MLP gate when the config names none: `d/4`, as in arXiv:2604.17228."""
-    return max(1, width // 4)

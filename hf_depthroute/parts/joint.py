@@ -137,8 +137,9 @@ def joint_maps(rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Mod
     maps = cast(Any, gate).score_maps()
     if branch is None:
         return JointMaps(*rms, maps, None)
-    joins = isinstance(branch, LowRankBranch) and isinstance(branch.norm, RMSNorm) and branch.norm.eps == rms[1]
-    return JointMaps(*rms, maps, cast(LowRankBranch, branch)) if joins else None
+    if type(branch) is not LowRankBranch or not isinstance(branch.norm, RMSNorm) or branch.norm.eps != rms[1]:
+        return None
+    return JointMaps(*rms, maps, branch)
 
 
 def _copied(weight: Tensor) -> Tensor:

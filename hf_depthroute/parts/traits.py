@@ -33,6 +33,9 @@ class GateTraits:
             through a `TargetProjection`.
         soft: `p` weighs the two paths in inference, too: nothing is compared with a threshold, and no budget is held.
         scales_sublayers: `p` multiplies the update of each sublayer (arXiv:2605.05222), not that of the full path.
+        scales_ffn: `p` multiplies the update of a block's FFN, for a token that runs, and `1 - p` the branch's, for one
+            that does not; the attention's update is as it is (arXiv:2503.23798).
+        hidden_divisor: The default of `gate_hidden` is the model's width divided by it.
     """
 
     outputs: tuple[str, ...] = ()
@@ -53,6 +56,8 @@ class GateTraits:
     predicts_outcomes: bool = False
     soft: bool = False
     scales_sublayers: bool = False
+    scales_ffn: bool = False
+    hidden_divisor: int = 4
 
 
 _NAMES = tuple(field.name for field in fields(GateTraits))  # a compiler cannot trace `fields`

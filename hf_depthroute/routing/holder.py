@@ -17,6 +17,7 @@ from ..base.sublayers import template_norm, width_of
 from ..config.adapter import DepthRouteConfig
 from ..data.batches import device_of
 from ..parts.branches import LowRankBranch, TransientCache
+from ..parts.flexidepth import SwiGLUBranch
 from ..parts.gates import GATES, MLPGate, TargetProjection
 from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
@@ -127,8 +128,10 @@ class Routing(nn.Module, BaseTunerLayer):
         """A branch for this layer, its weights not yet drawn; `kind` and `rank` as `branch` and `branch_rank`."""
         if kind == "neurons":
             return NeuronBranch(self.norm_in_front("ffn"), self.ffn, self.width, rank)
-        norm, same = self._norms[0][TARGETS[target].norm]
-        return LowRankBranch(norm, self.width, rank, bias=self.ffn_bias, copy_values=same)
+        small_ffn, skipped = kind == "swiglu", TARGETS[target]
+        norm, same = self._norms[0]["ffn" if small_ffn and skipped.skips_ffn else skipped.norm]
+        made = SwiGLUBranch if small_ffn else LowRankBranch
+        return made(norm, self.width, rank, bias=self.ffn_bias, copy_values=same)
 
     def follow(self, name: str, previous: Routing) -> None:
         """Name the layer that adapter `name` routes before this one; a token that left there stays out here."""

@@ -36,7 +36,8 @@ class RoutePlan:
         site: The name of the layer's target, the key of `TARGETS` and `SITES`.
         target: What it routes.
         rule: One of `SELECTIONS`, `"predictor"`, `"static"`, or `"full"`: the base's layer runs, without the gate.
-        mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"` or `"scaled_sublayers"`.
+        mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"`, `"scaled_sublayers"` or
+            `"scaled_ffn"`.
         extras: What is recorded besides mask, scores and probs.
         budget: The budget in force: the adapter's, or the training schedule's; NaN where the gate is soft.
         threshold: The score that a token has to reach, for the rules that use one. Read here, because training moves
@@ -162,9 +163,7 @@ def make_plan(
         rule = settings.selection or cast(str, config.selection)
     else:
         rule = "predictor" if config.causal_rule == "predictor" else "threshold"
-    mix = "scaled_sublayers" if gate.scales_sublayers else "scaled" if config.scale_by_gate else "hard"
-    if mix == "hard" and rule == "soft":
-        mix = "soft"
+    mix = _mix_of(gate, config.scale_by_gate, rule)
     everything = not training and rule == "threshold" and mix == "hard" and budget >= 1.0
     everything = everything and config.fixed_threshold is None and not gate.exits and replayed is None
     if only_last:
@@ -192,6 +191,17 @@ def make_plan(
         executor=executor,
         training=training,
     )
+
+
+def _mix_of(gate: GateTraits, scale_by_gate: bool, rule: str) -> str:
+    """How the two paths make the output, see `RoutePlan.mix`."""
+    if gate.scales_sublayers:
+        return "scaled_sublayers"
+    if gate.scales_ffn:
+        return "scaled_ffn"
+    if scale_by_gate:
+        return "scaled"
+    return "soft" if rule == "soft" else "hard"
 
 
 def _extras(holder: Routing, name: str, gate: GateTraits, target: Target, training: bool) -> tuple[str, ...]:

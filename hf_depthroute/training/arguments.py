@@ -53,6 +53,8 @@ class RoutingArguments:
         distill_weight: Weight of the divergence from the dense model, which runs once more per step.
         capacity_weight: Weight of Router-Tuning's `ReLU(mean(M) - budget)`.
         depth_weight: Weight of token-selective attention's mean active probability; 0.001 in its paper.
+        squared_depth_weight: Weight of FlexiDepth's penalty on the square of a token's depth; 1e-4, then 1e-5 in the
+            code of its authors.
         similarity_weight: Weight of the labels by the similarity of the stream before and after the full path (DLO).
         recoverability_weight: Weight of the labels by what the cheap path misses of the full one.
         predictor_weight: Weight of the causal predictor's loss; applies with `causal_rule="predictor"`.
@@ -95,6 +97,7 @@ class RoutingArguments:
     distill_weight: float = 0.0
     capacity_weight: float = 0.0
     depth_weight: float = 0.0
+    squared_depth_weight: float = 0.0
     similarity_weight: float = 0.0
     recoverability_weight: float = 0.0
     predictor_weight: float = 1.0

@@ -219,7 +219,7 @@ def _check_forkable(plan: RoutePlan) -> None:
     refused = {
         "target": plan.target.per_pair,
         "granularity": config.granularity == "sequence",
-        "gate": gate.scales_sublayers or gate.exits or gate.static,
+        "gate": gate.scales_sublayers or gate.scales_ffn or gate.exits or gate.static,
     }
     for name in (name for name, bad in refused.items() if bad):
         fault = f"{name}={getattr(config, name)!r}"

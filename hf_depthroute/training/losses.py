@@ -7,6 +7,7 @@
 * `capacity`: "Router-Tuning: A Simple and Effective Approach for Enabling Dynamic-Depth in Transformers"
   (arXiv:2410.13184);
 * `depth`: "Adaptive Computation Depth via Learned Token Routing in Transformers" (arXiv:2605.05222);
+* `squared_depth`: "Adaptive Layer-skipping in Pre-trained LLMs" (arXiv:2503.23798);
 * `similarity`: "DLO: Dynamic Layer Operation for Efficient Vertical Scaling of LLMs" (arXiv:2407.11030);
 * `predictor`: "Mixture-of-Depths: Dynamically allocating compute in transformer-based language models"
   (arXiv:2404.02258);
@@ -45,6 +46,7 @@ from .trace_statistics import (
     gate_logits,
     mean_probability,
     real_tokens,
+    squared_depth,
     stack,
     token_mean,
     track_thresholds,
@@ -293,6 +295,7 @@ for _name, _compute in {
     "jepa": jepa_loss, "util": util_loss, "rank": rank_loss, "budget": budget_loss, "alive": alive_loss,
     "cgs": cgs_loss, "z": z_loss, "distill": distill_loss, "capacity": capacity_loss,
     "depth": lambda i: mean_probability(i.trace).mean(),
+    "squared_depth": lambda i: squared_depth(i.trace),
     "similarity": similarity_loss, "recoverability": recoverability_loss,
     "predictor": predictor_loss, "exit": exit_loss,
     "balance": lambda i: None if i.routers is None else load_balance(i.routers, i.balance_dispatch),

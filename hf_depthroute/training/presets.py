@@ -63,7 +63,7 @@ _DEPTH_ROUTING_TRAINING = _losses(util=1.0, rank=0.2, budget=1.0, alive=0.5) | {
     "alive_min": 0.05, "learning_rate": 2e-4, "weight_decay": 0.01, "max_grad_norm": 1.0, "warmup_steps": 0.05,
     "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.01},
 }
-# Of the code that the authors of Router-Tuning and of DLO published.
+# Of the code that the authors of Router-Tuning, of DLO and of FlexiDepth published.
 _AUTHORS_SCHEDULE: dict[str, Any] = {
     "weight_decay": 0.0, "warmup_steps": 0.03, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {},
 }
@@ -139,6 +139,15 @@ PRESETS: dict[str, Preset] = {
         "Numbers of the authors' code, which also trains the base, after adding layers to it. There the router reads "
         "the stream before the attention, here before the FFN; there the budget is shared out over layers and "
         "sequences, here each layer holds it in each sequence.",
+    ),
+    "flexidepth": Preset(
+        "Adaptive Layer-skipping in Pre-trained LLMs", "arXiv:2503.23798",
+        {"gate": "bottleneck", "target": "block", "granularity": "token", "selection": "threshold", "threshold": 1e-7,
+         "branch": "swiglu", "layers": "last:half"},
+        _losses(squared_depth=1e-4) | {"learning_rate": 1e-4, "adam_beta2": 0.95} | _AUTHORS_SCHEDULE,
+        "Numbers of the authors' code (luoxuan-cs/Flexidepth): an epoch of tulu-v3-sft-mixture at this penalty, then "
+        "one of open-perfectblend at 1e-5, 32 sequences a step. There the branch reads the base's own norm before the "
+        "FFN, here a copy, which trains with it. hf-depthroute convert reads the published checkpoint.",
     ),
     "counterfactual-gate-supervision": Preset(
         adapter=_TOKEN_FFN | {"gate": "mlp", "gate_input": "normed", "branch": "lowrank", "selection": "topk"},

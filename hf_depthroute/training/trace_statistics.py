@@ -38,6 +38,12 @@ def mean_probability(trace: RouteTrace) -> torch.Tensor:
     return token_mean(stack([record.probs for record in trace.values()]), real_tokens(trace))
 
 
+def squared_depth(trace: RouteTrace) -> torch.Tensor:
+    """FlexiDepth: `mean_t (sum_l p_lt)^2` over real tokens, `[]`: the square of the routed layers that a token runs."""
+    depth_BT = stack([record.probs for record in trace.values()]).sum(0)
+    return token_mean(depth_BT.square()[None], real_tokens(trace)[:1])[0]
+
+
 def gate_logits(trace: RouteTrace) -> torch.Tensor:
     """`u / tau`, `[C, B, T]`: of a probability that has rounded to 0 or 1, no gradient would be left."""
     return stack([record.scores / record.temperature for record in trace.values()])
