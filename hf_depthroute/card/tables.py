@@ -43,7 +43,7 @@ def routed_rows(facts: Facts) -> list[Safe]:
         budget = Safe("none")
     elif not c.takes_budget():
         budget = Safe(f"{c.budget:g} in training; inference follows another rule")
-    width = "neurons:" if c.branch == "neurons" else "rank"
+    width = {"neurons": "neurons:", "swiglu": "width"}.get(c.branch, "rank")
     rows: list[tuple[str, object]] = [
         ("layers", Safe(", ".join(map(str, layers)) + depth)),
         *([("static, without a gate", Safe(", ".join(map(str, c.static_layers))))] if c.static_layers else []),

@@ -42,8 +42,8 @@ def fit_branch(
 
     A branch of neurons takes those with the most energy (`NeuronBranch.choose`). A low-rank branch's `up` gets
     the directions of `x` from which `y` is predicted best by a linear map of the branch's rank; it stays as it is where
-    there are fewer than two tokens for each of its inputs, and in a SwiGLU branch. `down` is then the ridge solution; of
-    neurons, the penalty is on what is added to the FFN's own output.
+    there are fewer than two tokens for each of its inputs, and in a SwiGLU branch. `down` is then the ridge solution;
+    of neurons, the penalty is on what is added to the FFN's own output.
 
     Args:
         branch: A `LowRankBranch`, a `SwiGLUBranch` or a `NeuronBranch`.
