@@ -279,6 +279,24 @@ def test_bench_prints_and_writes_both_phases(run: Run, adapter: Path, tmp_path: 
     assert "prefill" in ended.out and "decode" in ended.out
 
 
+def test_bench_measures_every_size(run: Run, adapter: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    sizes = ("--batch", 2, "--length", "4,8", "--decode-batch", "1,2", "--decode-steps", 1, "--repeats", 1)
+    ended = run("bench", adapter, *sizes, "--budgets", "0.5", "--out", path)
+    assert ended.code == 0, ended.err
+    found = json.loads(path.read_text())["measurements"]
+    assert [(m["case"], m["batch"], m["length"]) for m in found] == [
+        ("prefill", 2, 4), ("prefill", 2, 8), *(("decode", batch, length) for batch in (1, 2) for length in (4, 8)),
+    ]  # fmt: skip
+
+
+def test_a_command_that_moved_says_where_it_is(run: Run) -> None:
+    for words in (("study",), ("study", "study.yaml", "--out", "results")):
+        ended = run(*words)
+        assert ended.code == errors.USAGE and "python recipes/study run STUDY.yaml" in ended.error
+    assert "study" not in run("--help").out.split("Commands:")[1]
+
+
 # YAML
 
 

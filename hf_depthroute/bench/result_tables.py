@@ -33,9 +33,6 @@ class Table:
         kept = [number for number, name in enumerate(self.head) if name not in left_out]
         return Table(tuple(self.head[n] for n in kept), [tuple(row[n] for n in kept) for row in self.rows])
 
-    def markdown(self) -> list[str]:
-        return ["| " + " | ".join(row) + " |" for row in (self.head, ("---",) * len(self.head), *self.rows)]
-
 
 def tables(result: Mapping[str, Any], others: Makers | None = None) -> list[Table]:
     """A table per kind of case that the result has; `others` make the rows of more kinds."""

@@ -80,6 +80,11 @@ app.command("convert")(convert)
 app.command("families")(families)
 
 
+@app.command("study", hidden=True, context_settings=_PASSES_ON)
+def _study(context: typer.Context) -> None:
+    raise CliError("study: moved to the recipes; in a checkout run: python recipes/study run STUDY.yaml --out OUT")
+
+
 def _check_words(words: Sequence[str]) -> None:
     """Refuse a word of the command line that is no text; a path of such bytes can be given by a link to it."""
     for word in words:
