@@ -239,9 +239,13 @@ class Search:
         for target in ("ffn", "attention", "block"):
             paths[target] = [self._path(holder, target, batch, h, paths) for batch, h in enumerate(states)]
         outputs = [call.finish(full) for call, full in paths["ffn"]]
+        rows: dict[tuple[str, str], Rows] = {}
         for option in options_of(holder):
             branch = holder.make_branch(option.target, option.branch, option.rank).to(outputs[0].device)
-            r2 = self._fit(branch, paths[option.target][: self._fitted])
+            kind = option.target, option.branch
+            if kind not in rows:
+                rows[kind] = rows_of(branch, paths[option.target][: self._fitted], self._cheap[: self._fitted])
+            r2 = fit_on(branch, rows[kind])
             sinks = _sink_gate(paths[option.target])
             nats = self._price(index, branch, sinks, paths[option.target][self._fitted :], outputs[self._fitted :])
             self.branches[index][option] = branch
@@ -258,9 +262,6 @@ class Search:
             return call, call.full()
         ffn_call, ffn_full = paths["ffn"][batch]
         return call, ffn_full if target == "block" else ffn_call.stream
-
-    def _fit(self, branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]]) -> float:
-        return fit_on(branch, paths, self._cheap[: self._fitted])
 
     def _price(
         self,
@@ -289,17 +290,33 @@ class Search:
         return float(total(together + alone)) / 4 / max(1, self._behind)
 
 
-def fit_on(branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], cheap: list[torch.Tensor]) -> float:
-    """Fit a branch to the update of the tokens in `cheap`, without the sinks; the share of it that is explained."""
+@dataclass
+class Rows:
+    """What a branch is fitted to: the output of its norm and the update `[N, d]`, and how large the stream is `[N]`."""
+
+    x_Nd: torch.Tensor
+    y_Nd: torch.Tensor
+    norms_N: torch.Tensor
+    energy: torch.Tensor | None = None  # of the FFN's neurons, once it is known
+
+
+def rows_of(branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], cheap: list[torch.Tensor]) -> Rows:
+    """The rows of the tokens in `cheap`, without the sinks."""
     x, update, after = [], [], []
     for (call, full), mask in zip(paths, cheap, strict=True):
         x.append(branch.normed(call.stream)[mask].float())
         update.append((full - call.stream)[mask].float())
         after.append(full[mask].float())
     norms_N, sinks_N = norms_and_sinks(torch.cat(after))
-    x_Nd, y_Nd = torch.cat(x)[~sinks_N], torch.cat(update)[~sinks_N]
-    penalty = max(_PENALTY, 0.1 * x_Nd.shape[1] / sum(each_of_all(len(x_Nd))))
-    return 1 - fit_branch(branch, x_Nd, y_Nd, penalty, norms_N[~sinks_N])
+    return Rows(torch.cat(x)[~sinks_N], torch.cat(update)[~sinks_N], norms_N[~sinks_N])
+
+
+def fit_on(branch: Any, rows: Rows) -> float:
+    """Fit a branch; the share of the update that it explains."""
+    if isinstance(branch, NeuronBranch) and rows.energy is None:
+        rows.energy = branch.energy(rows.x_Nd, 1 / rows.norms_N.square())
+    penalty = max(_PENALTY, 0.1 * rows.x_Nd.shape[1] / sum(each_of_all(len(rows.x_Nd))))
+    return 1 - fit_branch(branch, rows.x_Nd, rows.y_Nd, penalty, rows.norms_N, rows.energy)
 
 
 def _sink_gate(paths: list[tuple[RoutedCall, torch.Tensor]]) -> SinkGate:
@@ -380,26 +397,32 @@ def _savings(model: PeftModel, length: int) -> Any:
 
 
 def _refit(model: PeftModel, text: Batches, bar: FitBar) -> dict[int, float]:
-    """Fit the branches again, layer by layer, on the stream that the layers before really leave."""
+    """Fit the branches again, layer by layer, to what leads from the routed model's stream back to the dense model's.
+
+    So a branch makes up for its own layer, and for as much of what those before it have lost as can be told.
+    """
     walk, cheap = LayerWalk(model, text), [_prompts(batch)[0] for batch in text]
-    states, r2 = walk.first(), {}
+    states, dense = walk.first(), walk.first()
+    r2: dict[int, float] = {}
     for index in range(len(walk.layers)):
         holder = walk.holder(index)
         plan = None if holder is None else holder.plan(False)
         if holder is None or plan is None:
             states = [walk.run(index, batch, h) for batch, h in enumerate(states)]
+            dense = states if not r2 else [walk.run(index, batch, h) for batch, h in enumerate(dense)]
             continue
         calls = [walk.call(index, batch, h, plan) for batch, h in enumerate(states)]
-        fulls = [call.full() for call in calls]
+        wanted = [walk.call(index, batch, h, plan) for batch, h in enumerate(dense)]
+        wanted_fulls = [call.full() for call in wanted]
         branch = holder.depth_route_branch[holder.active_name()]
         gate: Any = holder.depth_route_gate[holder.active_name()]
         gate.set_bound(torch.cat([call.stream.flatten(0, 1) for call in calls]))
         skipped = [mask & (gate(call.stream)["scores"] < 0) for call, mask in zip(calls, cheap)]
-        r2[index] = fit_on(branch, list(zip(calls, fulls)), skipped)
+        r2[index] = fit_on(branch, rows_of(branch, list(zip(calls, wanted_fulls)), skipped))
         states = [
-            call.finish(torch.where(mask[..., None], call.cheap(), full))
-            for call, full, mask in zip(calls, fulls, skipped)
+            call.finish(torch.where(mask[..., None], call.cheap(), call.full())) for call, mask in zip(calls, skipped)
         ]
+        dense = [call.finish(full) for call, full in zip(wanted, wanted_fulls)]
     return r2
 
 

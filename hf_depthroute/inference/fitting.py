@@ -36,7 +36,12 @@ _SPREAD = 0.1  # of the branch's inputs to SiLU, which is nearly linear there: f
 
 @torch.no_grad()
 def fit_branch(
-    branch: Any, x_Nd: torch.Tensor, y_Nd: torch.Tensor, ridge: float, norms_N: torch.Tensor | None = None
+    branch: Any,
+    x_Nd: torch.Tensor,
+    y_Nd: torch.Tensor,
+    ridge: float,
+    norms_N: torch.Tensor | None = None,
+    energy_m: torch.Tensor | None = None,
 ) -> float:
     """Set a branch so that its output comes close to `y`.
 
@@ -52,6 +57,7 @@ def fit_branch(
         ridge: Penalty on the weights, as a fraction of the mean squared feature.
         norms_N: How large the stream behind the full path is; the next norm divides by it, and so the squared error of
             a row is divided by its square. None: all rows alike.
+        energy_m: `NeuronBranch.energy` of these rows, where it is known.
 
     Returns:
         `sum |y - branch(x)|^2 / sum |y|^2`, both divided so; 0 where there is nothing to imitate.
@@ -60,7 +66,7 @@ def fit_branch(
     y_Nd = y_Nd * scale_N1
     rank, count = branch.down.in_features, sum(each_of_all(len(x_Nd)))
     if isinstance(branch, NeuronBranch):
-        branch.choose(x_Nd, scale_N1.squeeze(1).square())
+        branch.choose(branch.energy(x_Nd, scale_N1.squeeze(1).square()) if energy_m is None else energy_m)
     elif type(branch) is LowRankBranch and count >= 2 * max(rank, x_Nd.shape[1]):
         gram, cross = moments(x_Nd * scale_N1, y_Nd)
         directions = leading_directions(gram, cross, min(rank, len(cross.T)), ridge)

@@ -75,8 +75,8 @@ class NeuronBranch(nn.Module):
         return maps * len(self.neurons) * self.down.out_features
 
     @torch.no_grad()
-    def choose(self, x_Nd: torch.Tensor, weight_N: torch.Tensor) -> None:
-        """Take the neurons with the largest `sum_n weight_n h_nj^2 |W_down[:, j]|^2`."""
+    def energy(self, x_Nd: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
+        """`sum_n weight_n h_nj^2 |W_down[:, j]|^2` of every neuron of the FFN, `[m]`."""
         parts = zip(x_Nd.split(_ROWS), weight_N.split(_ROWS))
         energy_m = total(sum((w @ self._hidden(x, _called).float().square() for x, w in parts), torch.zeros(())))
         down: Any = self._base[1].down_proj
@@ -85,8 +85,12 @@ class NeuronBranch(nn.Module):
         else:
             units = torch.eye(len(energy_m), dtype=_dtype_of(self._base[1], x_Nd), device=x_Nd.device)
             size_m = (down(units) - down(torch.zeros_like(units[:1]))).float().square().sum(1)
-        chosen_r = (energy_m * size_m.to(energy_m)).topk(len(self.neurons)).indices.sort().values
-        self.neurons.copy_(chosen_r)
+        return energy_m * size_m.to(energy_m)
+
+    @torch.no_grad()
+    def choose(self, energy_m: torch.Tensor) -> None:
+        """Take the neurons with the most energy."""
+        self.neurons.copy_(energy_m.topk(len(self.neurons)).indices.sort().values)
         self._derived.clear()
 
     def own_output(self) -> torch.Tensor | None:
