@@ -106,6 +106,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "target": {"target": "block"},
     "granularity": {"granularity": "sequence"},
     "gate": {"gate": "exit", "target": "block", "branch": "none"},
+    "target_pattern": {"target_pattern": {1: "block"}},
+    "rank_pattern": {"rank_pattern": {1: 4}},
     "causal_rule": {"causal_rule": "predictor"},
     "modules_to_save": {"modules_to_save": ["lm_head"]},
 }

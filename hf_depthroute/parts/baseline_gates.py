@@ -15,6 +15,9 @@ from ..base.distributed import rows_of_all
 from ..base.readout import ReadOut
 from .regression import norms_and_sinks
 
+_NO_SINKS = 69.0  # of a bound that no stream reaches, about 1e30
+_NOTHING = 1e-30
+
 
 class RandomGate(nn.Module):
     """A fixed random projection: what routing is worth when nothing was learned. Nothing here trains."""
@@ -67,7 +70,7 @@ class ExitGate(nn.Module):
 
 
 class SinkGate(nn.Module):
-    """`u = rms(h) - bound`: attention sinks run in full, and every other token takes the cheap path. Nothing trains.
+    """`u = ln(rms(h) / bound)`: attention sinks run in full, every other token takes the cheap path. Nothing trains.
 
     The stream of a few tokens, such as a sequence's first, is 100 times as large as that of the rest (Sun et al.,
     "Massive Activations in Large Language Models", arXiv:2402.17762). Later tokens find them by it.
@@ -81,8 +84,8 @@ class SinkGate(nn.Module):
 
     def __init__(self, width: int, config: object, scores: int = 1) -> None:
         super().__init__()
-        self.bound: torch.Tensor
-        self.register_buffer("bound", torch.tensor(1e30))  # until it is set, no token is one
+        self.log_bound: torch.Tensor
+        self.register_buffer("log_bound", torch.tensor(_NO_SINKS))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         return None
@@ -91,14 +94,14 @@ class SinkGate(nn.Module):
         return 0
 
     def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:  # [B, T, d] -> scores [B, T]
-        return {"scores": a.float().square().mean(-1).sqrt() - self.bound.float()}
+        return {"scores": a.float().square().mean(-1).clamp(min=_NOTHING).log() / 2 - self.log_bound.float()}
 
     def set_bound(self, stream_Nd: torch.Tensor) -> None:
         """Half-way, on a logarithmic scale, between the sinks in the stream and its other tokens."""
         sizes_N, sinks_N = norms_and_sinks(stream_Nd)
         sizes_N, sinks_N = rows_of_all(sizes_N), rows_of_all(sinks_N)
         if sinks_N.any():
-            self.bound.copy_((sizes_N[sinks_N].min() * sizes_N[~sinks_N].max()).sqrt())
+            self.log_bound.copy_((sizes_N[sinks_N].min().log() + sizes_N[~sinks_N].max().log()) / 2)
 
 
 class StaticGate(nn.Module):
