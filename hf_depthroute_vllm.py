@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 ARCHITECTURE = "DepthRoutedForCausalLM"
+BUDGETS = "hf_depthroute.vllm.budgets:RequestBudgets"  # as vLLM names a logits processor
 
 
 def register() -> None:
@@ -21,8 +22,13 @@ def register() -> None:
         @staticmethod
         def verify_and_update_config(vllm_config: Any) -> None:
             from hf_depthroute.vllm.limits import check_all
+            from hf_depthroute.vllm.settings import settings_of
 
             check_all(vllm_config)
+            if settings_of(vllm_config.model_config.hf_config).request_budgets:
+                model = vllm_config.model_config
+                model.logits_processors = [*(model.logits_processors or []), BUDGETS]
+                vllm_config.cache_config.enable_prefix_caching = False  # a prefix is one budget's
             compilation = vllm_config.compilation_config
             if compilation.cudagraph_mode is None:  # by default, whole forward passes would be recorded
                 compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE

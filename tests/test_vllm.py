@@ -19,13 +19,13 @@ from peft import PeftModel
 from text_models import save_base
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_depthroute import DepthRouteConfig, set_budget
+from hf_depthroute import DepthRouteConfig, get_depth_routed_model, set_budget
 from hf_depthroute.adapter.files import AdapterMismatchError
 from hf_depthroute.base.families import UnsupportedModelError
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing.holder import HOLDER
 from hf_depthroute.vllm.holders import load_holders
-from hf_depthroute.vllm.limits import check_adapter, check_base_config, check_engine
+from hf_depthroute.vllm.limits import check_adapter, check_base_config, check_engine, check_request_budgets
 from hf_depthroute.vllm.settings import Settings, settings_of
 from hf_depthroute_vllm import ARCHITECTURE
 
@@ -76,9 +76,30 @@ def test_generated_tokens_are_routed_where_phases_say_so(saved: Path) -> None:
     assert settings_of(SimpleNamespace(**overrides)) == Settings(str(saved / "adapter"), phases="all")
 
 
+def test_requests_have_budgets_where_the_server_is_told_so(saved: Path) -> None:
+    ended = command_line.run("vllm-config", saved / "adapter", "--request-budgets")
+    overrides = json.loads(shlex.split(ended.out)[-1])
+    assert settings_of(SimpleNamespace(**overrides)) == Settings(str(saved / "adapter"), request_budgets=True)
+    assert settings_of(SimpleNamespace(**Settings("a").hf_overrides)).request_budgets is None
+
+
+def test_budgets_of_requests_are_refused_where_nothing_follows_them(saved: Path) -> None:
+    with pytest.raises(ConfigError, match="request_budgets=True: this adapter's threshold is fixed"):
+        check_request_budgets(DepthRouteConfig(gate="linear"))
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        check_request_budgets(DepthRouteConfig(), v2_runner=True)
+    with pytest.raises(ConfigError, match="request_budgets=True: the thresholds of this adapter were never fitted"):
+        base = AutoModelForCausalLM.from_pretrained(saved / "base")
+        get_depth_routed_model(base, DepthRouteConfig()).save_pretrained(saved / "untrained")
+        files = sorted((saved / "base").glob("*.safetensors"))
+        settings = Settings(str(saved / "untrained"), request_budgets=True)
+        load_holders(settings, AutoConfig.from_pretrained(saved / "base"), files)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["serve", "--request-budgets"], "--request-budgets goes with --engine vllm"),
         (["vllm-config", "--budget", "0"], "budget=0.0"),
         (["vllm-config", "--phases", "decode"], "phases='decode'"),
         (["vllm-config", "--hf-overrides", "{}"], "--hf-overrides cannot be given: the adapter is in it"),

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -211,6 +212,67 @@ def test_prompts_alone_are_routed_where_phases_say_so(llama: Case) -> None:
         assert generated_rows < full == entered[index] < generated_rows + 0.8 * (rows - generated_rows)
 
 
+OWN = (0.25, None, 1.0, 0.75)  # budgets of requests, in turn; None: the server's
+
+
+def expected_at(case: Case, phases: str, server: float | None = None) -> list[list[int]]:
+    """What `generate` continues each prompt with, at the budget that it asks for."""
+    from hf_depthroute import set_budget, set_phases, use_budget
+
+    base = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(case.adapter)).eval()
+    set_phases(model, phases)
+    if server is not None:
+        set_budget(model, server)
+    found = []
+    for index, prompt in enumerate(case.prompts):
+        budget = OWN[index % len(OWN)]
+        with contextlib.nullcontext() if budget is None else use_budget(model, budget):
+            found += generated(model, [prompt])
+    return found
+
+
+@pytest.mark.parametrize(
+    "options, settings",
+    [
+        ({}, {}),
+        ({"max_num_batched_tokens": 64}, {"budget": 1.0}),
+        ({"enforce_eager": False}, {}),
+        ({"max_num_batched_tokens": 2048}, {"phases": "prefill"}),
+    ],
+    ids=["eager", "chunks, dense server", "compiled", "prompts only"],
+)
+def test_requests_of_other_budgets_in_one_batch_are_those_alone(
+    llama: Case, options: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    expected = expected_at(llama, settings.get("phases", "all"), settings.get("budget"))
+    engine = llama.engine([llama.together, llama.alone], options, request_budgets=True, **settings)
+    engine["budgets"] = [(prompt, OWN[index % len(OWN)]) for index, prompt in enumerate(llama.prompts)]
+    (answer,) = serve(llama.folder, [engine])
+    for calls in answer["tokens"]:
+        assert [tokens for call in calls for tokens in call] == expected
+    assert expected not in (llama.expected, llama.dense)
+    assert answer["cached"] == 0  # a prefix is one budget's
+    (entered,), (counted,) = answer["entered"], answer["counted"]
+    assert entered == {index: full for index, (full, _) in counted.items()}
+
+
+def test_a_server_takes_a_budget_with_a_request(llama: Case, tmp_path: Path) -> None:
+    expected = expected_at(llama, "all")
+    with server(llama, tmp_path / "log", "--request-budgets") as port:
+
+        def ask(index: int) -> list[int]:
+            return complete(port, llama.prompts[index], OWN[index % len(OWN)])
+
+        with ThreadPoolExecutor(len(llama.prompts)) as clients:
+            assert list(clients.map(ask, range(len(llama.prompts)))) == expected
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            complete(port, llama.prompts[0], 1.5)
+        assert refused.value.code == 400
+        assert "budget=1.5 must be a finite number in (0, 1]" in refused.value.read().decode()
+        assert ask(0) == expected[0]
+
+
 def test_without_the_plugin_vllm_fails_and_serves_nothing(llama: Case) -> None:
     engine = llama.engine([llama.together], {})
     ended = run_worker(llama.folder, [engine], VLLM_PLUGINS="none")
@@ -264,8 +326,10 @@ def server(case: Case, log: Path, *more: str) -> Iterator[int]:
         process.wait()
 
 
-def complete(port: int, prompt: list[int]) -> list[int]:
+def complete(port: int, prompt: list[int], budget: float | None = None) -> list[int]:
     body = {"model": "adapter", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    if budget is not None:
+        body["vllm_xargs"] = {"depth_route_budget": budget}
     tokens: list[int] = post(port, body | {"return_token_ids": True})["choices"][0]["token_ids"]
     return tokens
 

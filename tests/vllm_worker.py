@@ -1,7 +1,8 @@
 """A program that serves prompts with vLLM in a process of its own: `python vllm_worker.py REQUEST.json ANSWER.json`.
 
 A request is a list of engines, one after the other: each has `model`, `adapter` (settings), `options` of `vllm.LLM`,
-`new_tokens`, and `passes`, lists of calls, each a list of prompts. An answer has, for every engine, `tokens` in the
+`new_tokens`, and `passes`, lists of calls, each a list of prompts; `budgets` are pairs of a prompt
+and the budget that it asks for. An answer has, for every engine, `tokens` in the
 shape of the passes, `cached` (tokens of prompts that the prefix cache had), and for every process, by routed layer,
 `entered` (rows that entered its MLP) and `counted` (rows in full, rows).
 """
@@ -43,7 +44,7 @@ def watch(model: Any) -> None:
 def counted(model: Any) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
     """What `watch` saw, and what the library counted, by layer."""
     table = model.vllm_config.compilation_config.static_forward_context
-    counts = [step.count for name, step in table.items() if "depth_route" in name and step.count is not None]
+    counts = [step.count for step in table.values() if getattr(step, "count", None) is not None]
     return dict(_ROWS), {count.layer_index: (int(count.full), count.rows) for count in counts}
 
 
@@ -51,19 +52,25 @@ def serve(engine: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from hf_depthroute.vllm.settings import Settings
+    from hf_depthroute.vllm.settings import BUDGET, Settings
 
     options = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "block_size": 32} | engine["options"]
     options["hf_overrides"] = Settings(**engine["adapter"]).hf_overrides
     llm = LLM(engine["model"], skip_tokenizer_init=True, **options)
     llm.apply_model(watch)
-    greedy = SamplingParams(temperature=0.0, max_tokens=engine["new_tokens"], ignore_eos=True, detokenize=False)
+    how = {"temperature": 0.0, "max_tokens": engine["new_tokens"], "ignore_eos": True, "detokenize": False}
+    budgets = {tuple(prompt): budget for prompt, budget in engine.get("budgets", [])}
+
+    def greedy(prompt: list[int]) -> SamplingParams:
+        budget = budgets.get(tuple(prompt))
+        return SamplingParams(**how, extra_args=None if budget is None else {BUDGET: budget})  # type: ignore[arg-type]
+
     tokens, cached = [], 0
     for calls in engine["passes"]:
         answers = []
         for prompts in calls:
             given = [{"prompt_token_ids": prompt} for prompt in prompts]
-            outputs = llm.generate(given, greedy, use_tqdm=False)  # type: ignore[arg-type]
+            outputs = llm.generate(given, [greedy(prompt) for prompt in prompts], use_tqdm=False)  # type: ignore[arg-type]
             answers.append([list(output.outputs[0].token_ids) for output in outputs])
             cached += sum(output.num_cached_tokens or 0 for output in outputs)
         tokens.append(answers)

@@ -65,6 +65,8 @@ def serve(options: ServeOptions) -> None:
         return
     if options.engine != "transformers":
         raise CliError(f"--engine {options.engine}: use one of: transformers, vllm")
+    if options.request_budgets:
+        raise CliError("--request-budgets goes with --engine vllm; transformers serve hands on no such parameter")
     from transformers.utils.import_utils import is_serve_available
 
     from . import loading

@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -42,6 +42,9 @@ class ServedAdapter:
     adapter_option: o.OldAdapter = None
     phases: o.Phases = None
     budget: o.Budget = None
+    request_budgets: Annotated[bool, "vLLM: a request may name its own budget, depth_route_budget in vllm_xargs."] = (
+        False
+    )
     debug: o.Debug = False
 
 
@@ -108,7 +111,7 @@ def vllm_words(options: Any, others: list[str]) -> list[str]:
     Raises:
         CliError, ConfigError, UnsupportedModelError: The adapter or its base cannot be served, or an option is taken.
     """
-    from ..vllm.limits import check_adapter, check_base_config
+    from ..vllm.limits import check_adapter, check_base_config, check_request_budgets
     from ..vllm.settings import Settings
     from . import loading
 
@@ -118,6 +121,9 @@ def vllm_words(options: Any, others: list[str]) -> list[str]:
     config = loading.load_adapter_config(options.adapter)
     check_adapter(config)
     changed = loading.changed_fields(config, options.budget, options.phases)
+    if options.request_budgets:
+        check_request_budgets(config)
+        changed["request_budgets"] = True
     base, base_config, gguf_file = loading.find_base(options.adapter, config, options.model)
     if gguf_file is not None:
         raise CliError(f"model {base}: vLLM routes no GGUF file; save {gguf_file} as safetensors and pass --model")

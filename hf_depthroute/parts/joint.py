@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -69,13 +70,13 @@ class JointMaps:
         self._out_bias = 0.0 if gate.out_bias is None else float(gate.out_bias)
 
     def run(
-        self, a: Tensor, threshold: float, ffn: TensorMap, normed: Tensor | None = None
+        self, a: Tensor, threshold: float | Sequence[float], ffn: TensorMap, normed: Tensor | None = None
     ) -> tuple[Tensor, list[int]]:
         """The stream after the FFN at the rows whose score reaches `threshold`, after the branch at the others.
 
         Args:
             a: Before the FFN, `[B, 1, d]`; it may be overwritten.
-            threshold: Below it a row is skipped.
+            threshold: Below it a row is skipped; one for all rows, or one for each.
             ffn: From rows of `normed` to the update, `[n, 1, d] -> [n, 1, d]`.
             normed: What the FFN reads, `[B, 1, d]`; by default `a`, and `ffn` has its norm in it.
 
@@ -84,7 +85,8 @@ class JointMaps:
         """
         scores, maps = self.scores(a)
         read = a if normed is None else normed
-        chosen = [row for row, score in enumerate(scores) if score >= threshold]
+        bars = [threshold] * len(scores) if isinstance(threshold, float) else threshold
+        chosen = [row for row, score in enumerate(scores) if score >= bars[row]]
         if len(chosen) == len(scores):
             return a + ffn(read), chosen
         update = self.cheap(maps)

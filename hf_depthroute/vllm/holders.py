@@ -12,8 +12,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from ..adapter.base_check import check_base
-from ..inference.calibration import set_budget, set_phases
+from ..config.rules import ConfigError
+from ..inference.calibration import is_calibrated, set_budget, set_phases
 from ..routing.holder import Routing
+from ..routing.thresholds import NOT_FITTED
 from ..routing.trace import routings
 from .limits import check_adapter, check_base_config, read_adapter
 from .settings import Settings
@@ -50,6 +52,8 @@ def load_holders(settings: Settings, base_config: Any, base_files: Sequence[Path
         torch.set_default_dtype(dtype)
     if settings.budget is not None:
         set_budget(model, settings.budget)
+    if settings.request_budgets and not is_calibrated(model):
+        raise ConfigError(f"request_budgets=True: {NOT_FITTED}")
     if settings.phases is not None:
         set_phases(model, settings.phases)
     return {holder.layer_index: holder for holder in routings(model)}

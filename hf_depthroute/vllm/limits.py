@@ -40,7 +40,25 @@ def check_all(vllm_config: Any) -> None:
     hf_config = vllm_config.model_config.hf_config
     check_base_config(hf_config)
     settings = settings_of(hf_config)
-    check_adapter(read_adapter(settings.adapter))
+    config = read_adapter(settings.adapter)
+    check_adapter(config)
+    if settings.request_budgets:
+        check_request_budgets(config, getattr(vllm_config, "use_v2_model_runner", False))
+
+
+def check_request_budgets(config: DepthRouteConfig, v2_runner: bool = False) -> None:
+    """Refuse budgets of requests where an adapter, or vLLM's model runner, has no use for them.
+
+    Raises:
+        ConfigError: Which of the two, and why.
+    """
+    if not config.takes_budget():
+        raise ConfigError("request_budgets=True: this adapter's threshold is fixed, whatever the budget; leave it out")
+    if v2_runner:
+        raise ConfigError(
+            "request_budgets=True: vLLM's second model runner tells nobody which request a row is of; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
 
 
 def read_adapter(folder: str) -> DepthRouteConfig:

@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from ..adapter.injection import swap
 from ..base.families import find_decoder, row_of
 from ..routing.holder import HOLDER
+from .budgets import KEY
 from .counts import RowLog
 from .holders import load_holders
 from .limits import check_engine
@@ -61,7 +62,8 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
             _uncompiled(getattr(layer, family.ffn))
             name = f"{prefix}depth_route.{index}"
             setattr(layer, NAME, name)
-            compilation.static_forward_context[name] = FFNStep(layer, counts.get(index))
+            budgets = compilation.static_forward_context.get(KEY)
+            compilation.static_forward_context[name] = FFNStep(layer, counts.get(index), budgets)
         if compilation.splitting_ops and OPERATOR not in compilation.splitting_ops:
             compilation.splitting_ops.append(OPERATOR)  # its shapes depend on data: no graph may hold it
 

@@ -12,6 +12,7 @@ from hf_depthroute_vllm import ARCHITECTURE
 from ..config.rules import ConfigError
 
 FIELD = "depth_route"  # of the model's configuration
+BUDGET = "depth_route_budget"  # a request's own, among `SamplingParams.extra_args`; over HTTP in `vllm_xargs`
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,14 @@ class Settings:
         adapter: The adapter's folder, the same for all processes.
         budget: Share of tokens that runs in full; None: the adapter's own.
         phases: `"all"` or `"prefill"`; None: the adapter's own.
+        request_budgets: Whether a request may ask for a budget of its own, see `BUDGET`. Keys and values depend on the
+            budget, so vLLM then keeps no cache of prefixes.
     """
 
     adapter: str
     budget: float | None = None
     phases: str | None = None
+    request_budgets: bool | None = None
 
     @property
     def hf_overrides(self) -> dict[str, Any]:
@@ -51,7 +55,7 @@ def settings_of(hf_config: Any) -> Settings:
     known = [field.name for field in fields(Settings)]
     if not isinstance(given, dict) or not isinstance(given.get("adapter"), str) or not set(given) <= set(known):
         raise ConfigError(
-            f"--hf-overrides: {FIELD}={given!r} must hold 'adapter', the adapter's folder, and may hold 'budget' and "
-            "'phases'; hf-depthroute vllm-config ADAPTER prints the whole line"
+            f"--hf-overrides: {FIELD}={given!r} must hold 'adapter', the adapter's folder, and may hold 'budget', "
+            "'phases' and 'request_budgets'; hf-depthroute vllm-config ADAPTER prints the whole line"
         )
     return Settings(**given)

@@ -6,6 +6,7 @@ them: one sequence as far as the layer can see, so decisions are about tokens on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from ..parts.branches import rms_of
 from ..parts.joint import JointMaps, joint_maps
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
+from .budgets import RequestBudgets
 from .counts import RowCount
 
 OPERATOR = "hf_depthroute::routed_ffn"
 NAME = "depth_route_name"  # the attribute of a routed layer that the operator finds it by
+_KEPT = 64  # thresholds
 
 _library = torch.library.Library("hf_depthroute", "FRAGMENT")
 
@@ -48,14 +51,16 @@ class FFNStep:
     Args:
         layer: A decoder layer that holds adapter state.
         count: Where its rows are counted; None if another process counts them.
+        budgets: Those of requests; None if requests have none.
     """
 
-    def __init__(self, layer: nn.Module, count: RowCount | None) -> None:
+    def __init__(self, layer: nn.Module, count: RowCount | None, budgets: RequestBudgets | None = None) -> None:
         self.layer = layer
         self.count = count
-        self._plan: RoutePlan | None = None  # that what is below was made for
-        self._joint: JointMaps | None = None
-        self._threshold = 0.0
+        self._budgets = budgets
+        self._prompts = -1  # of the holder, that what is below was made for
+        self._joints: dict[str, JointMaps | None] = {}
+        self._thresholds: dict[RoutePlan, float] = {}
 
     def __call__(self, stream: Tensor, normed: Tensor, batch: Any) -> Tensor:
         """The stream after the FFN, or after the cheap branch, `[1, N, d]`.
@@ -70,24 +75,28 @@ class FFNStep:
         rows, real = stream.shape[1], None if batch is None else batch.num_actual_tokens
         # Every request's next token: a batch of sequences.
         generates = batch is not None and batch.max_query_len == 1
-        if generates:
-            plan = holder.plan(False, (rows, 1))
-        else:
+        if not generates:
             holder.forget_prepared()  # there is a prompt among the rows
-            plan = holder.plan(False, (1, rows), None if batch is None else _last_rows(batch, rows))
-        assert plan is not None
+        shape, last_rows = ((rows, 1), None) if generates else ((1, rows), _last_rows(batch, rows))
+        asked = [] if batch is None or self._budgets is None else self._budgets.of_batch(batch)
+        plans = {budget: _plan_at(holder, budget, shape, last_rows) for budget in set(asked) or {None}}
+        plan = next((plan for plan in plans.values() if plan.rule != "full"), next(iter(plans.values())))
+        bars = [] if len(plans) == 1 else [self._threshold_of(holder, plans[budget]) for budget in asked]
         ran: Tensor | int = rows if real is None else real  # rows in full
         if plan.rule == "full":
             out = stream + ffn_map(layer, holder.family)(normed)
         elif generates and rows == real and rows <= DECODE_ROWS and (joint := self._joint_of(holder, plan)) is not None:
             # To a layer, rows of one sequence are what one row of each of as many sequences is: `[N, 1, d]`.
             ffn, own = ffn_map(layer, holder.family), stream.transpose(0, 1).clone()
-            after, chosen = joint.run(own, self._threshold, ffn, normed.transpose(0, 1))
+            bar = bars or self._threshold_of(holder, plan)
+            after, chosen = joint.run(own, bar, ffn, normed.transpose(0, 1))
             ran, out = len(chosen), after.transpose(0, 1)
         else:
             token_mask = None
             if real is not None and real < rows:  # what a graph of a fixed size is filled up with
                 token_mask = (torch.arange(rows, device=stream.device) < real)[None]
+            if bars:
+                plan = replace(plan, threshold=_of_rows(bars, batch, rows, stream.device))
             own = stream if holder.family.parallel else stream.clone()  # an executor may overwrite it
             call = call_on_stream(layer, plan, _SITE, own, token_mask, {}, normed=normed)
             ran, out = call.mask.sum(), executor_of(call).run(call)
@@ -97,16 +106,50 @@ class FFNStep:
 
     def _joint_of(self, holder: Routing, plan: RoutePlan) -> JointMaps | None:
         """Gate and branch as one product, where a decoding step of the library's own would have them so."""
-        if plan is not self._plan:  # a new one comes with every prompt
-            self._plan, self._joint = plan, None
-            norm, reads_norm = holder.norm_in_front("ffn"), plan.config.gate_input == "normed"
+        self._follow(holder)
+        if plan.adapter not in self._joints:
+            norm, reads_norm, joint = holder.norm_in_front("ffn"), plan.config.gate_input == "normed", None
             rms = None if norm is None else rms_of(norm)
             if rms is not None and reads_norm and supports_decode(plan, holder.family) and current_platform.is_cpu():
                 weight = norm_of(self.layer, holder.family, "ffn").weight  # vLLM has put its own norm of the kind there
                 branch = holder.depth_route_branch._modules.get(plan.adapter)
-                self._joint = joint_maps((weight, rms[1]), holder.depth_route_gate[plan.adapter], branch)
-                self._threshold = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
-        return self._joint
+                joint = joint_maps((weight, rms[1]), holder.depth_route_gate[plan.adapter], branch)
+            self._joints[plan.adapter] = joint
+        return self._joints[plan.adapter]
+
+    def _threshold_of(self, holder: Routing, plan: RoutePlan) -> float:
+        """The score that a row has to reach, in float32; reading it from a table takes longer than a row's gate."""
+        self._follow(holder)
+        if plan not in self._thresholds:
+            if len(self._thresholds) >= _KEPT:
+                self._thresholds.clear()
+            self._thresholds[plan] = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
+        return self._thresholds[plan]
+
+    def _follow(self, holder: Routing) -> None:
+        """Forget what was made before the last prompt; weights may have changed since."""
+        if self._prompts != holder.prompts:
+            self._prompts = holder.prompts
+            self._joints.clear()
+            self._thresholds.clear()
+
+
+def _plan_at(holder: Routing, budget: float | None, shape: tuple[int, int], last_rows: Tensor | None) -> RoutePlan:
+    """How rows of one budget are routed; None: that of the server."""
+    if budget is None:
+        plan = holder.plan(False, shape, last_rows)
+    else:
+        with holder.state.override(budget=budget):
+            plan = holder.plan(False, shape, last_rows)
+    assert plan is not None
+    return plan
+
+
+def _of_rows(bars: list[float], batch: Any, rows: int, device: torch.device) -> Tensor:
+    """The threshold of each row, float32 `[1, N]`, from that of each request."""
+    place_N = torch.arange(rows, device=device)
+    request_N = torch.searchsorted(batch.query_start_loc[1:].long(), place_N, right=True).clamp(max=len(bars) - 1)
+    return torch.tensor(bars, device=device)[request_N][None]
 
 
 def _routed_ffn(stream: Tensor, normed: Tensor, layer_name: str) -> Tensor:
@@ -117,8 +160,10 @@ def _routed_ffn(stream: Tensor, normed: Tensor, layer_name: str) -> Tensor:
     return step(stream, normed, batch)
 
 
-def _last_rows(batch: Any, rows: int) -> Tensor:
-    """Bool `[1, N]`: the last row of every request."""
+def _last_rows(batch: Any, rows: int) -> Tensor | None:
+    """Bool `[1, N]`: the last row of every request; None in a trial run."""
+    if batch is None:
+        return None
     ends = batch.query_start_loc[1:].long()
     return torch.zeros(1, rows, dtype=torch.bool, device=ends.device).index_fill_(1, ends - 1, True)
 
