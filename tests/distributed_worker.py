@@ -16,10 +16,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
+
 import torch
 import torch.distributed as dist
 from accelerate_worker import run_recipes
 from models import build_base, build_routed, decoder_layers, tokens
+from moe.routers import ROWS, observe_routers
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import Row, adapter_state, gradients, make_trainer, rows, stacked, step_logs
@@ -34,9 +37,8 @@ from hf_depthroute import (
     replay_routes,
 )
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, routings
-from hf_depthroute.training.base_routers import observe_routers
 from hf_depthroute.training.forks import observe_prefix
-from hf_depthroute.training.losses import observe_exits, routing_losses
+from hf_depthroute.training.losses import LossInputs, observe_exits, routing_losses
 from hf_depthroute.training.objective import RoutingObjective
 from hf_depthroute.training.oracle import prefix_utility
 from hf_depthroute.training.record import remembered
@@ -92,8 +94,8 @@ def step(
         if observed:
             stack.enter_context(overridden(model, observed=("similarity", "missed")))
             inputs["exits"] = stack.enter_context(observe_exits(model))
-            inputs["routers"] = stack.enter_context(observe_routers(model))
-            others = ("capacity", "depth", "similarity", "recoverability", "exit", "balance", "router_z")
+            inputs["observed"] = {observe_routers: stack.enter_context(observe_routers(model))}
+            others = ("capacity", "depth", "similarity", "recoverability", "exit")
             weights |= dict.fromkeys(others, 1.0)
         lm = wrapped(**mine, num_items_in_batch=targets).loss * world
         if labelled:
@@ -101,6 +103,8 @@ def step(
             inputs["utility"] = prefix_utility(prefix, mine["labels"], "on_policy")
             inputs["counterfactual"] = prefix_utility(prefix, mine["labels"], "on_policy", window=1, layers=[2])
         terms = routing_losses(trace, lm, weights, alive_min=0.99, labels=mine["labels"], **inputs)
+        if observed:  # rows from outside the package
+            terms |= {name: row.compute(LossInputs(trace, observed=inputs["observed"])) for name, row in ROWS.items()}
         sum(terms.values()).backward()
     return {
         "terms": {name: term.item() for name, term in terms.items()},

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from moe.routers import routers
 from peft import PeftModel
 
 from hf_depthroute.routing.trace import RouteTrace, routings
-from hf_depthroute.training.base_routers import routers
 
 FREE_MARGIN = 1e-4
 PINNED_BAR = 1e-5

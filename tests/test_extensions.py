@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,22 @@ class LayerSite(Site):
 def sure_loss(inputs: LossInputs) -> torch.Tensor:
     """`mean_l (1 - p_bar_l)`: small where the gates would run everything."""
     return (1 - mean_probability(inputs.trace)).mean()
+
+
+@contextmanager
+def head_inputs(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The streams `[B, T, d]` that enter the LM head, with graph, while the model runs in the block."""
+    seen: list[torch.Tensor] = []
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda head, args: seen.append(args[0]))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def small_stream(inputs: LossInputs) -> torch.Tensor | None:
+    """The mean square of the stream at the head."""
+    return inputs.observed[head_inputs][-1].square().mean() if head_inputs in inputs.observed else None
 
 
 @pytest.fixture
@@ -405,3 +422,36 @@ def test_nothing_outside_their_own_files_compares_the_names_of_gates_and_targets
         path.name for path in package.rglob("*.jinja") if re.search(r"\b(gate|target) [!=]= ", path.read_text())
     ]
     assert found + templates == []
+
+
+def test_a_loss_from_outside_brings_what_it_watches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two rows with the same observer share it; without a weight nothing is watched, and the term does not apply."""
+    watched: list[nn.Module] = []
+
+    @contextmanager
+    def counted(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+        watched.append(model)
+        with head_inputs(model) as seen:
+            yield seen
+
+    def size(inputs: LossInputs) -> torch.Tensor:
+        return inputs.observed[counted][-1].abs().mean()
+
+    monkeypatch.setitem(LOSSES, "small", LossTerm(0.0, lambda i: i.observed[counted][-1].square().mean(), counted))
+    monkeypatch.setitem(LOSSES, "size", LossTerm(0.0, size, counted))
+    monkeypatch.setitem(LOSSES, "alone", LossTerm(0.0, small_stream, head_inputs))
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1, 2]))
+    given = training_arguments(tmp_path, max_steps=1, loss_weights={"small": 0.5, "size": 0.1}, fused_loss=False)
+    trainer = DepthRouteTrainer(model, given, train_dataset=rows(2))
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["loss_small"] > 0 < log["loss_size"] and "loss_alone" not in log
+    assert len(watched) == 1
+    assert "alone" not in routing_losses(record_of_pass(model), weights={"alone": 1.0})
+    assert not model.get_output_embeddings()._forward_pre_hooks
+
+
+def record_of_pass(model: Any) -> Any:
+    with record_routes(model.train()) as trace:
+        model(**stacked(rows(2)))
+    return trace

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import EXTENDED, build_base, build_routed, decoder_layers
 from moe.balance import BalanceBias
+from moe.routers import load_balance, observe_routers, router_z
 from protocol import gap
 from test_family_table import IDS, LAYOUTS, TARGETS, every_family, run, shared
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,7 +20,6 @@ from hf_depthroute.base.families import FAMILIES, find_family
 from hf_depthroute.base.readout import ReadOut
 from hf_depthroute.inference.importance import layer_importance
 from hf_depthroute.routing.trace import RouteTrace
-from hf_depthroute.training.base_routers import load_balance, observe_routers, router_z
 from hf_depthroute.training.forks import fork_losses, observe_prefix, run_forks
 from hf_depthroute.training.fused_loss import fused_loss_obstacle
 

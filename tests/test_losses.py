@@ -58,7 +58,7 @@ def test_every_row_of_the_table_has_a_formula_in_the_tests() -> None:
     # The others are off until a weight turns them on.
     oracle = ("cgs", "z", "distill")  # in test_oracle_losses.py
     # in test_losses_baselines.py
-    others = ("capacity", "depth", "squared_depth", "similarity", "recoverability", "exit", "balance", "router_z")
+    others = ("capacity", "depth", "squared_depth", "similarity", "recoverability", "exit")
     assert {name: term.weight for name, term in LOSSES.items()} == defaults | dict.fromkeys((*oracle, *others), 0.0)
 
 

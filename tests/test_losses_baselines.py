@@ -20,7 +20,6 @@ from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing.thresholds import BudgetController
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, record_routes, routings
 from hf_depthroute.training import objective as objective_module
-from hf_depthroute.training.base_routers import RouterTrace
 from hf_depthroute.training.losses import exit_cross_entropy, mean_probability, observe_exits, routing_losses
 from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
 
@@ -120,7 +119,7 @@ def test_predictor_and_scores_do_not_teach_each_other() -> None:
     assert all((record.predicted.grad[~REAL] == 0).all() for record in trace.values())
 
 
-@pytest.mark.parametrize("name", ["similarity", "recoverability", "predictor", "exit", "balance", "router_z"])
+@pytest.mark.parametrize("name", ["similarity", "recoverability", "predictor", "exit"])
 def test_terms_without_their_inputs_do_not_apply(name: str) -> None:
     assert name not in routing_losses(made_trace(), weights={name: 1.0})
 
@@ -356,19 +355,9 @@ def test_the_predictor_learns_in_training(tmp_path: Path) -> None:
     [
         ({"capacity_weight": -1.0}, "capacity_weight=-1.0"),
         ({"controller_step": float("nan")}, "controller_step=nan"),
-        ({"balance_dispatch": "all"}, "balance_dispatch='all' is not supported; use one of: top1, topk"),
+        ({"jepa_targets": "all"}, "jepa_targets='all' is not supported; use one of: paired, deranged"),
     ],
 )
 def test_arguments_out_of_range_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RoutingArguments(**fields).check()
-
-
-def test_router_losses_without_a_graph_are_refused() -> None:
-    objective = RoutingObjective(RoutingArguments(balance_weight=0.01), build_routed("olmoe").train())
-    with objective.watching() as watched:
-        with torch.no_grad():
-            objective.model(tokens(2, 8))
-        assert isinstance(watched.routers, RouterTrace)
-        with pytest.raises(ValueError, match="'use_reentrant': False"):
-            objective(torch.tensor(1.0), watched, 1.0)

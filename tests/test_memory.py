@@ -28,6 +28,7 @@ from models import (
     routed,
     tokens,
 )
+from moe.routers import ROWS
 from peft import PeftModel
 from protocol import gap
 from safetensors.torch import load_file, save_file
@@ -65,6 +66,7 @@ from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.parts.memory import EARLIER, MISSING, NgramMemory, continued, suffixes
 from hf_depthroute.routing.holder import Routing
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, routings
+from hf_depthroute.training.losses import LOSSES
 from hf_depthroute.training.oracle import exact_utility, utility_labels
 from hf_depthroute.vllm.limits import check_adapter
 
@@ -517,10 +519,12 @@ def test_training_with_forced_gates_as_supervision_learns(tmp_path: Path) -> Non
     assert not [name for name in moved if ".routing." not in name]
 
 
-def test_routers_of_the_base_are_balanced_beside_a_memory(tmp_path: Path) -> None:
+def test_routers_of_the_base_are_balanced_beside_a_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, row in ROWS.items():
+        monkeypatch.setitem(LOSSES, name, row)
     model = get_depth_routed_model(build_base("olmoe"), config(layers=[1]))
     unfreeze(model)
-    trainer, _ = make_trainer(model, rows(2), tmp_path, balance_weight=0.01, router_z_weight=0.01)
+    trainer, _ = make_trainer(model, rows(2), tmp_path, loss_weights=dict.fromkeys(ROWS, 0.01))
     trainer.train()
     assert {"loss_balance", "loss_router_z", "loss_lm"} <= set(step_logs(trainer)[0])
 

@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import tokens
+from models import build_routed, tokens
 from moe.balance import BalanceBias, expert_load
 from moe.plots import plot_expert_load
+from moe.routers import (
+    ROWS,
+    RouterTrace,
+    load_balance,
+    observe_routers,
+    router_z,
+    routers,
+)
 from training import make_trainer, rows, step_logs
 from transformers import (
     AutoModelForCausalLM,
@@ -27,13 +35,8 @@ from transformers import (
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.routing.trace import record_routes
-from hf_depthroute.training.base_routers import (
-    RouterTrace,
-    load_balance,
-    observe_routers,
-    router_z,
-    routers,
-)
+from hf_depthroute.training.losses import LOSSES
+from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
 
 EXPERTS, CHOSEN, DEPTH = 4, 2, 3
 _SIZES: dict[str, Any] = {
@@ -234,7 +237,13 @@ def test_balance_agrees_with_transformers_for_one_expert_per_token() -> None:
     torch.testing.assert_close(load_balance(trace), theirs)
 
 
-def test_joint_training_with_balance_evens_the_load(tmp_path: Path) -> None:
+@pytest.fixture
+def rows_of_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, row in ROWS.items():
+        monkeypatch.setitem(LOSSES, name, row)
+
+
+def test_joint_training_with_balance_evens_the_load(rows_of_losses: None, tmp_path: Path) -> None:
     ids, examples = tokens(16, 12), rows(16)
 
     def trained(**fields: Any) -> tuple[float, Any]:
@@ -246,7 +255,7 @@ def test_joint_training_with_balance_evens_the_load(tmp_path: Path) -> None:
         return mean_imbalance(model, ids), step_logs(trainer)
 
     without, _ = trained()
-    with_loss, logs = trained(balance_weight=1.0, router_z_weight=0.01)
+    with_loss, logs = trained(loss_weights={"balance": 1.0, "router_z": 0.01})
     assert with_loss < 0.9 * without
     assert logs[-1]["loss_balance"] < 0.9 * logs[0]["loss_balance"]
     assert logs[-1]["loss_router_z"] < logs[0]["loss_router_z"]
@@ -421,3 +430,13 @@ def test_the_bias_is_stored_alone() -> None:
     restored.load_state_dict(state)
     assert torch.equal(restored.bias, bias.bias)
     assert "bias" not in {name.split(".")[-1] for name in model.state_dict() if "gate" in name}
+
+
+def test_router_losses_without_a_graph_are_refused(rows_of_losses: None) -> None:
+    objective = RoutingObjective(RoutingArguments(loss_weights={"balance": 0.01}), build_routed("olmoe").train())
+    with objective.watching() as watched:
+        with torch.no_grad():
+            objective.model(tokens(2, 8))
+        assert isinstance(watched.observed[observe_routers], RouterTrace)
+        with pytest.raises(ValueError, match="'use_reentrant': False"):
+            ROWS["balance"].compute(watched)

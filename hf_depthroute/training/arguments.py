@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from ..config.fields import with_help
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from .losses import LossInputs
 
@@ -24,10 +26,18 @@ ORACLES = ("all_full", "on_policy")
 
 @dataclass(frozen=True)
 class LossTerm:
-    """A row of `LOSSES`: the default weight, and the function; it returns None if the term does not apply."""
+    """A row of `LOSSES`.
+
+    Attributes:
+        weight: The default weight.
+        compute: The loss; None if the term does not apply.
+        observe: Where the loss needs more of a forward pass than its trace: a context manager of the model, around the
+            pass. What it yields is `inputs.observed[observe]`, once for all rows with the same one.
+    """
 
     weight: float
     compute: Callable[[LossInputs], torch.Tensor | None]
+    observe: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
 
 
 LOSSES: dict[str, LossTerm] = {}  # every term of the training loss by its name; another package adds its own
@@ -59,9 +69,6 @@ class RoutingArguments:
         recoverability_weight: Weight of the labels by what the cheap path misses of the full one.
         predictor_weight: Weight of the causal predictor's loss; applies with `causal_rule="predictor"`.
         exit_weight: Weight of the cross-entropy of early exits, one at the input of every routed layer.
-        balance_weight: Weight of the load-balancing loss of a mixture-of-experts base's own routers.
-        balance_dispatch: Dispatch fractions of that loss: `"top1"`, or `"topk"` for all pairs that are sent.
-        router_z_weight: Weight of the z-loss of a mixture-of-experts base's own routers.
         loss_weights: Weights of rows that other packages have added to `LOSSES`, by name, as a dictionary or as JSON
             text: `{"entropy": 0.01}`. A row that is not named here has its own default weight.
         controller_step: How far one optimizer step moves a threshold of an adapter with `selection="controller"`.
@@ -102,9 +109,6 @@ class RoutingArguments:
     recoverability_weight: float = 0.0
     predictor_weight: float = 1.0
     exit_weight: float = 0.0
-    balance_weight: float = 0.0
-    balance_dispatch: str = "top1"
-    router_z_weight: float = 0.0
     loss_weights: dict[str, float] | str | None = None
     controller_step: float = 0.01
     fused_loss: bool = True
@@ -146,8 +150,7 @@ class RoutingArguments:
         for name, number in (numbers | {"alive_min": self.alive_min, "controller_step": self.controller_step}).items():
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
                 raise ConfigError(f"{name}={number!r} must be a finite number of at least 0")
-        choices = {"jepa_targets": ("paired", "deranged"), "balance_dispatch": ("top1", "topk")}
-        for name, allowed in {"oracle": ("none", *ORACLES), **choices}.items():
+        for name, allowed in {"oracle": ("none", *ORACLES), "jepa_targets": ("paired", "deranged")}.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not supported; use one of: {', '.join(allowed)}")
         if not 0 < self.temperature_start < float("inf"):

@@ -10,8 +10,7 @@
 * `squared_depth`: "Adaptive Layer-skipping in Pre-trained LLMs" (arXiv:2503.23798);
 * `similarity`: "DLO: Dynamic Layer Operation for Efficient Vertical Scaling of LLMs" (arXiv:2407.11030);
 * `predictor`: "Mixture-of-Depths: Dynamically allocating compute in transformer-based language models"
-  (arXiv:2404.02258);
-* `balance`, `router_z`: in `base_routers`.
+  (arXiv:2404.02258).
 
 Shapes: C routed layers, B batch, T positions, N predicted tokens, d model width, V vocabulary. Means run over real
 tokens, of all processes.
@@ -22,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ from ..inference.calibration import active_routings
 from ..routing.selection import topk_mask
 from ..routing.trace import RouteTrace
 from .arguments import LOSSES, LossTerm, RoutingArguments
-from .base_routers import RouterTrace, load_balance, router_z
 from .forks import Prefix, divergence_from_dense
 from .oracle import UtilityLabels
 from .trace_statistics import (
@@ -75,8 +73,7 @@ class LossInputs:
         budget_scope: `"layer"`, or `"global"`: `budget` and `alive` hold the mean over layers instead of each layer;
             None: what the adapter says that the trace was recorded of.
         exits: The streams that entered the routed layers, for `exit`.
-        routers: What the base model's routers did, for `balance` and `router_z`.
-        balance_dispatch: `f` of `balance`: `"top1"` or `"topk"`.
+        observed: What rows have watched, by their `observe`.
     """
 
     trace: RouteTrace
@@ -91,8 +88,7 @@ class LossInputs:
     labels: torch.Tensor | None = None
     budget_scope: str | None = None
     exits: Exits | None = None
-    routers: RouterTrace | None = None
-    balance_dispatch: str = "top1"
+    observed: Mapping[Any, Any] = field(default_factory=dict)
 
 
 def jepa_loss(inputs: LossInputs) -> torch.Tensor | None:
@@ -298,8 +294,6 @@ for _name, _compute in {
     "squared_depth": lambda i: squared_depth(i.trace),
     "similarity": similarity_loss, "recoverability": recoverability_loss,
     "predictor": predictor_loss, "exit": exit_loss,
-    "balance": lambda i: None if i.routers is None else load_balance(i.routers, i.balance_dispatch),
-    "router_z": lambda i: None if i.routers is None else router_z(i.routers),
 }.items():  # fmt: skip
     LOSSES[_name] = LossTerm(getattr(RoutingArguments, f"{_name}_weight"), _compute)
 

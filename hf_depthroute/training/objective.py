@@ -17,8 +17,7 @@ from ..inference.calibration import active_routings, gated_routings
 from ..routing.holder import Routing
 from ..routing.thresholds import Measured
 from ..routing.trace import RouteRecord, RouteTrace, overridden, record_routes, routings
-from .arguments import RoutingArguments
-from .base_routers import observe_routers
+from .arguments import LOSSES, RoutingArguments
 from .forks import Prefix, observe_prefix
 from .label_scale import LabelScale
 from .losses import LossInputs, diagnostics, observe_exits, routing_losses
@@ -74,12 +73,16 @@ class RoutingObjective:
             trace.with_graph = True
             prefix = watchers.enter_context(observe_prefix(self.model)) if a.forks() else None
             exits = watchers.enter_context(observe_exits(self.model)) if a.exit_weight > 0 else None
-            balanced = a.balance_weight > 0 or a.router_z_weight > 0
-            routers = watchers.enter_context(observe_routers(self.model)) if balanced else None
+            watches = dict.fromkeys(LOSSES[name].observe for name, weight in a.weights().items() if weight > 0)
+            seen = {watch: watchers.enter_context(watch(self.model)) for watch in watches if watch is not None}
             yield LossInputs(
-                trace, alive_min=a.alive_min, jepa_targets=a.jepa_targets, balance_dispatch=a.balance_dispatch,
-                prefix=prefix, exits=exits, routers=routers,
-            )  # fmt: skip
+                trace,
+                alive_min=a.alive_min,
+                jepa_targets=a.jepa_targets,
+                prefix=prefix,
+                exits=exits,
+                observed=seen,
+            )
 
     def __call__(
         self,
@@ -105,11 +108,6 @@ class RoutingObjective:
         due: dict[str, Any] = {}
         if watched.exits is not None and labels is None:
             raise ValueError("the exit loss needs labels in the batch")
-        if watched.routers is not None and not watched.routers.with_graph:
-            raise ValueError(
-                "the balance and router_z losses get no gradient through reentrant gradient checkpointing; "
-                "set gradient_checkpointing_kwargs={'use_reentrant': False}"
-            )
         if prefix is not None:
             if labels is None:
                 raise ValueError("the util, rank, cgs and distill losses need labels in the batch")

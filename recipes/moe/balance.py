@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
-
-from hf_depthroute.base.contexts import evaluating
-from hf_depthroute.base.distributed import sum_over_processes
-from hf_depthroute.data.batches import model_inputs
-from hf_depthroute.routing.holder import Routing
-from hf_depthroute.routing.trace import record_routes
-from hf_depthroute.training.base_routers import (
+from moe.routers import (
     GROUP_BIAS,
     RouterTrace,
     hooked_routers,
@@ -28,6 +21,13 @@ from hf_depthroute.training.base_routers import (
     real_rows,
     routers,
 )
+from torch import nn
+
+from hf_depthroute.base.contexts import evaluating
+from hf_depthroute.base.distributed import sum_over_processes
+from hf_depthroute.data.batches import model_inputs
+from hf_depthroute.routing.holder import Routing
+from hf_depthroute.routing.trace import record_routes
 
 
 @dataclass(frozen=True)

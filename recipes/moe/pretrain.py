@@ -25,13 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # `study` is there
 
 import torch
 from balance import BalanceBias, expert_load
-from safetensors.torch import save_file
-from study.blocks import Blocks, draw_order, prepare_blocks, to_batches
-from transformers import OlmoeConfig, OlmoeForCausalLM, get_cosine_schedule_with_warmup
-
-from hf_depthroute.data.text import PYTHON_STDLIB
-from hf_depthroute.evaluation.perplexity import mean_loss
-from hf_depthroute.training.base_routers import (
+from moe.routers import (
     RouterTrace,
     hooked_routers,
     load_balance,
@@ -39,6 +33,12 @@ from hf_depthroute.training.base_routers import (
     router_z,
     routers,
 )
+from safetensors.torch import save_file
+from study.blocks import Blocks, draw_order, prepare_blocks, to_batches
+from transformers import OlmoeConfig, OlmoeForCausalLM, get_cosine_schedule_with_warmup
+
+from hf_depthroute.data.text import PYTHON_STDLIB
+from hf_depthroute.evaluation.perplexity import mean_loss
 
 EMBEDDED = Path(__file__).parents[1] / "embedded_base" / "model"
 DATA = {"length": 128, "validation_blocks": 128}

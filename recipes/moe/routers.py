@@ -8,6 +8,8 @@ drops some of the chosen pairs. The losses:
   (arXiv:2101.03961);
 * the router z-loss: "ST-MoE: Designing Stable and Transferable Sparse Expert Models" (arXiv:2202.08906).
 
+`LOSSES.update(ROWS)` makes them rows of the training loss, `balance` and `router_z`; `loss_weights` turns them on.
+
 Shapes: B batch, T positions, N = B * T tokens, E experts, K experts of a token.
 """
 
@@ -22,11 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..adapter.injection import token_mask_of
-from ..base.contexts import hooked
-from ..base.families import find_decoder, find_family, find_layers
-from ..base.sublayers import router_of
-from .trace_statistics import stack, token_mean
+from hf_depthroute.adapter.injection import token_mask_of
+from hf_depthroute.base.contexts import hooked
+from hf_depthroute.base.families import find_decoder, find_family, find_layers
+from hf_depthroute.base.sublayers import router_of
+from hf_depthroute.training.losses import LossInputs, LossTerm
+from hf_depthroute.training.trace_statistics import stack, token_mean
 
 GROUP_BIAS = "e_score_correction_bias"  # of routers that score by a sigmoid and choose among groups of experts
 
@@ -147,3 +150,25 @@ def router_z(trace: RouterTrace) -> torch.Tensor:
     """Router z-loss: `mean(logsumexp(logits)^2)` over real tokens, mean over layers."""
     squares = {index: logits_NE.float().logsumexp(-1).square() for index, logits_NE in trace.items()}
     return stack([token_mean(square_N[None], trace.real(index)[None]) for index, square_N in squares.items()]).mean()
+
+
+def _graph(inputs: LossInputs) -> RouterTrace | None:
+    """What the routers did in a pass with gradients; None where nothing watched them."""
+    trace: RouterTrace | None = inputs.observed.get(observe_routers)
+    if trace is not None and not trace.with_graph:
+        raise ValueError(
+            "the balance and router_z losses get no gradient through reentrant gradient checkpointing; "
+            "set gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
+    return trace
+
+
+def _row(loss: Callable[[RouterTrace], torch.Tensor]) -> LossTerm:
+    def compute(inputs: LossInputs) -> torch.Tensor | None:
+        trace = _graph(inputs)
+        return None if trace is None else loss(trace)
+
+    return LossTerm(0.0, compute, observe_routers)
+
+
+ROWS = {"balance": _row(load_balance), "router_z": _row(router_z)}
