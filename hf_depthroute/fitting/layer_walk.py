@@ -8,7 +8,8 @@ Shapes: B batch, T positions, d model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from ..routing.trace import full_depth
 
 
 class LayerWalk:
-    """The arguments of every decoder layer on a text; made by one forward pass of the base.
+    """The arguments of every decoder layer on a text; made by a forward pass in which only the first layer computes.
 
     Args:
         model: A depth-routed model.
@@ -52,7 +53,7 @@ class LayerWalk:
             layer.register_forward_pre_hook(of_this_thread(partial(self._note, index)), with_kwargs=True)
             for index, layer in enumerate(self.layers)
         ]
-        with hooked(handles), full_depth(model), torch.no_grad():
+        with hooked(handles), full_depth(model), torch.no_grad(), _passed_through(self.layers):
             for batch in batches:
                 self._given.append([])
                 model(**batch, use_cache=False, logits_to_keep=1)
@@ -86,6 +87,32 @@ class LayerWalk:
         (ids, starts), order = self._text[batch], plan.config.ngram_order
         ngrams = suffixes(ids, order, self.real[batch], starts) if plan.config.has_memory else None
         return routed_call(self.layers[index], plan, h, None, dict(given), decides=False, ngrams=ngrams)
+
+
+@contextmanager
+def _passed_through(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside the block every layer but the first gives back its input, in the form of the first one's output."""
+    outputs: list[Any] = []
+
+    def note(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        outputs[:] = [output]
+
+    def passed(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        (first,) = outputs
+        return (hidden_states, *first[1:]) if isinstance(first, tuple) else hidden_states
+
+    before = [layer.__dict__.get("forward") for layer in layers]
+    with hooked([layers[0].register_forward_hook(of_this_thread(note))]):
+        for layer in layers[1:]:
+            layer.__dict__["forward"] = passed
+        try:
+            yield
+        finally:
+            for layer, forward in zip(layers[1:], before[1:]):
+                if forward is None:
+                    del layer.__dict__["forward"]
+                else:
+                    layer.__dict__["forward"] = forward
 
 
 Visit = Callable[[int, list[RoutedCall]], list[torch.Tensor]]
