@@ -26,6 +26,7 @@ from lora import page as lora
 from moe import page as moe
 from peers import page as peers
 from router_tuning import page as router_tuning
+from smollm2 import page as smollm2
 from speed import page as speed
 from stories260k import page as stories260k
 from study.page import RECIPES, Study, read
@@ -53,6 +54,7 @@ def part(lines: list[str], name: str) -> str:
 def studies() -> list[Study]:
     """In the order of the page."""
     pages = (
+        smollm2,
         fit_router,
         stories260k,
         speed,

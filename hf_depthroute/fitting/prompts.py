@@ -98,7 +98,8 @@ def fit_prompts(
     on the text: two thirds of each row are a prompt, and the rest is the text whose loss counts. The last layer of a
     prompt is free, since nothing reads it but its last token.
 
-    Every fifth row is held out, and costs are measured on it. About five forward passes of the text.
+    Every fifth row is held out, and costs are measured on it; so is the loss that the record tells. With the
+    regressions it takes as long as some eight forward passes of the text.
 
     Args:
         model: A transformers model of a supported family, not routed. It is changed in place, as by
@@ -114,7 +115,7 @@ def fit_prompts(
 
     Raises:
         ConfigError: `keep` is out of range, or so low that no choice of layers reaches it; the model is untouched.
-        ValueError: `batches` holds fewer than 768 tokens of rows of at least 8; or the model has no LM head.
+        ValueError: Fewer than 512 tokens of prompts are left to fit on; or the model has no LM head.
     """
     started = time.monotonic()
     if not 0 < keep < 1:

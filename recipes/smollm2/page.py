@@ -12,7 +12,7 @@ FOLDER = RECIPES / "smollm2"
 NAMES = {"c4": "C4", "wiki": "Wikipedia", "technical": "technical", "code": "code", "wikitext2": "WikiText-2"}
 KINDS = {
     "prompts": "fitted for prompts, keep {}, seed {}",
-    "pruned": "last {1} without {0}, nothing in their place",
+    "pruned": "last {1} layers without {0}, nothing in its place",
     "shortgpt": "ShortGPT's {} least influential blocks left out",
     "all": "all tokens routed, branch {}, keep {}, seed {}",
 }
@@ -30,16 +30,20 @@ def label(part: str) -> str:
     return KINDS[kind].format(*(parts.get(word, word) for word in rest))
 
 
+def times() -> dict[str, Any]:
+    """By part, the times over dense; empty before they are measured."""
+    path = FOLDER / "results" / "times.json"
+    return read("smollm2/results/times.json")["over_dense"] if path.exists() else {}
+
+
 def lines(setting: str) -> list[str]:
     """A table of the parts of one setting, `"prompts"` or `"all"`."""
-    path = FOLDER / "results" / "times.json"
-    times = read("smollm2/results/times.json")["over_dense"] if path.exists() else {}
-    rows = []
+    measured, rows = times(), []
     for part, result in results().items():
         if part.startswith("all") != (setting == "all"):
             continue
         losses = [f"{text['more']:+.3f} ± {text['error']:.3f}" for text in (result["texts"][name] for name in NAMES)]
-        time = f"{times[part]['prompt']:.2f}" if part in times else "not timed"
+        time = f"{measured[part]['prompt']:.2f}" if part in measured else "not timed"
         rows.append([label(part), f"{result['flops']:.2f}", time, *losses])
     return markdown_table(["", "FLOPs", "time of a prompt of 1,024", *NAMES.values()], rows) if rows else []
 
