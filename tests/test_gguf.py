@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,6 +15,7 @@ from command_line import run
 from models import build_base, routed
 from peft import PeftModel
 from text_models import save_base
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_depthroute.adapter.base_check import BaseDiffersWarning
 from hf_depthroute.adapter.files import AdapterMismatchError
@@ -146,3 +148,70 @@ def test_the_file_is_named_once(files: tuple[Path, Path], asked: list[str], tmp_
     asked.clear()
     named = run("generate", files[1], *base, "--prompt", "the cat", "--max-new-tokens", "2")
     assert named.code == 0 and set(asked) == everything, named.error
+
+
+def write_gguf(path: Path) -> None:
+    """A Llama of two layers, its matrices in blocks of four bits, with a tokenizer of single bytes."""
+    gguf = pytest.importorskip("gguf", reason="needs pip install gguf")
+    width, inner, layers, heads = 64, 96, 2, 4
+    alphabet = sorted(bytes_to_unicode().values())
+    words = ["<s>", "</s>", "<unk>", "<|endoftext|>", *alphabet, "th", "the"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(width)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_dimension_count(width // heads)
+    writer.add_vocab_size(len(words))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words)
+    writer.add_token_types([3] * 4 + [1] * (len(words) - 4))
+    writer.add_token_merges(["t h", "th e"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    shapes = {"token_embd": (len(words), width), "output": (len(words), width), "output_norm": (width,)}
+    for layer in range(layers):
+        shapes |= {f"blk.{layer}.attn_{name}": (width, width) for name in ("q", "k", "v", "output")}
+        shapes |= {f"blk.{layer}.ffn_{name}": (inner, width) for name in ("gate", "up")}
+        shapes |= {f"blk.{layer}.ffn_down": (width, inner)}
+        shapes |= {f"blk.{layer}.{name}_norm": (width,) for name in ("attn", "ffn")}
+    draw = np.random.default_rng(0)
+    kind = gguf.GGMLQuantizationType.Q4_0
+    for name, shape in shapes.items():
+        values = draw.normal(0, 0.2, shape).astype(np.float32) if len(shape) > 1 else np.ones(shape, np.float32)
+        if len(shape) > 1:
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_file_of_four_bits_is_routed_by_the_command_line(tmp_path: Path) -> None:
+    """A file that the package gguf wrote itself: trained on, found again by the adapter, and the same base."""
+    folder, out = tmp_path / "files", tmp_path / "out"
+    folder.mkdir()
+    write_gguf(folder / "tiny.Q4_0.gguf")
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 200)
+    base = ("--model", folder, "--gguf-file", "tiny.Q4_0.gguf")
+    text = ("--dataset", tmp_path / "text.txt", "--length", "16")
+    trained = run("train", *base, *text, "--out", out, "--steps", "2", "--layers", "1")
+    assert trained.code == 0, trained.error
+    saved = json.loads((out / "adapter_config.json").read_text())
+    assert saved["base_architecture"]["gguf_file"] == "tiny.Q4_0.gguf"
+    assert saved["base_architecture"]["hidden_size"] == 64
+    said = [run("generate", out, *how, "--prompt", "the cat", "--max-new-tokens", "4") for how in ((), base)]
+    assert [ended.code for ended in said] == [0, 0], said
+    assert said[0].out == said[1].out
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file="tiny.Q4_0.gguf")
+    weights = loaded.model.layers[0].mlp.gate_proj.weight.reshape(-1, 32)
+    assert max(len(block.unique()) for block in weights) <= 16  # blocks of four bits
+    routed_model = PeftModel.from_pretrained(loaded, out)
+    with torch.no_grad():
+        assert routed_model(torch.tensor([[3, 4, 5]])).logits.isfinite().all()

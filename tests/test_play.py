@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib.util
 import re
@@ -211,3 +212,18 @@ def test_the_command_serves_the_page_until_ctrl_c(files: tuple[Path, Path]) -> N
         finally:
             server.kill()
     assert (server.returncode, said_last) == (130, "error: interrupted\n")
+
+
+def test_a_full_disk_is_not_taken_for_a_port_that_is_in_use(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gradio", reason="the page is made with Gradio (extra play)")
+
+    class Page:
+        def launch(self, **_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device", "/tmp/gradio")
+
+    monkeypatch.setattr("hf_depthroute.play.page.make_page", lambda *_: Page())
+    base, adapter = files
+    ended = run("play", adapter, "--model", base)
+    assert ended.code == 5 and "disk full while writing /tmp/gradio" in ended.error

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from training import rows
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import hf_depthroute.adapter.doctor
 import hf_depthroute.adapter.peft_hooks
 from hf_depthroute import (
     DepthRouteConfig,
@@ -270,7 +271,7 @@ def test_a_config_makes_adapters_of_several_bases() -> None:
     assert {**config.to_dict(), "base_model_name_or_path": None} == {**before, "base_model_name_or_path": None}
 
 
-@pytest.mark.parametrize("way", ["PeftModel.from_pretrained", "load_adapter", "transformers", "PeftConfig"])
+@pytest.mark.parametrize("way", ["PeftModel.from_pretrained", "load_adapter", "transformers", "PeftConfig", "doctor"])
 def test_files_that_another_process_replaces_meanwhile_are_read_again(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,8 +291,12 @@ def test_files_that_another_process_replaces_meanwhile_are_read_again(
             os.replace(tmp_path / "staged", place / name)
         return found
 
-    monkeypatch.setattr(hf_depthroute.adapter.peft_hooks, "read_config", slow)
+    for module in (hf_depthroute.adapter.peft_hooks, hf_depthroute.adapter.doctor):
+        monkeypatch.setattr(module, "read_config", slow)
     base = build_base("llama")
+    if way == "doctor":
+        assert [found for found in hf_depthroute.adapter.doctor.examine(place) if found.state != "ok"] == []
+        return
     if way == "PeftConfig":
         PeftConfig.from_pretrained(place)
         return

@@ -282,7 +282,7 @@ def test_sigterm_ends_a_server_with_streams_and_leaves_nothing(option: list[str]
     with running(tmp_path, option) as (process, server):
         body = json.dumps(SHORT | {"max_tokens": 100_000, "stream": True}).encode()
         streams = []
-        for _ in range(6):
+        for _ in range(20):
             connection = http.client.HTTPConnection(*server.address, timeout=60)
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
             streams.append(connection)
@@ -352,6 +352,29 @@ def test_a_request_ends_when_its_client_leaves() -> None:
     guard = Guard(app, "m", Limits(8, 8, 1))
     assert ask(guard, b"{}", stay=False) == []
     assert ended == ["cancelled"] and guard.requests == 0
+
+
+def test_an_answer_that_a_server_ends_with_is_no_error_of_its_own() -> None:
+    """Of every answer that was running, a server that was told to end wrote a traceback."""
+    guard = Guard(lambda *_: asyncio.sleep(60), "m", Limits(8, 8, 1))
+    messages = iter([{"type": "http.request", "body": b"{}", "more_body": False}])
+
+    async def receive() -> Any:
+        return next(messages, None) or await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    async def end() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        running = asyncio.ensure_future(guard(scope, receive, send))
+        await asyncio.sleep(0.1)
+        assert guard.requests == 1
+        running.cancel()
+        await running
+
+    asyncio.run(end())
+    assert guard.requests == 0
 
 
 @needs_serve

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from .files import (
     read_tensors,
     tensors_hash,
 )
+from .source import read_whole
 
 _TABLE = "memory.table"
 _UPDATES = ".depth_route_quantiles.updates"
@@ -41,10 +43,22 @@ class Finding(NamedTuple):
     text: str
 
 
-def examine(folder: Path) -> Iterator[Finding]:
-    """Findings about the adapter in `folder`; stops at the first fault that hides the others."""
-    for state, text in _examine(folder):
-        yield Finding(state, shown(text))
+def examine(folder: Path) -> list[Finding]:
+    """Findings about the adapter in `folder`; stops at the first fault that hides the others.
+
+    What another process saves into the folder meanwhile is looked at from the beginning.
+    """
+    found: list[Finding] = []
+
+    def look() -> None:
+        found[:] = [Finding(state, shown(text)) for state, text in _examine(folder)]
+        faults = [finding.text for finding in found if finding.state == "fault"]
+        if faults:
+            raise AdapterMismatchError(faults[0])
+
+    with suppress(AdapterMismatchError):
+        read_whole(folder, look)
+    return found
 
 
 def _examine(folder: Path) -> Iterator[tuple[str, str]]:

@@ -46,6 +46,7 @@ def play(options: PlayOptions) -> None:
     from . import loading
 
     loading.quiet(options.debug)
+    from ..files.out_of_resources import disk_full
     from ..inference.calibration import set_phases
     from ..play.page import make_page
 
@@ -61,6 +62,8 @@ def play(options: PlayOptions) -> None:
             server_name=options.host, server_port=options.port, prevent_thread_lock=True, ssr_mode=False, quiet=True
         )
     except OSError as error:
+        if disk_full(error):  # Gradio keeps files of its pages
+            raise
         raise CliError(f"--host {options.host} --port {options.port}: cannot listen there; choose others") from error
     say(f"playing with {options.adapter} on {source.base}: open {address} (Ctrl-C ends it)")
     try:

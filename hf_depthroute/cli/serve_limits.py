@@ -69,6 +69,9 @@ class Guard:
                 self.requests -= 1
         except BadRequest as refused:
             await _answer(send, refused)
+        except asyncio.CancelledError:
+            # The server ends, and the time that it gave its answers is over. Their clients see a broken connection.
+            return
 
     def _serves(self, path: str) -> bool:
         if path not in (*GENERATION, _LOAD):
