@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, set_budget
+from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, route_cost, set_budget
 
 IMAGE = 60
 TEXT = {
@@ -93,3 +95,35 @@ def test_the_language_model_of_a_vlm_is_routed_saved_and_loaded(name: str, tmp_p
         assert torch.equal(loaded(**given(name)).logits, dense)
     with pytest.raises(ValueError, match="made for another base"):
         PeftModel.from_pretrained(vlm(name, seed=5), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava"])
+def test_a_vlm_is_calibrated_on_images_and_its_language_model_is_counted(name: str) -> None:
+    model = get_depth_routed_model(vlm(name), DepthRouteConfig(layers=[1, 2, 3])).eval()
+    make_consequential(model)
+    shares = calibrate(model, [given(name), given(name, padding=3)], budget=0.25)
+    assert all(0.15 <= share <= 0.35 for share in shares.values())
+    few, everything = (route_cost(model, budget=budget, length=16) for budget in (0.25, 1.0))
+    assert few.flops_dense == everything.flops_dense > few.flops_routed
+    assert few.flops_routed < everything.flops_routed
+    keys_and_values = 4 * 2 * 2 * 8 * 4  # layers, both, heads, width, bytes, of each token
+    held = 16 * keys_and_values if name == "llava" else few.kv_bytes  # Gemma's windows hold fewer
+    assert few.kv_bytes == held and 0 < held <= 16 * keys_and_values
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava"])
+def test_a_fresh_process_loads_a_vlm(name: str, tmp_path: Path) -> None:
+    model = get_depth_routed_model(vlm(name), DepthRouteConfig(layers=[1, 2, 3])).eval()
+    make_consequential(model)
+    calibrate(model, given(name))
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.save(model(**given(name)).logits, tmp_path / "logits.pt")
+    code = (
+        "import sys, torch; from test_vlm import PeftModel, given, vlm; name, folder = sys.argv[1:]\n"
+        "with torch.no_grad(): found = PeftModel.from_pretrained(vlm(name), folder).eval()(**given(name)).logits\n"
+        "print(torch.equal(found, torch.load(folder + '/logits.pt')))"
+    )
+    words = [sys.executable, "-c", code, name, str(tmp_path)]
+    ended = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300)
+    assert ended.stdout == "True\n", ended.stderr

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from ..base.families import find_decoder, find_family
+from ..base.families import find_decoder, find_family, text_config
 from ..config.adapter import DepthRouteConfig, check_budget
 from ..inference.calibration import active_routings
 from ..parts.traits import traits_of
@@ -89,7 +89,7 @@ def route_cost(
     holders = active_routings(model)
     family = find_family(model)
     layers = getattr(find_decoder(model, family), family.layers)
-    config: Any = model.config
+    config = text_config(model.config)
     if full_ratio is None:
         full_ratio = {holder.layer_index: _share(holder, holder.active_config(), budget) for holder in holders}
     shares = {holder.layer_index: (full_ratio[holder.layer_index], 1.0) for holder in holders}

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..base.cache import cache_layer, can_skip
-from ..base.families import Family, find_decoder, find_family
+from ..base.families import Family, find_decoder, find_family, text_config
 from ..base.projections import STYLES
 from ..inference.calibration import active_routings
 from ..parts.gates import MLPGate
@@ -252,7 +252,7 @@ def count_work(
     layers = getattr(find_decoder(model, family), family.layers)
     holders = {} if shares is None else {h.layer_index: h for h in active_routings(model) if not runs_full(h, length)}
     work = Work()
-    config: Any = model.config
+    config = text_config(model.config)
     size = next(p for n, p in layers[0].named_parameters() if f"{HOLDER}." not in n).element_size()
     tokens, trains = batch * length, trained_from is not None
     per_pair, cached_values = attention_sizes(config)
