@@ -257,12 +257,12 @@ class Search:
         """The routed part, and the stream behind its full path; layers that run one after the other compute it once."""
         plan = holder.plan(False)
         assert plan is not None
-        plan = replace(plan, site=target, target=TARGETS[target])
-        call = self._walk.call(holder.layer_index, batch, h, plan)
-        if target == "ffn" or holder.family.parallel:
+        traits = TARGETS[target]
+        call = self._walk.call(holder.layer_index, batch, h, replace(plan, site=target, target=traits))
+        if holder.family.parallel or not traits.skips_attention:
             return call, call.full()
         ffn_call, ffn_full = paths["ffn"][batch]
-        return call, ffn_full if target == "block" else ffn_call.stream
+        return call, ffn_full if traits.skips_ffn else ffn_call.stream
 
     def _price(
         self,
@@ -338,7 +338,7 @@ def options_of(holder: Routing) -> list[Option]:
         found += [Option("ffn", "neurons", max(1, neurons // part)) for part in (4, 2)]
         found += [Option("block", "neurons", max(1, neurons // 4))]
     if holder.family.queries is None:  # attention that is skipped per token is computed all the same
-        return [option for option in found if option.target == "ffn"]
+        return [option for option in found if not TARGETS[option.target].skips_attention]
     return [*found, Option("attention", "lowrank", low)]
 
 
