@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import build_base, decoder_layers, logits, routed, tokens
+from models import CONFIGS, decoder_layers, logits, randomised, routed, tokens
 from peft import PeftModel
 from training import backward, make_trainer, rows, stacked, step_logs
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
@@ -38,7 +38,9 @@ INSTALLED = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("quantised")
-    build_base("llama").save_pretrained(path / "base")
+    kind, config = CONFIGS["llama"]
+    sizes = config().to_dict() | {"hidden_size": 64, "head_dim": 16}  # bitsandbytes packs blocks of 64 on a CPU
+    randomised(kind(type(config())(**sizes)), "sdpa", torch.float32, seed=0).save_pretrained(path / "base")
     return path
 
 
