@@ -142,7 +142,7 @@ class Fits:
         """Branch, then gate; without a decision yet, the cheaper half by a linear prediction stands in for it."""
         found, gate = self.layers[index], self._gate(index)
         if cheap_N is None:
-            cheap_N = _cheaper_half(rows, self._fit_cheap_path(index, rows, ~rows.sinks))
+            cheap_N = _cheaper_half(rows, self._fit_cheap_path(index, rows, ~rows.sinks) * rows.norms)
         missed_N = self._fit_cheap_path(index, rows, cheap_N & ~rows.sinks)
         taken_N = cheap_N & ~rows.sinks
         update_N = rows.update.norm(dim=-1) / rows.norms
@@ -150,7 +150,7 @@ class Fits:
         found.branch_r2 = float(1 - missed / update) if update > 0 else 0.0
         found.sinks = sum(each_of_all(int(rows.sinks.sum())))
         always_Sd = rows.gate[rows.sinks] if found.sinks else None
-        wanted_N = missed_N[~rows.sinks].sqrt()
+        wanted_N = (missed_N * rows.norms)[~rows.sinks].sqrt()  # its length: what the stream carries on
         of_all_N = rows_of_all(wanted_N)
         mean, spread = of_all_N.mean(), of_all_N.std().clamp(min=1e-30)
         gate.fit(rows.gate[~rows.sinks], (wanted_N - mean) / spread, self.config.seed + index, always_Sd)
