@@ -88,11 +88,10 @@ def routed_prompts() -> Sequence[str]:
     for part in sorted((part for part in smollm2.results() if part.startswith("prompts-")), reverse=True):
         _, share, seed = part.split("-")
         if seed == "0":
-            time = f"{times[part]['prompt']:.2f} of its time"
-            told.append(f"{smollm2.span(part)} nats at {share} of its FLOPs ({time})")
+            told.append(f"{share} of the FLOPs, {times[part]['prompt']:.2f} of the time: {smollm2.span(part)} nats")
     return (
         "What does a cheaper prompt cost the text behind it?", "Little, on a model that people know.",
-        f"{'; '.join(told)}; five kinds of text, SmolLM2-135M-Instruct, no training, one seed", "smollm2",
+        f"{'; '.join(told)}; SmolLM2-135M-Instruct, five texts, one seed", "smollm2",
     )  # fmt: skip
 
 

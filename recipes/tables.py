@@ -117,3 +117,7 @@ def main() -> None:
         head, rest = page.read_text().split(first)
         page.write_text(head + written + rest.split(last)[-1])
     draw()
+
+
+if __name__ == "__main__":
+    main()

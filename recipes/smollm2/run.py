@@ -221,19 +221,19 @@ class Run:
         """Times over dense, medians of interleaved rounds: a prompt of 1,024 tokens, and a decoded token."""
         model: Any = base(self.args.model)
         folders = sorted(folder for folder in self.args.work.iterdir() if (folder / "adapter_config.json").exists())
-        routed = None
-        for folder in folders:
+        names, routed = {folder.name.replace(".", "_"): folder for folder in folders}, None  # PEFT takes no dots
+        for name, folder in names.items():
             if routed is None:
-                routed = PeftModel.from_pretrained(model, str(folder), adapter_name=folder.name)
+                routed = PeftModel.from_pretrained(model, str(folder), adapter_name=name)
             else:
-                routed.load_adapter(str(folder), folder.name)
+                routed.load_adapter(str(folder), name)
         if routed is None:
             raise SystemExit(f"no adapter in {self.args.work}")
         routed.eval()
         ids = torch.cat([rows.flatten() for rows in self.texts.report.values()])[:1024][None]
         seconds: dict[str, dict[str, list[float]]] = {}
         for number in range(self.args.rounds + 1):  # the first warms up
-            for name in ("dense", *(folder.name for folder in folders)):
+            for name in ("dense", *names):
                 with routed.disable_adapter() if name == "dense" else nullcontext():
                     if name != "dense":
                         routed.set_adapter(name)
@@ -246,8 +246,8 @@ class Run:
             "rounds": self.args.rounds,
             "dense_seconds": medians["dense"],
             "over_dense": {
-                name: {part: round(value / medians["dense"][part], 4) for part, value in parts.items()}
-                for name, parts in medians.items()
+                folder.name: {part: round(value / medians["dense"][part], 4) for part, value in medians[name].items()}
+                for name, folder in names.items()
             },
         }
 
