@@ -383,7 +383,7 @@ def test_a_missing_yaml_file_is_named(run: Run, train_arguments: list[object], t
         (["--layers", "7"], "7 is out of range; the model has layers 0 to 3"),
         (["--layers", "-1"], "layers=[-1]"),
         (["--layers", "last:9"], "the model has only 4 decoder layers"),
-        (["--layers", "some"], "'last:N', 'every:N'"),
+        (["--layers", "some"], "'last:N', 'last:half', 'every:N'"),
         (["--gate", "magic"], "use one of: mlp, jepa"),
         (["--branch-rank", "0"], "branch_rank=0"),
         (["--budget-weight", "-1"], "budget_weight=-1.0"),

@@ -215,7 +215,7 @@ def test_the_command_fits_prompts(tmp_path: Path) -> None:
     words = ("fit", "--model", base, "--dataset", text, "--length", 48, "--phases", "prefill", "--keep", 0.7)
     ended = run(*words, "--out", out)
     assert ended.code == 0, ended.err
-    assert "loss behind prompts held out" in ended.out and "70% of the FLOPs of a prompt" in ended.out
+    assert "loss behind prompts of" in ended.out and "70% of the FLOPs of a prompt" in ended.out
     assert json.loads((out / "adapter_config.json").read_text())["phases"] == "prefill"
     ended = run(*words, "--out", tmp_path / "other", "--target", "block")
     assert ended.code == 2 and "target='block': of prompts it is found" in ended.err

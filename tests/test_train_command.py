@@ -335,7 +335,7 @@ def test_resume_does_not_fit_again(
         patch.setattr(transformers.Trainer, "training_step", fail)
         assert train(*words)[0] == errors.INTERRUPTED
 
-    monkeypatch.setattr("hf_depthroute.cli.fitting.router", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("hf_depthroute.cli.training.fit_router", lambda *args, **kwargs: 1 / 0)
     for other in (("--budget", 0.75), ("--layers", "0,1,2")):
         code, _, err = train(*words, "--resume", *other)
         assert code == errors.USAGE and "not trained from a fit of this --budget and --layers" in err

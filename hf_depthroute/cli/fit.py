@@ -125,10 +125,11 @@ def fit(options: FitOptions) -> None:
             say(f"layer {index}: {layer['share']:.1%} of the tokens run full")
     spread = found["loss_over_dense_error"]
     between = "" if spread is None else f" (difference ± {spread:.4f}, the standard error over rows)"
+    prompts = options.phases == "prefill"
     say(
-        f"loss {'behind prompts' if options.phases == 'prefill' else 'on text'} held out, "
-        f"{found['held_out_tokens']} tokens: dense {found['loss_dense']:.4f}, routed {found['loss']:.4f}{between} "
-        f"with {options.keep:.0%} of the {'FLOPs of a prompt' if options.phases == 'prefill' else 'calls'}"
+        f"loss {'behind prompts of' if prompts else 'on'} {found['held_out_tokens']} held-out tokens: dense "
+        f"{found['loss_dense']:.4f}, routed {found['loss']:.4f}{between} with {options.keep:.0%} of the "
+        f"{'FLOPs of a prompt' if prompts else 'calls'}"
     )
     fitted = model.peft_config["default"]
     if fitted.takes_budget():

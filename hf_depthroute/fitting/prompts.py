@@ -293,7 +293,7 @@ class Search:
 
 @dataclass
 class Rows:
-    """What a branch is fitted to: the output of its norm and the update `[N, d]`, and how large the stream is `[N]`."""
+    """Rows that a branch is fitted to: the output of its norm and the update `[N, d]`, the size of the stream `[N]`."""
 
     x_Nd: torch.Tensor
     y_Nd: torch.Tensor

@@ -129,7 +129,7 @@ def over_dense(model: Any, texts: Texts, setting: str, dense: dict[str, Any]) ->
 def base(name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=False).eval()
 
 
 def left_out(load: Callable[[], Any], layers: list[int], target: str) -> Any:
@@ -173,7 +173,7 @@ class Run:
         from transformers import AutoTokenizer
 
         self.args = args
-        self.texts = Texts(args.data, AutoTokenizer.from_pretrained(args.model), args.rows)
+        self.texts = Texts(args.data, AutoTokenizer.from_pretrained(args.model, trust_remote_code=False), args.rows)
         if not self.texts.fit:
             raise SystemExit("no text to fit on; see --data")
         for folder in (args.out, args.work):
