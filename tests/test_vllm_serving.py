@@ -237,10 +237,9 @@ def expected_at(case: Case, phases: str, server: float | None = None) -> list[li
     [
         ({}, {}),
         ({"max_num_batched_tokens": 64}, {"budget": 1.0}),
-        ({"enforce_eager": False}, {}),
         ({"max_num_batched_tokens": 2048}, {"phases": "prefill"}),
     ],
-    ids=["eager", "chunks, dense server", "compiled", "prompts only"],
+    ids=["eager", "chunks, dense server", "prompts only"],
 )
 def test_requests_of_other_budgets_in_one_batch_are_those_alone(
     llama: Case, options: dict[str, Any], settings: dict[str, Any]
