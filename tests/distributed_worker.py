@@ -252,7 +252,8 @@ def fitted(rank: int, world: int) -> Result:
     batches = [{"input_ids": part} for part in tokens(11, 96).split(4)]
     found: Result = {}
     memory = {"branch": "memory", "memory_slots": 2048, "memory_width": 16, "memory_heads": 1, "ngram_order": 2}
-    for name, fields in {"affine": {"gate": "affine"}, "mlp": {}, "memory": {"gate": "affine"} | memory}.items():
+    kinds: dict[str, dict[str, Any]] = {"affine": {"gate": "affine"}, "mlp": {}, "memory": {"gate": "affine"} | memory}
+    for name, fields in (kinds | {"prompts": {"phases": "prefill"}}).items():
         model = fit_router(build_base("llama"), batches, 0.6, DepthRouteConfig(layers="all", **fields))
         record = remembered(model, "default").training or {}
         found[name] = {"state": adapter_state(model), "fit": record["fit"]}

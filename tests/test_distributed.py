@@ -206,6 +206,20 @@ def test_two_processes_fit_the_router_of_one(results: Path, gate: str) -> None:
         assert layer == pytest.approx(first["fit"]["layers"][index], abs=2e-3)
 
 
+def test_two_processes_find_the_prompts_layers_of_one(results: Path) -> None:
+    expected = fitted(0, 1)["prompts"]
+    first, second = (found["prompts"] for found in load(results, "fitted"))
+    assert_same_tensors(first["state"], second["state"])
+    assert_same_tensors(expected["state"], first["state"], tolerance=1e-3)
+    assert first["fit"] == second["fit"]
+    assert expected["fit"]["divergence"] == pytest.approx(first["fit"]["divergence"], abs=1e-4)
+    chosen = [
+        [(i, layer["target"], layer["rank"]) for i, layer in fit["layers"].items()]
+        for fit in (expected["fit"], first["fit"])
+    ]
+    assert chosen[0] == chosen[1]
+
+
 def test_the_command_fits_in_two_processes_and_writes_once(results: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(RECIPE / "ddp.yaml")]
     options = ["--model", results / "base", "--dataset", results / "text.txt", "--length", 64, "--blocks", 16]

@@ -23,7 +23,8 @@ from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import token_mask
 from hf_depthroute.evaluation.roofline import count_work
 from hf_depthroute.fitting.bar import FitBar
-from hf_depthroute.fitting.prompts import Option, StaticFit, _prompts, choose, fit_prompts, options_of
+from hf_depthroute.fitting.options import Option, StaticFit, choose, options_of, prompts_of
+from hf_depthroute.fitting.prompts import fit_prompts
 from hf_depthroute.fitting.sensitivity import stream_gradients
 from hf_depthroute.inference.calibration import active_routings
 from hf_depthroute.training.record import remembered
@@ -141,11 +142,30 @@ def test_no_other_set_saves_as_much_and_costs_less() -> None:
 def test_a_prompt_is_two_thirds_of_the_real_tokens() -> None:
     mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6, [1] * 6 + [0] * 3])
     batch = {"input_ids": torch.zeros(3, 9, dtype=torch.long), "attention_mask": mask}
-    cheap, behind = _prompts(batch)
+    cheap, behind = prompts_of(batch)
     assert cheap.sum(1).tolist() == [5, 3, 3]  # all but the prompt's last token
     assert behind.sum(1).tolist() == [3, 2, 2]  # that token and those behind it, but the text's last one
     assert not (cheap & behind).any() and not ((cheap | behind) & ~token_mask(batch)).any()
     assert cheap[1].nonzero().squeeze(1).tolist() == [3, 4, 5]
+
+
+def test_padding_changes_nothing() -> None:
+    """Neither what is found nor what counts as a sink depends on what stands where no token is."""
+    padded = [
+        {
+            "input_ids": F.pad(batch["input_ids"], (7, 0)),
+            "attention_mask": F.pad(torch.ones_like(batch["input_ids"]), (7, 0)),
+        }
+        for batch in TEXT
+    ]
+    config = DepthRouteConfig(layers="all", phases="prefill")
+    plain, other = (fit_router(build_base("llama"), text, 0.6, config) for text in (TEXT, padded))
+    assert found(plain)["divergence"] == pytest.approx(found(other)["divergence"], rel=0.02)
+    bounds = [
+        [float(holder.depth_route_gate["default"].log_bound) for holder in active_routings(model)]
+        for model in (plain, other)
+    ]
+    assert bounds[0] == pytest.approx(bounds[1], abs=1e-3)
 
 
 def test_it_is_saved_and_loads(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -23,27 +23,19 @@ from torch import nn
 from ..adapter.restoring import restoring
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
-from ..base.distributed import each_of_all, own_rows, rows_of_all, sharing, total
+from ..base.distributed import rows_of_all, sharing
 from ..base.families import find_layers
 from ..base.readout import check_head
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..config.fields import PATTERNS, RoutingFields
 from ..data.batches import model_inputs, token_mask
-from ..evaluation.roofline import count_work
-from ..execution.call import RoutedCall
 from ..files.versions import versions
 from ..inference.calibration import active_routings
-from ..inference.fitting import fit_branch
-from ..parts.baseline_gates import SinkGate
-from ..parts.neurons import NeuronBranch, neurons_of
-from ..parts.regression import norms_and_sinks
-from ..parts.targets import TARGETS
-from ..routing.holder import Routing
 from ..routing.trace import RouteTrace, full_depth, record_routes, replay_routes
 from ..training.record import remember_training
 from .bar import FitBar
 from .layer_walk import LayerWalk
-from .sensitivity import stream_gradients
+from .options import Option, Search, choose, fit_on, prompts_of, real_rows, rows_of
 from .text import Batches, own_part, positions, split
 
 _PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
@@ -52,31 +44,6 @@ _OPTIONS = 3  # a layer's options take as long as so many passes through it
 _NO_BUDGET = 1e-3  # sinks are few, and no budget says how many
 _FOUND = ("target", "gate", "branch", "branch_rank", "static_layers", *PATTERNS)
 _FEWEST = 512  # tokens of prompts to fit on, at least
-
-
-@dataclass(frozen=True)
-class Option:
-    """A way to leave out a part of a layer: the target, and the branch in its place."""
-
-    target: str
-    branch: str
-    rank: int
-
-
-@dataclass
-class StaticFit:
-    """Result for one layer and one option.
-
-    Attributes:
-        nats: What it costs the text behind the prompt, nats per token, as it is predicted from gradients.
-        saved: The share of the FLOPs of a prompt that it leaves out.
-        branch_r2: `1 - |update - branch|^2 / |update|^2` on the text fitted on, sinks left out, errors relative to the
-            stream behind the full path.
-    """
-
-    nats: float
-    saved: float
-    branch_r2: float
 
 
 @restoring
@@ -126,7 +93,7 @@ def fit_prompts(
         if (value := getattr(given, name)) != getattr(RoutingFields, name):
             raise ConfigError(f"{name}={value!r}: of prompts it is found for every layer; leave it out")
     text, held_out = split(list(model_inputs(model, batches)))
-    tokens = sum(int(_prompts(batch)[0].sum()) for batch in text)
+    tokens = sum(int(prompts_of(batch)[0].sum()) for batch in text)
     if tokens < _FEWEST:
         raise ValueError(f"fit_prompts: batches holds {tokens} tokens of prompts to fit on; {_FEWEST} is the least")
     first = DepthRouteConfig(layers=given.layers, gate="none", branch="none", phases="prefill", seed=given.seed)
@@ -199,210 +166,12 @@ def _config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRo
     )
 
 
-class Search:
-    """Every option in every layer, fitted and priced.
-
-    Attributes:
-        found: By layer index and option.
-        branches: The fitted branches, the same way.
-    """
-
-    def __init__(self, model: PeftModel, text: Batches, held_out: Batches, seed: int, bar: FitBar) -> None:
-        self.found: dict[int, dict[Option, StaticFit]] = {}
-        self.branches: dict[int, dict[Option, Any]] = {}
-        self._fitted = len(text)  # the batches before this one are fitted on, the others held out
-        batches = text + held_out
-        masks = [_prompts(batch) for batch in batches]
-        self._cheap = [cheap for cheap, _ in masks]
-        self._behind = sum(each_of_all(sum(int(behind.sum()) for _, behind in masks[self._fitted :])))
-        first = own_rows(_rows(held_out))[0].start
-        self._gradients: list[list[torch.Tensor]] = []
-        for batch, (_, behind) in zip(held_out, masks[self._fitted :]):
-            seeds = [seed * 1_000_003 + first + row for row in range(len(behind))]
-            self._gradients.append(stream_gradients(model, batch, behind, seeds))
-            first += len(behind)
-        self._walk = LayerWalk(model, batches)
-        length = max(batch["input_ids"].shape[1] for batch in batches)
-        saved = _savings(model, int(length * _PROMPT))
-        states = self._walk.first()
-        for index in range(len(self._walk.layers)):
-            holder = self._walk.holder(index)
-            if holder is None:
-                states = [self._walk.run(index, batch, h) for batch, h in enumerate(states)]
-            else:
-                states = self._layer(holder, states, saved)
-            bar.layer_done()
-
-    def _layer(self, holder: Routing, states: list[torch.Tensor], saved: Any) -> list[torch.Tensor]:
-        index = holder.layer_index
-        paths: dict[str, list[tuple[RoutedCall, torch.Tensor]]] = {}
-        self.found[index], self.branches[index] = {}, {}
-        for target in ("ffn", "attention", "block"):
-            paths[target] = [self._path(holder, target, batch, h, paths) for batch, h in enumerate(states)]
-        outputs = [call.finish(full) for call, full in paths["ffn"]]
-        rows: dict[tuple[str, str], Rows] = {}
-        for option in options_of(holder):
-            branch = holder.make_branch(option.target, option.branch, option.rank).to(outputs[0].device)
-            kind = option.target, option.branch
-            if kind not in rows:
-                rows[kind] = rows_of(branch, paths[option.target][: self._fitted], self._cheap[: self._fitted])
-            r2 = fit_on(branch, rows[kind])
-            sinks = _sink_gate(paths[option.target])
-            nats = self._price(index, branch, sinks, paths[option.target][self._fitted :], outputs[self._fitted :])
-            self.branches[index][option] = branch
-            self.found[index][option] = StaticFit(nats, saved(holder, option), r2)
-        return outputs
-
-    def _path(self, holder: Routing, target: str, batch: int, h: torch.Tensor, paths: Any) -> Any:
-        """The routed part, and the stream behind its full path; layers that run one after the other compute it once."""
-        plan = holder.plan(False)
-        assert plan is not None
-        traits = TARGETS[target]
-        call = self._walk.call(holder.layer_index, batch, h, replace(plan, site=target, target=traits))
-        if holder.family.parallel or not traits.skips_attention:
-            return call, call.full()
-        ffn_call, ffn_full = paths["ffn"][batch]
-        return call, ffn_full if traits.skips_ffn else ffn_call.stream
-
-    def _price(
-        self,
-        index: int,
-        branch: Any,
-        gate: SinkGate,
-        paths: list[tuple[RoutedCall, torch.Tensor]],
-        outputs: list[torch.Tensor],
-    ) -> float:
-        """Half of two estimates: with what the tokens of a row do together, and with what each does alone.
-
-        The first is right on average, and noisy: one sample for each row. The second misses what errors do together,
-        and takes its scale from all of them.
-        """
-        together, alone = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-        for (call, _), out, gradients, cheap in zip(
-            paths, outputs, self._gradients, self._cheap[self._fitted :], strict=True
-        ):
-            change = call.finish(call.stream + branch(call.stream)) - out
-            skipped = cheap & (gate(call.stream)["scores"] < 0)
-            slopes_BT = (
-                (gradients[index].to(change.device) * change.float()).sum(-1).double().masked_fill(~skipped, 0.0)
-            )
-            together += slopes_BT.sum(1).square().sum().cpu()
-            alone += slopes_BT.square().sum().cpu()
-        return float(total(together + alone)) / 4 / max(1, self._behind)
-
-
-@dataclass
-class Rows:
-    """Rows that a branch is fitted to: the output of its norm and the update `[N, d]`, the size of the stream `[N]`."""
-
-    x_Nd: torch.Tensor
-    y_Nd: torch.Tensor
-    norms_N: torch.Tensor
-    energy: torch.Tensor | None = None  # of the FFN's neurons, once it is known
-
-
-def rows_of(branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], cheap: list[torch.Tensor]) -> Rows:
-    """The rows of the tokens in `cheap`, without the sinks."""
-    x, update, after = [], [], []
-    for (call, full), mask in zip(paths, cheap, strict=True):
-        x.append(branch.normed(call.stream)[mask].float())
-        update.append((full - call.stream)[mask].float())
-        after.append(full[mask].float())
-    norms_N, sinks_N = norms_and_sinks(torch.cat(after))
-    return Rows(torch.cat(x)[~sinks_N], torch.cat(update)[~sinks_N], norms_N[~sinks_N])
-
-
-def fit_on(branch: Any, rows: Rows) -> float:
-    """Fit a branch; the share of the update that it explains."""
-    if isinstance(branch, NeuronBranch) and rows.energy is None:
-        rows.energy = branch.energy(rows.x_Nd, 1 / rows.norms_N.square())
-    penalty = max(_PENALTY, 0.1 * rows.x_Nd.shape[1] / sum(each_of_all(len(rows.x_Nd))))
-    return 1 - fit_branch(branch, rows.x_Nd, rows.y_Nd, penalty, rows.norms_N, rows.energy)
-
-
-def _sink_gate(paths: list[tuple[RoutedCall, torch.Tensor]]) -> SinkGate:
-    """The gate of a layer whose routed part reads the streams of `paths`."""
-    gate = SinkGate(0, None).to(paths[0][1].device)
-    gate.set_bound(torch.cat([call.stream.flatten(0, 1) for call, _ in paths]))
-    return gate
-
-
-def options_of(holder: Routing) -> list[Option]:
-    """Options of a layer: FFN, attention or both, by low-rank branches and by parts of the FFN's neurons."""
-    ffn, width = holder.ffn, holder.width
-    low = max(1, width // 8)
-    found = [Option("block", "lowrank", low)]
-    if (neurons := neurons_of(ffn)) is None:
-        found += [Option("ffn", "lowrank", low), Option("ffn", "lowrank", max(1, width // 3))]
-    else:
-        found += [Option("ffn", "neurons", max(1, neurons // part)) for part in (4, 2)]
-        found += [Option("block", "neurons", max(1, neurons // 4))]
-    if holder.family.queries is None:  # attention that is skipped per token is computed all the same
-        return [option for option in found if not TARGETS[option.target].skips_attention]
-    return [*found, Option("attention", "lowrank", low)]
-
-
-def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> dict[int, Option]:
-    """The option of each layer, or none, that together save `wanted` at the least predicted cost; `{}` if none do.
-
-    A knapsack, by Lagrange's multiplier: every layer takes what is best at one price for what is saved. Of the sets
-    that any price gives, it is the cheapest one that saves enough.
-    """
-
-    def at(price: float) -> dict[int, Option]:
-        taken = {}
-        for index, fits in found.items():
-            option, fit = min(fits.items(), key=lambda item: item[1].nats - price * item[1].saved)
-            if fit.nats < price * fit.saved:
-                taken[index] = option
-        return taken
-
-    def saved(taken: Mapping[int, Option]) -> float:
-        return sum(found[index][option].saved for index, option in taken.items())
-
-    low, high = 0.0, 1e6
-    if saved(at(high)) < wanted:
-        return {}
-    for _ in range(100):
-        middle = (low + high) / 2 if low else high / 16 if high > 1e-12 else 0.0
-        low, high = (low, middle) if saved(at(middle)) >= wanted else (middle, high)
-        if high - low <= 1e-9 * high:
-            break
-    return at(high)
-
-
-def _savings(model: PeftModel, length: int) -> Any:
-    """A function of a layer's holder and an option: the share of the FLOPs of a prompt that the option leaves out."""
-    full = dict.fromkeys((holder.layer_index for holder in active_routings(model)), (1.0, 1.0))
-    dense = count_work(model, batch=1, length=length, shares=full).total_flops
-    known: dict[tuple[Any, ...], float] = {}
-
-    def saved(holder: Routing, option: Option) -> float:
-        key = holder.layer_index, option.target
-        config, name = holder.active_config(), holder.active_name()
-        if key not in known:
-            before, config.target = config.target, option.target
-            try:
-                shares = full | {holder.layer_index: (1 / length, 1.0)}
-                left = count_work(model, batch=1, length=length, shares=shares).total_flops
-            finally:
-                config.target = before
-            known[key] = (dense - left) / dense
-        branch = holder.make_branch(option.target, option.branch, option.rank)
-        weights = sum(p.numel() for p in branch.parameters() if p.ndim == 2)
-        weights += branch.borrowed_weights() if isinstance(branch, NeuronBranch) else 0
-        assert name is not None
-        return known[key] - 2.0 * weights * length / dense
-
-    return saved
-
-
 def _refit(model: PeftModel, text: Batches, bar: FitBar) -> dict[int, float]:
     """Fit the branches again, layer by layer, to what leads from the routed model's stream back to the dense model's.
 
     So a branch makes up for its own layer, and for as much of what those before it have lost as can be told.
     """
-    walk, cheap = LayerWalk(model, text), [_prompts(batch)[0] for batch in text]
+    walk, cheap = LayerWalk(model, text), [prompts_of(batch)[0] for batch in text]
     states, dense = walk.first(), walk.first()
     r2: dict[int, float] = {}
     for index in range(len(walk.layers)):
@@ -417,7 +186,7 @@ def _refit(model: PeftModel, text: Batches, bar: FitBar) -> dict[int, float]:
         wanted_fulls = [call.full() for call in wanted]
         branch = holder.depth_route_branch[holder.active_name()]
         gate: Any = holder.depth_route_gate[holder.active_name()]
-        gate.set_bound(torch.cat([call.stream.flatten(0, 1) for call in calls]))
+        gate.set_bound(real_rows([call.stream for call in calls], walk))
         skipped = [mask & (gate(call.stream)["scores"] < 0) for call, mask in zip(calls, cheap)]
         r2[index] = fit_on(branch, rows_of(branch, list(zip(calls, wanted_fulls)), skipped))
         states = [
@@ -432,9 +201,9 @@ def _behind(model: PeftModel, text: Batches) -> tuple[torch.Tensor, torch.Tensor
 
     Nats per token, `[R]` each.
     """
-    found = []
+    found = [torch.empty(3, 0, dtype=torch.float64)]  # of a process without rows
     for batch in text:
-        cheap, behind = _prompts(batch)
+        cheap, behind = prompts_of(batch)
         with full_depth(model):
             dense = model(**batch, use_cache=False).logits[behind].float().log_softmax(-1)
         with record_routes(model) as trace:  # sinks run in full, and so does the text behind the prompt
@@ -449,15 +218,3 @@ def _behind(model: PeftModel, text: Batches) -> tuple[torch.Tensor, torch.Tensor
         found.append(torch.stack(rows).div(behind.sum(1).clamp(min=1)).double().cpu())
     dense_R, loss_R, kl_R = rows_of_all(torch.cat(found, dim=1).T).T
     return dense_R, loss_R, kl_R
-
-
-def _prompts(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bool `[B, T]` each: the tokens of each row's prompt but its last, and the positions whose next token counts."""
-    real = token_mask(batch)
-    place, count = real.cumsum(1), real.sum(1, keepdim=True)
-    last = (count * _PROMPT).long()  # the prompt's last token is the `last`-th real one
-    return real & (place < last), real & (place >= last) & (place < count)
-
-
-def _rows(batches: Batches) -> int:
-    return sum(len(batch["input_ids"]) for batch in batches)

@@ -58,7 +58,10 @@ def stream_gradients(
 
 def _drawn(log_probs_NV: torch.Tensor, counted_BT: torch.Tensor, seeds: list[int]) -> torch.Tensor:
     """A token from each distribution, `[N]`; those of a row depend on its own seed alone."""
-    uniform = [torch.rand(counted_BT.shape[1], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    uniform_N1 = torch.stack(uniform).to(log_probs_NV.device)[counted_BT][:, None]
+    counts = counted_BT.sum(1).tolist()  # not the places: padding may lie before them
+    uniform = [
+        torch.rand(n, generator=torch.Generator().manual_seed(seed)) for n, seed in zip(counts, seeds, strict=True)
+    ]
+    uniform_N1 = torch.cat(uniform).to(log_probs_NV.device)[:, None]
     sums_NV = log_probs_NV.exp().cumsum(-1)
     return torch.searchsorted(sums_NV, uniform_N1 * sums_NV[:, -1:]).squeeze(1).clamp(max=log_probs_NV.shape[1] - 1)

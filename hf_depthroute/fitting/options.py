@@ -1,0 +1,274 @@
+"""What may be left out of a prompt: the options of every layer, fitted and priced, and the cheapest set of them.
+
+Shapes: B batch, T positions, N tokens, d model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from ..base.distributed import each_of_all, own_rows, total
+from ..data.batches import token_mask
+from ..evaluation.roofline import count_work
+from ..execution.call import RoutedCall
+from ..inference.calibration import active_routings
+from ..inference.fitting import fit_branch
+from ..parts.baseline_gates import SinkGate
+from ..parts.neurons import NeuronBranch, neurons_of
+from ..parts.regression import norms_and_sinks
+from ..parts.targets import TARGETS
+from ..routing.holder import Routing
+from .bar import FitBar
+from .layer_walk import LayerWalk
+from .sensitivity import stream_gradients
+from .text import Batches
+
+_PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
+_PENALTY = 1e-3
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to leave out a part of a layer: the target, and the branch in its place."""
+
+    target: str
+    branch: str
+    rank: int
+
+
+@dataclass
+class StaticFit:
+    """Result for one layer and one option.
+
+    Attributes:
+        nats: What it costs the text behind the prompt, nats per token, as it is predicted from gradients.
+        saved: The share of the FLOPs of a prompt that it leaves out.
+        branch_r2: `1 - |update - branch|^2 / |update|^2` on the text fitted on, sinks left out, errors relative to the
+            stream behind the full path.
+    """
+
+    nats: float
+    saved: float
+    branch_r2: float
+
+
+class Search:
+    """Every option in every layer, fitted and priced.
+
+    Attributes:
+        found: By layer index and option.
+        branches: The fitted branches, the same way.
+    """
+
+    def __init__(self, model: PeftModel, text: Batches, held_out: Batches, seed: int, bar: FitBar) -> None:
+        self.found: dict[int, dict[Option, StaticFit]] = {}
+        self.branches: dict[int, dict[Option, Any]] = {}
+        self._fitted = len(text)  # the batches before this one are fitted on, the others held out
+        batches = text + held_out
+        masks = [prompts_of(batch) for batch in batches]
+        self._cheap = [cheap for cheap, _ in masks]
+        self._behind = sum(each_of_all(sum(int(behind.sum()) for _, behind in masks[self._fitted :])))
+        first = own_rows(_rows(held_out))[0].start
+        self._gradients: list[list[torch.Tensor]] = []
+        for batch, (_, behind) in zip(held_out, masks[self._fitted :]):
+            seeds = [seed * 1_000_003 + first + row for row in range(len(behind))]
+            self._gradients.append(stream_gradients(model, batch, behind, seeds))
+            first += len(behind)
+        self._walk = LayerWalk(model, batches)
+        longest = max((int(token_mask(batch).sum(1).max()) for batch in batches), default=0)
+        length = max(each_of_all(longest))  # every process has to choose alike
+        saved = _savings(model, int(length * _PROMPT))
+        states = self._walk.first()
+        for index in range(len(self._walk.layers)):
+            holder = self._walk.holder(index)
+            if holder is None:
+                states = [self._walk.run(index, batch, h) for batch, h in enumerate(states)]
+            else:
+                states = self._layer(holder, states, saved)
+            bar.layer_done()
+
+    def _layer(self, holder: Routing, states: list[torch.Tensor], saved: Any) -> list[torch.Tensor]:
+        index = holder.layer_index
+        paths: dict[str, list[tuple[RoutedCall, torch.Tensor]]] = {}
+        self.found[index], self.branches[index] = {}, {}
+        for target in ("ffn", "attention", "block"):
+            paths[target] = [self._path(holder, target, batch, h, paths) for batch, h in enumerate(states)]
+        outputs = [call.finish(full) for call, full in paths["ffn"]]
+        rows: dict[tuple[str, str], Rows] = {}
+        gates: dict[str, SinkGate] = {}
+        for option in options_of(holder):
+            branch = holder.make_branch(option.target, option.branch, option.rank).to(outputs[0].device)
+            kind = option.target, option.branch
+            if kind not in rows:
+                rows[kind] = rows_of(branch, paths[option.target][: self._fitted], self._cheap[: self._fitted])
+            r2 = fit_on(branch, rows[kind])
+            if option.target not in gates:
+                gates[option.target] = self._sink_gate(paths[option.target])
+            sinks = gates[option.target]
+            nats = self._price(index, branch, sinks, paths[option.target][self._fitted :], outputs[self._fitted :])
+            self.branches[index][option] = branch
+            self.found[index][option] = StaticFit(nats, saved(holder, option), r2)
+        return outputs
+
+    def _path(self, holder: Routing, target: str, batch: int, h: torch.Tensor, paths: Any) -> Any:
+        """The routed part, and the stream behind its full path; layers that run one after the other compute it once."""
+        plan = holder.plan(False)
+        assert plan is not None
+        traits = TARGETS[target]
+        call = self._walk.call(holder.layer_index, batch, h, replace(plan, site=target, target=traits))
+        if holder.family.parallel or not traits.skips_attention:
+            return call, call.full()
+        ffn_call, ffn_full = paths["ffn"][batch]
+        return call, ffn_full if traits.skips_ffn else ffn_call.stream
+
+    def _sink_gate(self, paths: list[tuple[RoutedCall, torch.Tensor]]) -> SinkGate:
+        """The gate of a layer whose routed part reads the streams of `paths`."""
+        gate = SinkGate(0, None).to(paths[0][1].device)
+        gate.set_bound(real_rows([call.stream for call, _ in paths], self._walk))
+        return gate
+
+    def _price(
+        self,
+        index: int,
+        branch: Any,
+        gate: SinkGate,
+        paths: list[tuple[RoutedCall, torch.Tensor]],
+        outputs: list[torch.Tensor],
+    ) -> float:
+        """Half of two estimates: with what the tokens of a row do together, and with what each does alone.
+
+        The first is right on average, and noisy: one sample for each row. The second misses what errors do together,
+        and takes its scale from all of them.
+        """
+        together, alone = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for (call, _), out, gradients, cheap in zip(
+            paths, outputs, self._gradients, self._cheap[self._fitted :], strict=True
+        ):
+            change = call.finish(call.stream + branch(call.stream)) - out
+            skipped = cheap & (gate(call.stream)["scores"] < 0)
+            slopes_BT = (
+                (gradients[index].to(change.device) * change.float()).sum(-1).double().masked_fill(~skipped, 0.0)
+            )
+            together += slopes_BT.sum(1).square().sum().cpu()
+            alone += slopes_BT.square().sum().cpu()
+        return float(total(together + alone)) / 4 / max(1, self._behind)
+
+
+@dataclass
+class Rows:
+    """Rows that a branch is fitted to: the output of its norm and the update `[N, d]`, the size of the stream `[N]`."""
+
+    x_Nd: torch.Tensor
+    y_Nd: torch.Tensor
+    norms_N: torch.Tensor
+    energy: torch.Tensor | None = None  # of the FFN's neurons, once it is known
+
+
+def rows_of(branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], cheap: list[torch.Tensor]) -> Rows:
+    """The rows of the tokens in `cheap`, without the sinks."""
+    x, update, after = [], [], []
+    for (call, full), mask in zip(paths, cheap, strict=True):
+        x.append(branch.normed(call.stream)[mask].float())
+        update.append((full - call.stream)[mask].float())
+        after.append(full[mask].float())
+    norms_N, sinks_N = norms_and_sinks(torch.cat(after))
+    return Rows(torch.cat(x)[~sinks_N], torch.cat(update)[~sinks_N], norms_N[~sinks_N])
+
+
+def fit_on(branch: Any, rows: Rows) -> float:
+    """Fit a branch; the share of the update that it explains."""
+    if isinstance(branch, NeuronBranch) and rows.energy is None:
+        rows.energy = branch.energy(rows.x_Nd, 1 / rows.norms_N.square())
+    penalty = max(_PENALTY, 0.1 * rows.x_Nd.shape[1] / sum(each_of_all(len(rows.x_Nd))))
+    return 1 - fit_branch(branch, rows.x_Nd, rows.y_Nd, penalty, rows.norms_N, rows.energy)
+
+
+def real_rows(streams: list[torch.Tensor], walk: LayerWalk) -> torch.Tensor:
+    """The real tokens of the streams `[B, T, d]` of each batch, `[N, d]`: padding may be of any size."""
+    return torch.cat([h[real.to(h.device)] for h, real in zip(streams, walk.real, strict=True)])
+
+
+def options_of(holder: Routing) -> list[Option]:
+    """Options of a layer: FFN, attention or both, by low-rank branches and by parts of the FFN's neurons."""
+    ffn, width = holder.ffn, holder.width
+    low = max(1, width // 8)
+    found = [Option("block", "lowrank", low)]
+    if (neurons := neurons_of(ffn)) is None:
+        found += [Option("ffn", "lowrank", low), Option("ffn", "lowrank", max(1, width // 3))]
+    else:
+        found += [Option("ffn", "neurons", max(1, neurons // part)) for part in (4, 2)]
+        found += [Option("block", "neurons", max(1, neurons // 4))]
+    if holder.family.queries is None:  # attention that is skipped per token is computed all the same
+        return [option for option in found if not TARGETS[option.target].skips_attention]
+    return [*found, Option("attention", "lowrank", low)]
+
+
+def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> dict[int, Option]:
+    """The option of each layer, or none, that together save `wanted` at the least predicted cost; `{}` if none do.
+
+    A knapsack, by Lagrange's multiplier: every layer takes what is best at one price for what is saved. Of the sets
+    that any price gives, it is the cheapest one that saves enough.
+    """
+
+    def at(price: float) -> dict[int, Option]:
+        taken = {}
+        for index, fits in found.items():
+            option, fit = min(fits.items(), key=lambda item: item[1].nats - price * item[1].saved)
+            if fit.nats < price * fit.saved:
+                taken[index] = option
+        return taken
+
+    def saved(taken: Mapping[int, Option]) -> float:
+        return sum(found[index][option].saved for index, option in taken.items())
+
+    low, high = 0.0, 1e6
+    if saved(at(high)) < wanted:
+        return {}
+    for _ in range(100):
+        middle = (low + high) / 2 if low else high / 16 if high > 1e-12 else 0.0
+        low, high = (low, middle) if saved(at(middle)) >= wanted else (middle, high)
+        if high - low <= 1e-9 * high:
+            break
+    return at(high)
+
+
+def _savings(model: PeftModel, length: int) -> Any:
+    """A function of a layer's holder and an option: the share of the FLOPs of a prompt that the option leaves out."""
+    full = dict.fromkeys((holder.layer_index for holder in active_routings(model)), (1.0, 1.0))
+    dense = count_work(model, batch=1, length=length, shares=full).total_flops
+    known: dict[tuple[Any, ...], float] = {}
+
+    def saved(holder: Routing, option: Option) -> float:
+        key = holder.layer_index, option.target
+        config = holder.active_config()
+        if key not in known:
+            before, config.target = config.target, option.target
+            try:
+                shares = full | {holder.layer_index: (1 / length, 1.0)}
+                left = count_work(model, batch=1, length=length, shares=shares).total_flops
+            finally:
+                config.target = before
+            known[key] = (dense - left) / dense
+        branch = holder.make_branch(option.target, option.branch, option.rank)
+        weights = sum(p.numel() for p in branch.parameters() if p.ndim == 2)
+        weights += branch.borrowed_weights() if isinstance(branch, NeuronBranch) else 0
+        return known[key] - 2.0 * weights * length / dense
+
+    return saved
+
+
+def prompts_of(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bool `[B, T]` each: the tokens of each row's prompt but its last, and the positions whose next token counts."""
+    real = token_mask(batch)
+    place, count = real.cumsum(1), real.sum(1, keepdim=True)
+    last = (count * _PROMPT).long()  # the prompt's last token is the `last`-th real one
+    return real & (place < last), real & (place >= last) & (place < count)
+
+
+def _rows(batches: Batches) -> int:
+    return sum(len(batch["input_ids"]) for batch in batches)
