@@ -1,4 +1,4 @@
-"""What may be left out of a prompt: the options of every layer, fitted and priced, and the cheapest set of them.
+"""Parts of a prompt to leave out: the options of every layer, fitted and priced, and the cheapest set of them.
 
 Shapes: B batch, T positions, N tokens, d model width.
 """
