@@ -22,18 +22,21 @@ from hf_depthroute.base.families import find_layers
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import token_mask
 from hf_depthroute.evaluation.roofline import count_work
+from hf_depthroute.fitting import prompts
 from hf_depthroute.fitting.bar import FitBar
+from hf_depthroute.fitting.option_times import time_savings
 from hf_depthroute.fitting.options import Option, StaticFit, choose, options_of, prompts_of
 from hf_depthroute.fitting.prompts import fit_prompts
 from hf_depthroute.fitting.sensitivity import stream_gradients
 from hf_depthroute.inference.calibration import active_routings
+from hf_depthroute.routing.trace import routings
 from hf_depthroute.training.record import remembered
 
 TEXT = [{"input_ids": part} for part in tokens(20, 60, seed=5).split(4)]
 
 
 def fitted(keep: float, family: str = "llama", **fields: Any) -> Any:
-    config = DepthRouteConfig(layers="all", phases="prefill", **fields)
+    config = DepthRouteConfig(layers="all", phases="prefill", **{"prompt_tail": 1, **fields})
     return fit_router(build_base(family), TEXT, keep, config)
 
 
@@ -46,7 +49,8 @@ def found(model: Any) -> dict[str, Any]:
 
 def prompt_flops(model: Any, length: int) -> float:
     """The share of a prompt's FLOPs that is left, as it is counted elsewhere."""
-    shares = {holder.layer_index: (1 / length, 1.0) for holder in active_routings(model)}
+    in_full = model.peft_config["default"].prompt_tail / length
+    shares = {holder.layer_index: (in_full, 1.0) for holder in active_routings(model)}
     routed = count_work(model, batch=1, length=length, shares=shares).total_flops
     with model.disable_adapter():
         return routed / count_work(model, batch=1, length=length).total_flops
@@ -82,6 +86,47 @@ def test_a_prompt_costs_what_was_asked_for(family: str, keep: float) -> None:
         model(TEXT[0]["input_ids"])
     for record in trace.values():
         assert record.mask[:, -1].all() and not record.mask[:, :-1].any()
+
+
+def test_the_end_of_a_prompt_runs_in_full() -> None:
+    """By default 64 tokens, of short prompts a quarter; they are part of what is kept, and make a fit cost less."""
+    model = fitted(0.7, prompt_tail=None)
+    assert model.peft_config["default"].prompt_tail == 10
+    assert 0.4 < prompt_flops(model, 40) <= 0.7 + 1e-6
+    with record_routes(model) as trace, torch.no_grad():
+        model(TEXT[0]["input_ids"][:, :40])
+    assert trace and all(r.mask[:, -10:].all() and not r.mask[:, :-10].any() for r in trace.values())
+    text = [{"input_ids": part} for part in tokens(8, 390, seed=5).split(4)]
+    config = DepthRouteConfig(layers="all", phases="prefill")
+    assert fit_router(build_base("llama"), text, 0.8, config).peft_config["default"].prompt_tail == 64
+
+
+def test_what_is_kept_may_be_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is a part of it that is exchanged: a block's option saves nothing on it here, an FFN's a fifth."""
+
+    def saved(base: Any, found: Any, ids: torch.Tensor, tail: int) -> dict[Option, float]:
+        assert ids.shape == (1, 40) and tail == 1
+        options = {option for fits in found.values() for option in fits}
+        return {option: 0.2 if option.target == "ffn" else 0.0 for option in options}
+
+    monkeypatch.setattr(prompts, "time_savings", saved)
+    config = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=1)
+    model = fit_router(build_base("llama"), TEXT, 0.6, config, keep_of="time")
+    assert found(model)["keep_of"] == "time"
+    layers = found(model)["layers"].values()
+    assert len(layers) == 2 and {layer["target"] for layer in layers} == {"ffn"}
+    with pytest.raises(ConfigError, match="keep_of='seconds' must be one of: flops, time"):
+        fit_router(build_base("llama"), TEXT, 0.6, config, keep_of="seconds")
+
+
+def test_the_time_of_every_option_is_measured_and_the_base_stays_as_it_is() -> None:
+    base = build_base("llama")
+    ids, expected = tokens(1, 40), base(tokens(2, 9)).logits
+    options = [Option("ffn", "neurons", 4), Option("block", "lowrank", 4), Option("attention", "lowrank", 4)]
+    found = {index: dict.fromkeys(options, StaticFit(0.0, 0.0, 0.0)) for index in (0, 2)}
+    saved = time_savings(base, found, ids, tail=2)
+    assert saved.keys() == set(options) and all(-10 < share < 1 for share in saved.values())
+    assert torch.equal(base(tokens(2, 9)).logits, expected) and not routings(base)
 
 
 def test_a_lower_share_costs_more() -> None:
@@ -142,7 +187,8 @@ def test_no_other_set_saves_as_much_and_costs_less() -> None:
 def test_a_prompt_is_two_thirds_of_the_real_tokens() -> None:
     mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6, [1] * 6 + [0] * 3])
     batch = {"input_ids": torch.zeros(3, 9, dtype=torch.long), "attention_mask": mask}
-    cheap, behind = prompts_of(batch)
+    assert prompts_of(batch, 2)[0].sum(1).tolist() == [4, 2, 2]
+    cheap, behind = prompts_of(batch, 1)
     assert cheap.sum(1).tolist() == [5, 3, 3]  # all but the prompt's last token
     assert behind.sum(1).tolist() == [3, 2, 2]  # that token and those behind it, but the text's last one
     assert not (cheap & behind).any() and not ((cheap | behind) & ~token_mask(batch)).any()

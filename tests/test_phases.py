@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from command_line import run
+from hypothesis import given
+from hypothesis import strategies as st
 from models import build_base, build_routed, decoder_layers, routed, tokens
 from peft import PeftModel
 from protocol import gap
@@ -20,6 +23,7 @@ from text_models import save_base
 from transformers import AutoModelForCausalLM
 
 from hf_depthroute import DepthRouteConfig, calibrate, draft_view, record_routes, replay_routes, route_cost, set_phases
+from hf_depthroute.adapter.injection import last_tokens_of
 from hf_depthroute.bench import bench
 from hf_depthroute.cli.serve import change_config, link_model
 from hf_depthroute.config.adapter import ConfigError
@@ -69,11 +73,13 @@ def decoded(model: Any, ids: torch.Tensor, prompt: int, **kwargs: Any) -> torch.
 
 
 @torch.no_grad()
-def by_hand(model: PeftModel, ids: torch.Tensor, prompt: int) -> torch.Tensor:
-    """`decoded`: the prompt but its last token through the routed model, everything else through the base."""
-    cache = model(input_ids=ids[:, : prompt - 1], use_cache=True).past_key_values
+def by_hand(model: PeftModel, ids: torch.Tensor, prompt: int, tail: int = 1) -> torch.Tensor:
+    """`decoded`: the prompt but its last `tail` tokens through the routed model, everything else through the base."""
+    cache = model(input_ids=ids[:, : prompt - tail], use_cache=True).past_key_values
     logits = []
     with model.disable_adapter():
+        for position in range(prompt - tail, prompt - 1):
+            model(input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True)
         for position in range(prompt - 1, ids.shape[1]):
             one = ids[:, position : position + 1]
             logits.append(model(input_ids=one, past_key_values=cache, use_cache=True).logits)
@@ -90,6 +96,53 @@ def test_generation_is_the_bases_on_a_routed_prompt(case: str) -> None:
     assert gap(found, routed_logits) > 1e-2
     with model.disable_adapter():
         assert gap(found, decoded(model, ids, PROMPT)) > 1e-2
+
+
+@pytest.mark.parametrize("tail", [3, PROMPT])
+@every_case
+def test_the_last_tokens_of_a_prompt_run_in_full(case: str, tail: int) -> None:
+    model, ids = build(case), tokens(2, PROMPT + STEPS)
+    expected = by_hand(model, ids, PROMPT, tail) if tail < PROMPT else None
+    set_phases(model, "prefill")
+    one = decoded(model, ids, PROMPT)
+    for holder in routings(model):
+        holder.active_config().prompt_tail = tail
+    found = decoded(model, ids, PROMPT)
+    if expected is None:  # the whole prompt
+        with model.disable_adapter():
+            expected = decoded(model, ids, PROMPT)
+    assert gap(found, expected) < 1e-5
+    assert gap(found, one) > 1e-2
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=3),
+    count=st.integers(1, 7),
+    told=st.sampled_from(["position_ids", "cu_seq_lens_q", "left", "right"]),
+)
+def test_they_are_the_last_of_every_sequence(lengths: list[list[int]], count: int, told: str) -> None:
+    if told == "cu_seq_lens_q":
+        lengths = lengths[:1]
+    if told in ("left", "right"):
+        lengths = [row[:1] for row in lengths]
+    size = max(map(sum, lengths))
+    expected, mask, positions = (torch.zeros(len(lengths), size, dtype=torch.long) for _ in range(3))
+    for row, parts in enumerate(lengths):
+        start = size - sum(parts) if told == "left" else 0
+        for length in parts:
+            mask[row, start : start + length] = 1
+            positions[row, start : start + length] = torch.arange(length)
+            expected[row, start + max(0, length - count) : start + length] = 1
+            start += length
+    kwargs: dict[str, Any] = {}
+    if told == "position_ids":
+        kwargs["position_ids"] = positions
+    elif told == "cu_seq_lens_q":
+        kwargs["cu_seq_lens_q"] = torch.tensor([0, *itertools.accumulate(lengths[0])])
+    else:
+        kwargs["attention_mask"] = mask
+    found = last_tokens_of(mask, None if told == "cu_seq_lens_q" else mask.bool(), kwargs, count)
+    assert torch.equal(found.long(), expected)
 
 
 def test_a_static_layer_is_skipped_by_the_prompt_alone() -> None:
@@ -333,7 +386,7 @@ def test_only_the_other_phases_are_written(saved_adapter: Callable[[PeftModel], 
     """Versions without the field refuse a file with it, and read one without."""
     model, ids = build("ffn"), tokens(2, 9)
     before = saved_adapter(model)
-    assert "phases" not in json.loads((before / "adapter_config.json").read_text())
+    assert not {"phases", "prompt_tail"} & json.loads((before / "adapter_config.json").read_text()).keys()
     assert PeftModel.from_pretrained(build_base("llama"), before).peft_config["default"].phases == "all"
     set_phases(model, "prefill")
     loaded = PeftModel.from_pretrained(build_base("llama"), saved_adapter(model)).eval()
@@ -347,7 +400,15 @@ def test_a_decoding_step_costs_what_the_base_does() -> None:
     model = build("ffn")
     prompt, step = route_cost(model, length=64), route_cost(model, length=1, cached=64)
     set_phases(model, "prefill")
-    assert route_cost(model, length=64) == prompt
+    routed = route_cost(model, length=64)
+    full = 1 / 64  # the last token's
+    wanted = prompt.flops_routed + full * (prompt.flops_dense - prompt.flops_routed)
+    assert routed.flops_routed == pytest.approx(wanted, rel=0.02)
+    model.peft_config["default"].prompt_tail = 32
+    half = route_cost(model, length=64).flops_routed
+    assert prompt.flops_dense - half == pytest.approx((prompt.flops_dense - prompt.flops_routed) / 2, rel=0.1)
+    assert route_cost(model, length=32).flops_routed == route_cost(model, length=32).flops_dense
+    model.peft_config["default"].prompt_tail = None
     cost = route_cost(model, length=1, cached=64)
     assert cost.flops_routed == cost.flops_dense == step.flops_dense != step.flops_routed
     assert cost.ffn_ratio == 1.0

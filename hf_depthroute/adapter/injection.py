@@ -21,6 +21,7 @@ from ..execution.layer import routed_forward
 from ..parts.memory import suffixes
 from ..routing.holder import HOLDER, Routing
 from ..routing.misuse import warn_of_training
+from ..routing.selection import tail_mask
 
 Forward = Callable[..., Any]
 
@@ -87,8 +88,9 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             holder.forget_prepared()
     layers, real = getattr(decoder, family.layers), token_mask_of(args, kwargs)
     last, ngrams, steps = None, None, None
-    if inputs.shape[1] > 1 and any(config.phases == "prefill" for config in active.values()):
-        last = last_tokens_of(inputs, real, kwargs)
+    tail = max([0, *(config.last_in_full for config in active.values() if config.phases == "prefill")])
+    if inputs.shape[1] > tail > 0:
+        last = last_tokens_of(inputs, real, kwargs, tail)
     order = _ngram_order(layers)
     if order:
         ngrams = ngrams_of(inputs, order, real, kwargs)
@@ -164,8 +166,19 @@ def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
     return None
 
 
-def last_tokens_of(inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The last real token of every sequence of a call of the decoder stack, bool `[B, T]`; packed rows hold several."""
+def last_tokens_of(
+    inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs: dict[str, Any], count: int
+) -> torch.Tensor:
+    """The last `count` real tokens of every sequence of a call of the decoder stack, bool `[B, T]`.
+
+    Packed rows hold several sequences; of a shorter one it is all of its tokens.
+    """
+    ends = _ends_of(inputs, token_mask, kwargs)
+    return ends if count == 1 else tail_mask(ends, count, token_mask)
+
+
+def _ends_of(inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The last real token of every sequence, bool `[B, T]`."""
     last = torch.zeros(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
     ends, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
     if ends is not None:

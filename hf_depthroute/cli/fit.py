@@ -27,11 +27,18 @@ class FitOptions:
     config: o.ConfigFile = None
     keep: Annotated[
         float,
-        "Share, in (0, 1), of all calls of the target that run in full; of prompts, the share of their FLOPs.",
+        "Share, in (0, 1), of all calls of the target that run in full; of prompts, see --keep-of.",
     ] = 0.5
+    keep_of: Annotated[str, "With --phases prefill, what --keep is a share of: flops, or time, as measured here."] = (
+        "flops"
+    )
     phases: Annotated[
         str, "What is routed: all, or prefill: prompts only, by static layers; what is skipped there is found, too."
     ] = "all"
+    prompt_tail: Annotated[
+        int | None,
+        typer.Option(help="With --phases prefill: last tokens of a prompt that run in full. Default: 64.", min=1),
+    ] = None
     target: Annotated[str, "What an easy token skips: ffn, attention or block."] = "ffn"
     gate: Annotated[str, "What scores a token: mlp or affine."] = "mlp"
     layers: Annotated[str, "Which layers may be routed, such as all or last:12."] = "all"
@@ -58,7 +65,7 @@ class FitOptions:
 
 @o.command
 def fit(options: FitOptions) -> None:
-    """Make an adapter without training: about a minute for a small model, 13 forward passes of the text for any.
+    """Make an adapter without training: about a minute for a small model, some eight forward passes of the text.
 
     Branches are fitted by least squares, gates by regression on the error that their branch leaves, and one threshold
     over all layers runs the share --keep in full. Writes the adapter, the tokenizer and training.json to --out. With
@@ -85,7 +92,8 @@ def fit(options: FitOptions) -> None:
 
     config = DepthRouteConfig(
         layers=o.parse_layers(options.layers), target=options.target, gate=options.gate,
-        branch=options.branch, branch_rank=options.branch_rank, phases=options.phases, seed=options.seed,
+        branch=options.branch, branch_rank=options.branch_rank, phases=options.phases, prompt_tail=options.prompt_tail,
+        seed=options.seed,
         **{name: getattr(options, name) for name in MEMORY_FIELDS},
     )  # fmt: skip
     loading.check_dtype(options.dtype, loading.DTYPES)
@@ -104,6 +112,7 @@ def fit(options: FitOptions) -> None:
             options.keep,
             config,
             rounds=options.rounds,
+            keep_of=options.keep_of,
             progress=None if process.is_main_process else False,
         )
     except ValueError as error:
@@ -129,7 +138,7 @@ def fit(options: FitOptions) -> None:
     say(
         f"loss {'behind prompts of' if prompts else 'on'} {found['held_out_tokens']} held-out tokens: dense "
         f"{found['loss_dense']:.4f}, routed {found['loss']:.4f}{between} with {options.keep:.0%} of the "
-        f"{'FLOPs of a prompt' if prompts else 'calls'}"
+        f"{f'{options.keep_of} of a prompt' if prompts else 'calls'}"
     )
     fitted = model.peft_config["default"]
     if fitted.takes_budget():

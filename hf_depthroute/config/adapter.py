@@ -82,9 +82,7 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
         saved = super().to_dict() | {"library_version": __version__, "weights_hash": None}
         if self.phases == "all":  # so that versions without the field read what they can run, and nothing else
             del saved["phases"]
-        if self.static_layers is None:  # the same
-            del saved["static_layers"]
-        for name in PATTERNS:  # the same
+        for name in ("static_layers", "prompt_tail", *PATTERNS):  # the same
             if saved[name] is None:
                 del saved[name]
         if not self.has_memory:  # the same
@@ -103,6 +101,11 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
     def fixed_threshold(self) -> float | None:
         """The score that every routed layer compares with; None if the layer's own table gives it."""
         return None if isinstance(self.threshold, str) else self.threshold
+
+    @property
+    def last_in_full(self) -> int:
+        """How many of a sequence's last tokens run in full in a forward pass with `phases="prefill"`."""
+        return self.prompt_tail or 1
 
     def gate_of(self, layer_index: int) -> str:
         """The gate of a routed layer: `"none"` in a static one."""

@@ -95,8 +95,10 @@ class RoutingFields:
             from a table that training tracks and `calibrate` sets.
         scale_by_gate: Multiply the full path's update by `p`, in training and in inference (Mixture-of-Depths).
         phases: What inference routes: `"all"` tokens, or those of the `"prefill"` only. Then, of every forward pass,
-            the last token of each sequence runs in full, and so does everything that is generated. Training is the
+            the last tokens of each sequence run in full, and so does everything that is generated. Training is the
             same with both.
+        prompt_tail: With phases prefill, how many of a sequence's last tokens run in full; by default one. The text
+            behind a prompt reads most from them. `fit_router` of prompts takes 64 where none are asked for.
         causal_rule: What decides at inference: `"quantile"` (the score against the threshold) or `"predictor"`
             (Mixture-of-Depths: a second gate that is trained to foresee the top-k choice).
         expert_gates: Target experts: `"per_expert"` (one row per expert, as in Router-Tuning) or `"per_layer"`.
@@ -134,6 +136,7 @@ class RoutingFields:
     threshold: float | str | None = None
     scale_by_gate: bool = False
     phases: str = "all"
+    prompt_tail: int | None = None
     causal_rule: str = "quantile"
     expert_gates: str = "per_expert"
     dropped_experts: list[list[int]] | None = None

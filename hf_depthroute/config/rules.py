@@ -267,7 +267,7 @@ def check_complete(c: DepthRouteConfig) -> None:
         _check_number("threshold", c.threshold, low=-1e30, high=1e30)  # a float32, with room for differences
     for name in ("context_dim", "summary_dim", "action_dim"):
         _check_int(name, getattr(c, name), low=1, high=65536)
-    for name in ("gate_hidden", "branch_rank"):
+    for name in ("gate_hidden", "branch_rank", "prompt_tail"):
         if getattr(c, name) is not None:
             _check_int(name, getattr(c, name), low=1, high=262144)
     for name, low, high in _MEMORY_LIMITS:

@@ -23,6 +23,7 @@ from .roofline import (
     branch_weights,
     count_work,
     gate_weights,
+    in_full,
     matrices,
     memory_weights,
     runs_full,
@@ -91,7 +92,10 @@ def route_cost(
     layers = getattr(find_decoder(model, family), family.layers)
     config = text_config(model.config)
     if full_ratio is None:
-        full_ratio = {holder.layer_index: _share(holder, holder.active_config(), budget) for holder in holders}
+        full_ratio = {}
+        for holder in holders:
+            share, always = _share(holder, holder.active_config(), budget), in_full(holder, length)
+            full_ratio[holder.layer_index] = always + (1 - always) * share
     shares = {holder.layer_index: (full_ratio[holder.layer_index], 1.0) for holder in holders}
     sizes: dict[str, Any] = {"batch": batch_size, "length": length, "cached": cached, "logits": logits_to_keep}
     dense = count_work(model, **sizes).total_flops

@@ -153,7 +153,13 @@ def skips_sequences(holder: Routing, config: Any) -> bool:
 
 def runs_full(holder: Routing, length: int) -> bool:
     """Whether a layer runs as the base's, without gate and branch, in a pass of `length` new tokens."""
-    return length == 1 and holder.active_config().phases == "prefill"
+    return in_full(holder, length) == 1.0
+
+
+def in_full(holder: Routing, length: int) -> float:
+    """The share of `length` new tokens that run in full whatever their scores: the last ones of `phases="prefill"`."""
+    config = holder.active_config()
+    return min(1.0, config.last_in_full / length) if config.phases == "prefill" else 0.0
 
 
 def skips_attention(holder: Routing, config: Any) -> bool:

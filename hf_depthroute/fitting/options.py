@@ -65,12 +65,12 @@ class Search:
         branches: The fitted branches, the same way.
     """
 
-    def __init__(self, model: PeftModel, text: Batches, held_out: Batches, seed: int, bar: FitBar) -> None:
+    def __init__(self, model: PeftModel, text: Batches, held_out: Batches, tail: int, seed: int, bar: FitBar) -> None:
         self.found: dict[int, dict[Option, StaticFit]] = {}
         self.branches: dict[int, dict[Option, Any]] = {}
         self._fitted = len(text)  # the batches before this one are fitted on, the others held out
         batches = text + held_out
-        masks = [prompts_of(batch) for batch in batches]
+        masks = [prompts_of(batch, tail) for batch in batches]
         self._cheap = [cheap for cheap, _ in masks]
         self._behind = sum(each_of_all(sum(int(behind.sum()) for _, behind in masks[self._fitted :])))
         first = own_rows(_rows(held_out))[0].start
@@ -80,9 +80,7 @@ class Search:
             self._gradients.append(stream_gradients(model, batch, behind, seeds))
             first += len(behind)
         self._walk = LayerWalk(model, batches)
-        longest = max((int(token_mask(batch).sum(1).max()) for batch in batches), default=0)
-        length = max(each_of_all(longest))  # every process has to choose alike
-        saved = _savings(model, int(length * _PROMPT))
+        saved = _savings(model, prompt_length(batches), tail)
         states = self._walk.first()
         for index in range(len(self._walk.layers)):
             holder = self._walk.holder(index)
@@ -105,7 +103,7 @@ class Search:
             branch = holder.make_branch(option.target, option.branch, option.rank).to(outputs[0].device)
             kind = option.target, option.branch
             if kind not in rows:
-                rows[kind] = rows_of(branch, paths[option.target][: self._fitted], self._cheap[: self._fitted])
+                rows[kind] = rows_of(branch, paths[option.target][: self._fitted], self._walk.real[: self._fitted])
             r2 = fit_on(branch, rows[kind])
             if option.target not in gates:
                 gates[option.target] = self._sink_gate(paths[option.target])
@@ -169,10 +167,10 @@ class Rows:
     energy: torch.Tensor | None = None  # of the FFN's neurons, once it is known
 
 
-def rows_of(branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], cheap: list[torch.Tensor]) -> Rows:
-    """The rows of the tokens in `cheap`, without the sinks."""
+def rows_of(branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], real: list[torch.Tensor]) -> Rows:
+    """The rows of all real tokens, of the prompt or behind it, without the sinks."""
     x, update, after = [], [], []
-    for (call, full), mask in zip(paths, cheap, strict=True):
+    for (call, full), mask in zip(paths, real, strict=True):
         x.append(branch.normed(call.stream)[mask].float())
         update.append((full - call.stream)[mask].float())
         after.append(full[mask].float())
@@ -237,8 +235,9 @@ def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> di
     return at(high)
 
 
-def _savings(model: PeftModel, length: int) -> Any:
+def _savings(model: PeftModel, length: int, tail: int) -> Any:
     """A function of a layer's holder and an option: the share of the FLOPs of a prompt that the option leaves out."""
+    in_full = min(1.0, tail / length)
     full = dict.fromkeys((holder.layer_index for holder in active_routings(model)), (1.0, 1.0))
     dense = count_work(model, batch=1, length=length, shares=full).total_flops
     known: dict[tuple[Any, ...], float] = {}
@@ -249,7 +248,7 @@ def _savings(model: PeftModel, length: int) -> Any:
         if key not in known:
             before, config.target = config.target, option.target
             try:
-                shares = full | {holder.layer_index: (1 / length, 1.0)}
+                shares = full | {holder.layer_index: (in_full, 1.0)}
                 left = count_work(model, batch=1, length=length, shares=shares).total_flops
             finally:
                 config.target = before
@@ -257,17 +256,23 @@ def _savings(model: PeftModel, length: int) -> Any:
         branch = holder.make_branch(option.target, option.branch, option.rank)
         weights = sum(p.numel() for p in branch.parameters() if p.ndim == 2)
         weights += branch.borrowed_weights() if isinstance(branch, NeuronBranch) else 0
-        return known[key] - 2.0 * weights * length / dense
+        return known[key] - 2.0 * weights * length * (1 - in_full) / dense
 
     return saved
 
 
-def prompts_of(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bool `[B, T]` each: the tokens of each row's prompt but its last, and the positions whose next token counts."""
+def prompt_length(batches: Batches) -> int:
+    """Tokens of the longest row's prompt; every process has to choose alike."""
+    longest = max((int(token_mask(batch).sum(1).max()) for batch in batches), default=0)
+    return int(max(each_of_all(longest)) * _PROMPT)
+
+
+def prompts_of(batch: dict[str, torch.Tensor], tail: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bool `[B, T]` each: a row's prompt without its last `tail` tokens, and the positions whose next token counts."""
     real = token_mask(batch)
     place, count = real.cumsum(1), real.sum(1, keepdim=True)
     last = (count * _PROMPT).long()  # the prompt's last token is the `last`-th real one
-    return real & (place < last), real & (place >= last) & (place < count)
+    return real & (place <= last - tail), real & (place >= last) & (place < count)
 
 
 def _rows(batches: Batches) -> int:

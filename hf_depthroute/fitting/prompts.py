@@ -35,7 +35,8 @@ from ..routing.trace import RouteTrace, full_depth, record_routes, replay_routes
 from ..training.record import remember_training
 from .bar import FitBar
 from .layer_walk import LayerWalk
-from .options import Option, Search, choose, fit_on, prompts_of, real_rows, rows_of
+from .option_times import time_savings
+from .options import Option, Search, choose, fit_on, prompt_length, prompts_of, real_rows, rows_of
 from .text import Batches, own_part, positions, split
 
 _PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
@@ -43,7 +44,9 @@ _PENALTY = 1e-3
 _OPTIONS = 3  # a layer's options take as long as so many passes through it
 _NO_BUDGET = 1e-3  # sinks are few, and no budget says how many
 _FOUND = ("target", "gate", "branch", "branch_rank", "static_layers", *PATTERNS)
-_FEWEST = 512  # tokens of prompts to fit on, at least
+KEEP_OF = ("flops", "time")
+_TAIL = 64  # tokens at the end of a prompt that run in full; of short prompts a quarter
+_FEWEST = 512  # tokens to fit on, at least
 
 
 @restoring
@@ -53,17 +56,19 @@ def fit_prompts(
     keep: float = 0.8,
     config: DepthRouteConfig | None = None,
     *,
+    keep_of: str = "flops",
     progress: bool | None = None,
 ) -> PeftModel:
-    """Make a model read prompts with the share `keep` of the FLOPs, without training: `phases="prefill"`.
+    """Make a model read prompts with the share `keep` of the FLOPs, or of the time, without training.
 
         model = fit_prompts(AutoModelForCausalLM.from_pretrained(name), batches, keep=0.8)
 
-    Every layer may do without its FFN, its attention's queries, or both; keys and values are always written. In their
-    place is a low-rank branch or some of the FFN's own neurons (`branch="neurons"`), fitted by least squares. All
-    tokens of a prompt take it but the last one; what is generated runs in full. Which layers do so, and how, is found
-    on the text: two thirds of each row are a prompt, and the rest is the text whose loss counts. The last layer of a
-    prompt is free, since nothing reads it but its last token.
+    The adapter has `phases="prefill"`. Every layer may do without its FFN, its attention's queries, or both; keys and
+    values are always written. In their place is a low-rank branch or some of the FFN's own neurons, fitted by least
+    squares. All tokens of a prompt take it but attention sinks and the last 64 (`prompt_tail`), which the text behind
+    reads most; what is generated runs in full. Which layers do so, and how, is found on the text: two thirds of each
+    row are a prompt, and the rest is the text whose loss counts. The last layer of a prompt is free, since nothing
+    reads it but its last token.
 
     Every fifth row is held out, and costs are measured on it; so is the loss that the record tells. With the
     regressions it takes as long as some eight forward passes of the text.
@@ -72,9 +77,13 @@ def fit_prompts(
         model: A transformers model of a supported family, not routed. It is changed in place, as by
             `get_depth_routed_model`, and left in eval mode.
         batches: As of `fit_router`; rows as long as the prompts that are served, with text behind them, are best.
-        keep: In (0, 1): the share of the FLOPs of a prompt that is left, the router's own included.
-        config: Which `layers` may be routed, by default all; its `seed`, `modules_to_save` and `task_type` are kept.
-            Target, gate and branch are found, and left out of it.
+        keep: In (0, 1): the share of a prompt as long as those of `batches` that is left, the router's own included. A
+            longer one keeps less, since its last tokens are a smaller part of it.
+        config: Which `layers` may be routed, by default all; its `prompt_tail`, `seed`, `modules_to_save` and
+            `task_type` are kept. Target, gate and branch are found, and left out of it. Without a `prompt_tail` it is
+            64, and of prompts of less than 256 tokens a quarter.
+        keep_of: What `keep` is a share of: `"flops"`, or `"time"`, as it is measured here and now, on the machine that
+            serves and with nothing else on it. The choice of layers is the best for that.
         progress: Show a bar; by default where a terminal is.
 
     Returns:
@@ -82,44 +91,58 @@ def fit_prompts(
 
     Raises:
         ConfigError: `keep` is out of range, or so low that no choice of layers reaches it; the model is untouched.
-        ValueError: Fewer than 512 tokens of prompts are left to fit on; or the model has no LM head.
+        ValueError: Fewer than 512 tokens are left to fit on; or the model has no LM head.
     """
     started = time.monotonic()
     if not 0 < keep < 1:
-        raise ConfigError(f"keep={keep!r} must be between 0 and 1, the share of the FLOPs of a prompt")
+        raise ConfigError(f"keep={keep!r} must be between 0 and 1, the share of a prompt that is left")
+    if keep_of not in KEEP_OF:
+        raise ConfigError(f"keep_of={keep_of!r} must be one of: {', '.join(KEEP_OF)}")
     check_head(model, "fit_prompts")
     given = DepthRouteConfig(layers="all", phases="prefill") if config is None else config
     for name in _FOUND:
         if (value := getattr(given, name)) != getattr(RoutingFields, name):
             raise ConfigError(f"{name}={value!r}: of prompts it is found for every layer; leave it out")
     text, held_out = split(list(model_inputs(model, batches)))
-    tokens = sum(int(prompts_of(batch)[0].sum()) for batch in text)
+    tail = given.prompt_tail or max(1, min(_TAIL, prompt_length(text) // 4))
+    given = replace(given, prompt_tail=tail)
+    tokens = sum(int(token_mask(batch).sum()) for batch in text)
     if tokens < _FEWEST:
-        raise ValueError(f"fit_prompts: batches holds {tokens} tokens of prompts to fit on; {_FEWEST} is the least")
-    first = DepthRouteConfig(layers=given.layers, gate="none", branch="none", phases="prefill", seed=given.seed)
+        raise ValueError(f"fit_prompts: batches holds {tokens} tokens to fit on; {_FEWEST} is the least")
+    first = DepthRouteConfig(
+        layers=given.layers, gate="none", branch="none", phases="prefill", prompt_tail=tail, seed=given.seed
+    )
     routed = get_depth_routed_model(model, first)
     with torch.no_grad(), evaluating(routed), sharing(), _bar(routed, text, held_out, progress) as bar:
         bar.phase("options of every layer")
-        search = Search(routed, own_part(text), own_part(held_out), given.seed, bar)
-        found = search.found
+        search = Search(routed, own_part(text), own_part(held_out), tail, given.seed, bar)
+        found, base = search.found, routed.unload()
+        if keep_of == "time":
+            bar.phase("times")
+            saved = time_savings(base, found, text[0]["input_ids"][:1, : prompt_length(text)], tail)
+            found = {
+                index: {option: replace(fit, saved=saved[option]) for option, fit in fits.items()}
+                for index, fits in found.items()
+            }
         chosen = choose(found, 1 - keep)
         if not chosen:
-            most = sum(max(fit.saved for fit in fits.values()) for fits in found.values())
+            most = sum(max(0.0, *(fit.saved for fit in fits.values())) for fits in found.values())
             raise ConfigError(f"keep={keep:g} is not reached: leaving out all that can be saves {most:.2f} of a prompt")
         branches = {index: search.branches[index][option] for index, option in chosen.items()}
-        routed = get_depth_routed_model(routed.unload(), _config_of(chosen, given))
+        routed = get_depth_routed_model(base, _config_of(chosen, given))
         for holder in active_routings(routed):
             held = holder.depth_route_branch[holder.active_name()]
             held.load_state_dict(branches[holder.layer_index].state_dict())
         del search, branches
         bar.phase("the chosen ones")
-        r2 = _refit(routed, own_part(text), bar)
-        dense_R, loss_R, kl_R = _behind(routed, own_part(held_out))
+        r2 = _refit(routed, own_part(text), tail, bar)
+        dense_R, loss_R, kl_R = _behind(routed, own_part(held_out), tail)
     more_R = loss_R - dense_R
     record = {
         "fit": {
             "phases": "prefill",
             "keep": keep,
+            "keep_of": keep_of,
             "tokens": tokens,
             "held_out_tokens": sum(int(token_mask(batch).sum()) for batch in held_out),
             "loss_dense": float(dense_R.mean()),
@@ -160,18 +183,19 @@ def _config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRo
         branch_pattern={i: o.branch for i, o in others.items() if o.branch != main.branch} or None,
         rank_pattern={i: o.rank for i, o in others.items() if o.rank != main.rank} or None,
         phases="prefill",
+        prompt_tail=given.prompt_tail,
         seed=given.seed,
         task_type=given.task_type,
         modules_to_save=given.modules_to_save,
     )
 
 
-def _refit(model: PeftModel, text: Batches, bar: FitBar) -> dict[int, float]:
+def _refit(model: PeftModel, text: Batches, tail: int, bar: FitBar) -> dict[int, float]:
     """Fit the branches again, layer by layer, to what leads from the routed model's stream back to the dense model's.
 
     So a branch makes up for its own layer, and for as much of what those before it have lost as can be told.
     """
-    walk, cheap = LayerWalk(model, text), [prompts_of(batch)[0] for batch in text]
+    walk, cheap = LayerWalk(model, text), [prompts_of(batch, tail)[0] for batch in text]
     states, dense = walk.first(), walk.first()
     r2: dict[int, float] = {}
     for index in range(len(walk.layers)):
@@ -188,7 +212,7 @@ def _refit(model: PeftModel, text: Batches, bar: FitBar) -> dict[int, float]:
         gate: Any = holder.depth_route_gate[holder.active_name()]
         gate.set_bound(real_rows([call.stream for call in calls], walk))
         skipped = [mask & (gate(call.stream)["scores"] < 0) for call, mask in zip(calls, cheap)]
-        r2[index] = fit_on(branch, rows_of(branch, list(zip(calls, wanted_fulls)), skipped))
+        r2[index] = fit_on(branch, rows_of(branch, list(zip(calls, wanted_fulls)), walk.real))
         states = [
             call.finish(torch.where(mask[..., None], call.cheap(), call.full())) for call, mask in zip(calls, skipped)
         ]
@@ -196,14 +220,14 @@ def _refit(model: PeftModel, text: Batches, bar: FitBar) -> dict[int, float]:
     return r2
 
 
-def _behind(model: PeftModel, text: Batches) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _behind(model: PeftModel, text: Batches, tail: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss of the dense and of the routed model, and `KL(dense || routed)`, on the text behind each row's prompt.
 
     Nats per token, `[R]` each.
     """
     found = [torch.empty(3, 0, dtype=torch.float64)]  # of a process without rows
     for batch in text:
-        cheap, behind = prompts_of(batch)
+        cheap, behind = prompts_of(batch, tail)
         with full_depth(model):
             dense = model(**batch, use_cache=False).logits[behind].float().log_softmax(-1)
         with record_routes(model) as trace:  # sinks run in full, and so does the text behind the prompt

@@ -1,10 +1,10 @@
 """A router without training: branches by least squares, gates by regression on the error that their branch leaves.
 
 What a fitted branch misses is largely a simple function of what the routed part reads. So a gate can be regressed on
-it, and needs no gradient. One currency decides over all layers: a score is the fourth root of the nats that the cheap
-path of the token is predicted to cost, and one threshold on it holds the whole budget. Nats go with the square of the
-error, at a rate that is measured for each layer. The root, since what is decided is decided among the cheap tokens,
-which the largest errors would drown.
+it, and needs no training. One currency decides over all layers: a score is the fourth root of the nats that the cheap
+path of the token is predicted to cost, and one threshold on it holds the whole budget. Nats are a square of the error,
+in a metric that is found for each layer (`sensitivity.stream_metrics`). The root, since what is decided is decided
+among the cheap tokens, which the largest errors would drown.
 
 Shapes: B batch, T positions, R rows.
 """
@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft import PeftModel
@@ -32,10 +32,11 @@ from ..base.readout import check_head, predicting, token_losses
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..data.batches import labels_of, model_inputs, token_mask
 from ..files.versions import versions
-from ..inference.calibration import active_routings, calibrate, calibrate_budgets
+from ..inference.calibration import active_routings, calibrate_budgets, gated_routings, set_thresholds
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
-from ..routing.trace import full_depth
+from ..routing.thresholds import Measured
+from ..routing.trace import count_routes, full_depth
 from ..training.record import remember_training
 from .bar import FitBar
 from .layer_fits import FEWEST, Fits, LayerFit
@@ -44,9 +45,10 @@ from .text import Batches, first_tokens, own_part, positions, split
 
 DENSE = 0.995  # a layer that runs this share of the tokens in full is not routed
 STATIC = 0.005  # a layer that runs no more than this share of the tokens in full may need no gate
-_BUDGET_TOKENS = 4096  # that the thresholds of the other budgets are found on
+_BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)  # whose thresholds are found on the streams that they leave
+_BUDGET_TOKENS = 2048  # that they are found on
 _ENOUGH = 10_000  # tokens to fit on; with fewer, a line says so
-_RATE_TOKENS = 256  # that a layer's divergence is measured on, at least
+_METRIC_TOKENS = 8192  # that the cost of errors is read from
 
 
 @restoring
@@ -57,19 +59,21 @@ def fit_router(
     config: DepthRouteConfig | None = None,
     *,
     rounds: int = 2,
+    keep_of: str = "flops",
     progress: bool | None = None,
 ) -> PeftModel:
     """Make an unrouted model a routed one, without training, so that the share `keep` of all calls runs in full.
 
         model = fit_router(AutoModelForCausalLM.from_pretrained(name), batches, keep=0.5)
 
-    With `DepthRouteConfig(phases="prefill")` prompts alone are routed, and `keep` is a share of their FLOPs: see
-    `fit_prompts`.
+    With `DepthRouteConfig(phases="prefill")` prompts alone are routed, and `keep` is a share of their FLOPs, or with
+    `keep_of="time"` of their time: see `fit_prompts`.
 
     A `DepthRouteTrainer` goes on from there; with `train_gates=False` it keeps what the gates know.
 
     Layer by layer on kept hidden states: branches are fitted to the target's update, gates to the error that their
-    branch leaves, scaled to what the layer's cheap tokens alone cost; one threshold over all layers then holds `keep`.
+    branch leaves, in nats, as they are told from gradients (`stream_metrics`); one threshold over all layers then holds
+    `keep`.
     Attention sinks, tokens whose stream is more than 5 times the median of their layer, run in full and take no part in
     what is fitted (`norms_and_sinks`).
 
@@ -80,8 +84,8 @@ def fit_router(
     by the mean of the rows' differences, by more than that mean's standard error: a smaller rise may be chance, and
     no gate is the cheaper choice. The thresholds of other budgets are calibrated too, so that `set_budget` holds them.
 
-    About 13 forward passes of the text with two rounds, whatever the number of layers. In memory are the base and a few
-    times the hidden states of the text at one layer. Nothing is random but for the configuration's seed.
+    As long as about eight forward passes of the text with two rounds, whatever the number of layers. In memory are the
+    base and a few times the hidden states of the text at one layer. Nothing is random but for the configuration's seed.
 
     Under `accelerate launch` every process calls it with the whole of `batches` and a model of its own. Each takes its
     share of the rows, sums are over all, and every process gets the router of one process but for rounding.
@@ -96,6 +100,7 @@ def fit_router(
         config: What to fit; by default MLP gates and low-rank branches for the FFNs of all layers. Its budget is
             overridden by `keep`, and held by all layers together (`budget_scope="global"`).
         rounds: How often everything is fitted, at least once.
+        keep_of: Of prompts: `"flops"` or `"time"`.
         progress: Show a bar over all phases; by default where a terminal is, unless transformers' bars are turned off.
 
     Raises:
@@ -105,7 +110,7 @@ def fit_router(
             model has no LM head.
     """
     if config is not None and config.phases == "prefill":
-        return fit_prompts(model, batches, keep, config, progress=progress)
+        return fit_prompts(model, batches, keep, config, keep_of=keep_of, progress=progress)
     started = time.monotonic()
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
@@ -124,46 +129,47 @@ def fit_router(
             stacklevel=3,  # past `restoring`
         )
     routed = get_depth_routed_model(model, config)
-    every_token = max(_RATE_TOKENS, tokens // len(find_layers(routed)))  # one pass of the text for all layers
-    rated, last = first_tokens(held_out, every_token), first_tokens(held_out, _BUDGET_TOKENS)
+    rated, last = first_tokens(held_out, _METRIC_TOKENS), first_tokens(held_out, _BUDGET_TOKENS)
     with torch.no_grad(), evaluating(routed), sharing(), ExitStack() as stack:
         bar = stack.enter_context(_bar(routed, rounds, progress, text, rated, held_out, last))
         fit = Fits(routed, own_part(text), own_part(rated), bar)
         own = own_part(held_out)
-        best: tuple[float, dict[int, dict[str, Any]], dict[int, LayerFit]] | None = None
+        best: tuple[_Tried, dict[int, dict[str, Any]], dict[int, LayerFit]] | None = None
         losses = []
         for number in range(rounds):
             bar.phase(f"round {number + 1} of {rounds}")
             fit.round(first=number == 0)
             bar.phase(f"thresholds {number + 1} of {rounds}")
             fit.calibrate(own)
-            losses.append(_loss(routed, own))
-            if best is None or losses[-1] < best[0]:
-                best = losses[-1], _state(routed), copy.deepcopy(fit.layers)
+            found = _tried(routed, own)
+            losses.append(float(found.loss_R.mean()))
+            if best is None or losses[-1] < float(best[0].loss_R.mean()):
+                best = found, _state(routed), copy.deepcopy(fit.layers)
         assert best is not None
-        _restore(routed, best[1])
+        found, state, layers = best
+        _restore(routed, state)
         bar.phase("layers to leave out")
         with full_depth(routed):
             dense_R = rows_of_all(_row_losses(routed, own))
-        layers = best[2]
-        dense = [index for index, layer in layers.items() if layer.share >= DENSE]
-        static = [index for index, layer in layers.items() if layer.share <= STATIC]
-        routed = _narrowed(routed, dense=dense)
-        shares = calibrate(routed, own)
-        routed, shares = _without_gates(routed, shares, static, own)
+        dense = [index for index, share in found.shares.items() if share >= DENSE]
+        static = [index for index, share in found.shares.items() if share <= STATIC]
+        routed, found = _without_layers(routed, found, dense, own)
+        routed, found = _without_gates(routed, found, static, own)
         bar.phase("other budgets")
-        calibrate_budgets(routed, own_part(last))
+        calibrate_budgets(routed, own_part(last), _BUDGETS)
         for index, layer in layers.items():
-            layer.share = shares.get(index, 1.0)
-        loss_R = rows_of_all(_row_losses(routed, own))
-        more_R = loss_R - dense_R
+            layer.share = found.shares.get(index, 1.0)
+        for holder in gated_routings(routed):
+            measured = Measured(holder.budget(), found.shares[holder.layer_index], "calibration")
+            holder.active_quantiles().measured = measured
+        more_R = found.loss_R - dense_R
     record = {
         "fit": {
             "keep": keep,
             "tokens": tokens,
             "held_out_tokens": sum(int(token_mask(batch).sum()) for batch in held_out),
             "loss_dense": float(dense_R.mean()),
-            "loss": float(loss_R.mean()),
+            "loss": float(found.loss_R.mean()),
             "loss_over_dense_error": float(more_R.std() / len(more_R) ** 0.5) if len(more_R) > 1 else None,
             "loss_of_rounds": losses,
             "layers": {str(index): asdict(layer) for index, layer in layers.items()},
@@ -180,7 +186,7 @@ def _bar(model: PeftModel, rounds: int, shown: bool | None, *parts: Batches) -> 
     """A bar over all passes of the text, the part that layers are rated on, what is held out, and that for budgets."""
     layers = find_layers(model)
     text, rated, held_out, budgets = (positions(own_part(part)) for part in parts)
-    passes = (rounds + 1) * text + 2 * rounds * (len(layers) + 1) * rated + (5 * rounds + 6) * held_out + 18 * budgets
+    passes = rounds * text + 3 * rated + (2 * rounds + 5) * held_out + 2 * len(_BUDGETS) * budgets
     return FitBar(layers, passes, text, shown)
 
 
@@ -222,8 +228,17 @@ def _row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def _loss(model: nn.Module, batches: Batches) -> float:
-    return float(rows_of_all(_row_losses(model, batches)).mean())
+class _Tried(NamedTuple):
+    """The mean loss of each row of all processes, `[R]`, nats, and the share of each layer's tokens that ran."""
+
+    loss_R: torch.Tensor
+    shares: dict[int, float]
+
+
+def _tried(model: nn.Module, batches: Batches) -> _Tried:
+    with count_routes(model) as counter:
+        loss_R = rows_of_all(_row_losses(model, batches))
+    return _Tried(loss_R, counter.full_ratio())
 
 
 def _state(model: nn.Module) -> dict[int, dict[str, Any]]:
@@ -260,19 +275,25 @@ def _injected(model: PeftModel, config: DepthRouteConfig, state: Mapping[int, di
     return routed.eval()
 
 
-def _without_gates(
-    model: PeftModel, shares: dict[int, float], static: Sequence[int], text: Batches
-) -> tuple[PeftModel, dict[int, float]]:
-    """The calibrated model with the layers in `static` static, unless that costs more than noise; and its shares."""
-    if not static or len(static) == len(shares):
-        return model, shares
+def _without_layers(model: PeftModel, found: _Tried, dense: Sequence[int], text: Batches) -> tuple[PeftModel, _Tried]:
+    """The model with the layers in `dense` not routed, with thresholds for what is left."""
+    narrowed = _narrowed(model, dense=dense)
+    if narrowed is model:
+        return model, found
+    set_thresholds(narrowed, text)
+    return narrowed, _tried(narrowed, text)
+
+
+def _without_gates(model: PeftModel, found: _Tried, static: Sequence[int], text: Batches) -> tuple[PeftModel, _Tried]:
+    """The model with the layers in `static` static, unless that costs more than noise."""
+    if not static or len(static) == len(found.shares):
+        return model, found
     config, state = active_routings(model)[0].active_config(), _state(model)
-    before_R = rows_of_all(_row_losses(model, text))
     narrowed = _narrowed(model, static=static)
-    shares_without = calibrate(narrowed, text)
-    rise_R = rows_of_all(_row_losses(narrowed, text)) - before_R
+    set_thresholds(narrowed, text)
+    without = _tried(narrowed, text)
+    rise_R = without.loss_R - found.loss_R
     error = float(rise_R.std()) / len(rise_R) ** 0.5 if len(rise_R) > 1 else 0.0
     if float(rise_R.mean()) <= error:
-        return narrowed, shares_without
-    model = _injected(narrowed, config, state)
-    return model, calibrate(model, text)
+        return narrowed, without
+    return _injected(narrowed, config, state), found

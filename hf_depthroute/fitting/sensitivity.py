@@ -19,9 +19,12 @@ import torch
 from torch import nn
 
 from ..base.contexts import hooked, of_this_thread
+from ..base.distributed import each_of_all, own_rows, total
 from ..base.families import find_layers
 from ..base.sublayers import hidden_of
+from ..data.batches import token_mask
 from ..routing.trace import full_depth
+from .text import Batches
 
 
 def stream_gradients(
@@ -54,6 +57,41 @@ def stream_gradients(
         likelihood = log_probs.gather(-1, drawn[:, None]).sum()
         gradients = torch.autograd.grad(likelihood, streams, allow_unused=True)
     return [torch.zeros_like(h).float().cpu() if g is None else g.float().cpu() for g, h in zip(gradients, streams)]
+
+
+def stream_metrics(model: nn.Module, batches: Batches, width: int, seed: int) -> list[torch.Tensor]:
+    """`L` of every decoder layer, float32 `[d, d]` on the CPU: `|delta L|^2` is what a change costs, nats.
+
+    `L L^T` is half the mean of `g g^T` over the tokens, each by what it does to all tokens behind it. It knows the
+    direction of a change, and neither the token that is changed nor what other tokens do. The fewer tokens there are
+    for the width, the more it is drawn towards the same cost in all directions.
+
+    Args:
+        model: A causal language model, in eval mode.
+        batches: From `model_inputs`; with several processes, the rows of this one.
+        width: `d`.
+        seed: Seed of the tokens that are drawn.
+    """
+    sums = [torch.zeros(width, width, dtype=torch.float64) for _ in find_layers(model)]
+    number = own_rows(sum(len(batch["input_ids"]) for batch in batches))[0].start
+    tokens = 0
+    for batch in batches:
+        for row in range(len(batch["input_ids"])):  # one at a time: logits are large
+            one = {name: value[row : row + 1] for name, value in batch.items()}
+            real = token_mask(one)
+            for metric, g in zip(sums, stream_gradients(model, one, real, [seed * 1_000_003 + number]), strict=True):
+                g_Nd = g[real.cpu()]
+                metric += g_Nd.T @ g_Nd
+            tokens, number = tokens + int(real.sum()), number + 1
+    tokens = sum(each_of_all(tokens))
+    return [_root(total(metric) / 2 / tokens, tokens) for metric in sums]
+
+
+def _root(metric_dd: torch.Tensor, tokens: int) -> torch.Tensor:
+    own = tokens / (tokens + len(metric_dd))
+    even = torch.eye(len(metric_dd), dtype=metric_dd.dtype) * metric_dd.diagonal().mean()
+    values, vectors = torch.linalg.eigh(own * metric_dd + (1 - own) * even)
+    return (vectors * values.clamp(min=0).sqrt()).float()
 
 
 def _drawn(log_probs_NV: torch.Tensor, counted_BT: torch.Tensor, seeds: list[int]) -> torch.Tensor:

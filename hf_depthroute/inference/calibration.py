@@ -5,12 +5,14 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from peft import PeftModel
 from torch import nn
 
 from ..base.contexts import evaluating
@@ -65,21 +67,32 @@ def calibrate(
         for config in configs:
             config.budget = budget
         for rule in ("topk", "threshold") if configs[0].ranks_tokens() else ("threshold",) * 3:
-            with use_selection(model, rule):
-                scores = _collect(model, kept, configs[0].granularity == "sequence")
-            if configs[0].budget_scope == "global":
-                scores = _together(scores)
-            for holder in holders:
-                holder.active_quantiles().set(quantile_table(scores[holder.layer_index]))
-                if (controller := holder.active_controller()) is not None:
-                    controller.set(holder.active_quantiles()(budget))
+            set_thresholds(model, kept, rule)
         with use_selection(model, "threshold"), count_routes(model) as counter:
             for batch in kept:
-                model(**batch, use_cache=False)
+                model(**batch, **_without_logits(model))
         ratios = counter.full_ratio()
         for holder in holders:
             holder.active_quantiles().measured = Measured(budget, ratios[holder.layer_index], "calibration")
     return ratios
+
+
+@torch.no_grad()
+def set_thresholds(model: nn.Module, batches: list[dict[str, torch.Tensor]], rule: str = "threshold") -> None:
+    """One pass of `calibrate`: the thresholds of the adapter's budget on the stream that `rule` leaves.
+
+    With `"threshold"` the stream is that of the thresholds as they are.
+    """
+    holders = gated_routings(model)
+    config = holders[0].active_config()
+    with use_selection(model, rule):
+        scores = _collect(model, batches, config.granularity == "sequence")
+    if config.budget_scope == "global":
+        scores = _together(scores)
+    for holder in holders:
+        holder.active_quantiles().set(quantile_table(scores[holder.layer_index]))
+        if (controller := holder.active_controller()) is not None:
+            controller.set(holder.active_quantiles()(config.budget))
 
 
 @torch.no_grad()
@@ -191,11 +204,12 @@ def _supported_budget(model: nn.Module, budget: float, caller: str) -> float:
 def set_phases(model: nn.Module, phases: str) -> None:
     """Change at run time what inference routes, without retraining; saved with the adapter.
 
-    With `"prefill"`, of every forward pass the last real token of each sequence runs in full, and the tokens before it
-    are routed as with `"all"`. A decoding step, one token per sequence, therefore runs as the base does, without gate
-    and branch. Neither padding nor packing changes which tokens these are, as long as the model is told of them. Where
-    a prompt enters in chunks, the last token of each chunk runs in full; where several drafted tokens are verified at
-    once, those before the last are routed. Training, calibration and the loss of a text are the same with both.
+    With `"prefill"`, of every forward pass the last real tokens of each sequence run in full, one or as many as
+    `prompt_tail`, and the tokens before them are routed as with `"all"`. A decoding step, one token per sequence,
+    therefore runs as the base does, without gate and branch. Neither padding nor packing changes which tokens these
+    are, as long as the model is told of them. Where a prompt enters in chunks, the last tokens of each chunk run in
+    full; where more drafted tokens are verified at once, those before the last are routed. Training, calibration and
+    the loss of a text are the same with both.
 
         set_phases(model, "prefill")
 
@@ -282,13 +296,20 @@ def _collect(model: nn.Module, batches: list[dict[str, torch.Tensor]], by_sequen
     scores = {holder.layer_index: [nothing] for holder in gated_routings(model)}
     for batch in batches:
         with record_routes(model) as trace:
-            model(**batch, use_cache=False)
+            model(**batch, **_without_logits(model))
         for index, record in trace.gated().items():
             once = (record.real.any(dim=1), 0)  # a sequence's score is the same at every position
             scores[index].append(record.scores[once if by_sequence else record.real])
     return {
         index: rows_of_all(torch.cat([part.to(parts[-1].device) for part in parts])) for index, parts in scores.items()
     }
+
+
+def _without_logits(model: nn.Module) -> dict[str, Any]:
+    """Arguments of a pass that nothing but the decisions is read from; a classifier has no choice of logits."""
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    chosen = "logits_to_keep" in inspect.signature(base.forward).parameters
+    return {"use_cache": False} | ({"logits_to_keep": 1} if chosen else {})
 
 
 def _together(scores: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

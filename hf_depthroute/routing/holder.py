@@ -219,7 +219,7 @@ class Routing(nn.Module, BaseTunerLayer):
         Args:
             training: Whether the layer trains.
             rows: Batch size and positions of the input; `tune_execution` may have chosen an executor for them.
-            last_tokens: Bool `[B, T]`, the last token of every sequence. With `phases="prefill"` they run full.
+            last_tokens: Bool `[B, T]`, the last tokens of every sequence. With `phases="prefill"` they run full.
             kept: By layer index, the tokens that have not left early in this forward pass.
         """
         return plan_of(self, training, rows, last_tokens, kept)

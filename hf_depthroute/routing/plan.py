@@ -101,7 +101,7 @@ def plan_of(
         executor = holder.tuned.get((name, *shape_class(*rows)), executor)
     prompts_only = config.phases == "prefill" and not training and settings.selection is None
     last_tokens = last_tokens if prompts_only else None
-    only_last = prompts_only and rows[1] == 1
+    only_last = prompts_only and rows[1] <= config.last_in_full
     now = None
     if not (training or settings.recorders or settings.replay is not None):
         controller: Any = holder.depth_route_controller._modules.get(name)

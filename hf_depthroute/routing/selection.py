@@ -59,3 +59,17 @@ def threshold_mask(
     """`score >= threshold`, token by token: causal, the same in prefill and decode. Bool `[B, T]`."""
     mask = scores_BT >= threshold
     return mask if token_mask_BT is None else mask & token_mask_BT
+
+
+def tail_mask(ends: torch.Tensor, count: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The last `count` real tokens of every sequence, of a shorter one all of them. Bool `[B, T]`.
+
+    Args:
+        ends: Bool `[B, T]`, true at the last real token of every sequence.
+        count: At least 1.
+        token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
+    """
+    real = torch.ones_like(ends) if token_mask is None else token_mask
+    behind = real.flip(1).cumsum(1)  # from right to left: the real tokens from here on
+    behind_the_end = torch.where(ends.flip(1), behind, 0).cummax(1).values
+    return real & (behind - behind_the_end < count).flip(1)

@@ -25,6 +25,7 @@ from ..parts.branches import rms_of
 from ..parts.joint import JointMaps, joint_maps
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
+from ..routing.selection import tail_mask
 from .budgets import RequestBudgets
 from .counts import RowCount
 
@@ -77,7 +78,8 @@ class FFNStep:
         generates = batch is not None and batch.max_query_len == 1
         if not generates:
             holder.forget_prepared()  # there is a prompt among the rows
-        shape, last_rows = ((rows, 1), None) if generates else ((1, rows), _last_rows(batch, rows))
+        tail = holder.active_config().last_in_full
+        shape, last_rows = ((rows, 1), None) if generates else ((1, rows), _last_rows(batch, rows, tail))
         asked = [] if batch is None or self._budgets is None else self._budgets.of_batch(batch)
         plans = {budget: _plan_at(holder, budget, shape, last_rows) for budget in set(asked) or {None}}
         plan = next((plan for plan in plans.values() if plan.rule != "full"), next(iter(plans.values())))
@@ -160,12 +162,13 @@ def _routed_ffn(stream: Tensor, normed: Tensor, layer_name: str) -> Tensor:
     return step(stream, normed, batch)
 
 
-def _last_rows(batch: Any, rows: int) -> Tensor | None:
-    """Bool `[1, N]`: the last row of every request; None in a trial run."""
+def _last_rows(batch: Any, rows: int, count: int) -> Tensor | None:
+    """Bool `[1, N]`: the last `count` rows of every request; None in a trial run."""
     if batch is None:
         return None
     ends = batch.query_start_loc[1:].long()
-    return torch.zeros(1, rows, dtype=torch.bool, device=ends.device).index_fill_(1, ends - 1, True)
+    last = torch.zeros(1, rows, dtype=torch.bool, device=ends.device).index_fill_(1, ends - 1, True)
+    return last if count == 1 else tail_mask(last, count)
 
 
 def _shape_only(stream: Tensor, normed: Tensor, layer_name: str) -> Tensor:

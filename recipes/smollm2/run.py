@@ -6,8 +6,9 @@ Every part writes a file of its own to `--out` as soon as it is measured, and ke
 run measures what is missing. Texts are read from `../shared/data/text`; one that is not there is skipped. Fitted on
 equal parts of C4, Wikipedia, technical text and code, WikiText-2 left out; reported on parts that were not fitted on.
 
-Two settings. `prompts`: the first 384 tokens of a row of 512 are a prompt, read as `phases="prefill"` serves it, and
-the loss is that of the 128 tokens behind it, which run in full. `all`: every token of rows of 256 is routed.
+Three settings. `prompts`: the first 384 tokens of a row of 512 are a prompt, read as `phases="prefill"` serves it, and
+the loss is that of the 128 tokens behind it, which run in full. `long`: the same for prompts of 1,024 tokens, which is
+the length that is timed. `all`: every token of rows of 256 is routed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from hf_depthroute.config.fields import PATTERNS
 HERE = Path(__file__).resolve().parent
 FITTED_ON = {"c4": "c4.utf8", "wiki": "wiki.utf8", "technical": "technical.utf8", "code": "code.utf8"}
 FILES = FITTED_ON | {"wikitext2": "wikitext2_test_raw.txt"}
-LENGTH, PROMPT, ROW = 256, 384, 512
+LENGTH, ROW, BEHIND, TAIL = 256, 512, 128, 64
+ROWS = {"all": ROW, "prompts": ROW, "long": 1152}
 
 
 class Texts:
@@ -40,7 +42,7 @@ class Texts:
 
     def __init__(self, folder: Path, tokenizer: Any, rows: int) -> None:
         self.fit: dict[str, torch.Tensor] = {}
-        self.report: dict[str, torch.Tensor] = {}
+        self.report: dict[str, dict[str, torch.Tensor]] = {setting: {} for setting in ROWS}
         for name, file in FILES.items():
             path = folder / file
             if not path.exists():
@@ -48,7 +50,8 @@ class Texts:
                 continue
             text = path.read_text(encoding="utf-8")
             last = len(text) - len(text) // 10
-            self.report[name] = _rows(text[last:], tokenizer, ROW)[:rows]
+            for setting, length in ROWS.items():
+                self.report[setting][name] = _rows(text[last:], tokenizer, length)[: rows * ROW // length]
             if name in FITTED_ON:
                 self.fit[name] = _rows(text[: min(last, 1_000_000)], tokenizer, ROW)
 
@@ -96,14 +99,18 @@ def behind_prompts(model: Any, ids: torch.Tensor) -> torch.Tensor:
     found = []
     for part in ids.split(4):
         cache = DynamicCache(config=model.config)
-        first = model(input_ids=part[:, :PROMPT], past_key_values=cache, logits_to_keep=1).logits
+        first = model(input_ids=part[:, :-BEHIND], past_key_values=cache, logits_to_keep=1).logits
         with full_depth(model):
-            rest = model(input_ids=part[:, PROMPT:], past_key_values=cache).logits
-        found.append(row_losses(torch.cat([first, rest[:, :-1]], dim=1), part[:, PROMPT:]))
+            rest = model(input_ids=part[:, -BEHIND:], past_key_values=cache).logits
+        found.append(row_losses(torch.cat([first, rest[:, :-1]], dim=1), part[:, -BEHIND:]))
     return torch.cat(found)
 
 
-SETTINGS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {"all": all_tokens, "prompts": behind_prompts}
+SETTINGS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "all": all_tokens,
+    "prompts": behind_prompts,
+    "long": behind_prompts,
+}
 
 
 def over_dense(model: Any, texts: Texts, setting: str, dense: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +118,7 @@ def over_dense(model: Any, texts: Texts, setting: str, dense: dict[str, Any]) ->
     from hf_depthroute import record_routes
 
     found = {}
-    for name, ids in texts.report.items():
+    for name, ids in texts.report[setting].items():
         more = SETTINGS[setting](model, ids) - torch.tensor(dense[name], dtype=torch.float64)
         with record_routes(model) as trace, torch.no_grad():
             model(input_ids=ids[:4, :LENGTH], use_cache=False, logits_to_keep=1)
@@ -136,7 +143,9 @@ def left_out(load: Callable[[], Any], layers: list[int], target: str) -> Any:
     """The prompt without a part of `layers`, nothing in its place; keys and values are written."""
     from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 
-    config = DepthRouteConfig(layers=layers, target=target, gate="none", branch="none", phases="prefill")
+    config = DepthRouteConfig(
+        layers=layers, target=target, gate="none", branch="none", phases="prefill", prompt_tail=TAIL
+    )
     return get_depth_routed_model(load(), config).eval()
 
 
@@ -190,7 +199,7 @@ class Run:
     def dense(self, setting: str) -> dict[str, Any]:
         def measure() -> dict[str, Any]:
             model = base(self.args.model)
-            return {name: SETTINGS[setting](model, ids).tolist() for name, ids in self.texts.report.items()}
+            return {name: SETTINGS[setting](model, ids).tolist() for name, ids in self.texts.report[setting].items()}
 
         return self.once(f"dense {setting}", measure)
 
@@ -205,11 +214,15 @@ class Run:
             model = make()
             seconds = round(time.perf_counter() - started)
             model.save_pretrained(str(self.args.work / part.replace(" ", "-")))
-            cost = route_cost(model, length=PROMPT if setting == "prompts" else LENGTH)
+            settings = {"all": {"all": LENGTH}, "prompts": {"prompts": ROW - BEHIND, "long": ROWS["long"] - BEHIND}}
+            measured = {}
+            for name, length in settings[setting].items():
+                cost = route_cost(model, length=length)
+                texts = over_dense(model, self.texts, name, self.dense(name))
+                measured[name] = {"flops": round(cost.flops_routed / cost.flops_dense, 4), "texts": texts}
             config = model.peft_config["default"]
             return {
-                "texts": over_dense(model, self.texts, setting, self.dense(setting)),
-                "flops": round(cost.flops_routed / cost.flops_dense, 4),
+                "settings": measured,
                 "seconds": seconds,
                 "fit": (remembered(model, "default").training or {}).get("fit"),
                 "config": {name: value for name, value in config.to_dict().items() if name in KEPT},
@@ -230,7 +243,7 @@ class Run:
         if routed is None:
             raise SystemExit(f"no adapter in {self.args.work}")
         routed.eval()
-        ids = torch.cat([rows.flatten() for rows in self.texts.report.values()])[:1024][None]
+        ids = torch.cat([rows.flatten() for rows in self.texts.report["all"].values()])[:1024][None]
         seconds: dict[str, dict[str, list[float]]] = {}
         for number in range(self.args.rounds + 1):  # the first warms up
             for name in ("dense", *names):
@@ -251,14 +264,17 @@ class Run:
             },
         }
 
-    def fit(self, keep: float, seed: int, length: int, **fields: Any) -> Any:
+    def fit(self, keep: float, seed: int, length: int, keep_of: str = "flops", **fields: Any) -> Any:
         from hf_depthroute import DepthRouteConfig, fit_router
 
-        text = self.texts.to_fit(self.args.tokens, length, seed)
-        return fit_router(base(self.args.model), text, keep, DepthRouteConfig(layers="all", seed=seed, **fields))
+        text, config = self.texts.to_fit(self.args.tokens, length, seed), DepthRouteConfig(seed=seed, **fields)
+        return fit_router(base(self.args.model), text, keep, config, keep_of=keep_of)
 
 
-KEPT = ("layers", "static_layers", "target", "branch", "branch_rank", "gate", "phases", "budget", *PATTERNS)
+KEPT = (
+    *("layers", "static_layers", "target", "branch", "branch_rank", "gate", "phases", "prompt_tail", "budget"),
+    *PATTERNS,
+)
 
 
 def main() -> None:
@@ -268,21 +284,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results", help="where the results are put")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="where the adapters are put")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the rows that are fitted on")
-    parser.add_argument("--prompts", nargs="*", type=float, default=[0.8, 0.7], help="shares of a prompt's FLOPs")
+    parser.add_argument("--prompts", nargs="*", type=float, default=[0.8, 0.7], help="shares of a prompt's time")
     parser.add_argument("--all", nargs="*", type=float, default=[0.75], help="shares of all FFN calls")
     parser.add_argument("--branches", nargs="*", default=["lowrank", "neurons"], help="of all tokens")
     parser.add_argument("--pruned", nargs="*", type=int, default=[6, 8], help="last blocks left out of prompts")
     parser.add_argument("--rounds", type=int, default=9, help="that are timed, on an idle machine; or 0")
     parser.add_argument("--steps", type=int, default=32, help="decoded tokens in a round")
     parser.add_argument("--tokens", type=int, default=16_384, help="to fit on")
-    parser.add_argument("--rows", type=int, default=16, help="of 512 tokens, of each text to report on")
+    parser.add_argument("--rows", type=int, default=16, help="of 512 tokens, of each text to report on; of 1,152 fewer")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     run, load = Run(args), partial(base, args.model)
     for seed in args.seeds:
         for keep in args.prompts:
-            run.routed(f"prompts {keep:g} {seed}", "prompts", partial(run.fit, keep, seed, ROW, phases="prefill"))
+            fields = {"layers": "all", "phases": "prefill", "prompt_tail": TAIL, "keep_of": "time"}
+            run.routed(f"prompts {keep:g} {seed}", "prompts", partial(run.fit, keep, seed, ROW, **fields))
     depth = load().config.num_hidden_layers
     for count in args.pruned:
         last = list(range(depth - count, depth))
@@ -294,7 +311,8 @@ def main() -> None:
     for seed in args.seeds:
         for keep in args.all:
             for branch in args.branches:
-                run.routed(f"all {branch} {keep:g} {seed}", "all", partial(run.fit, keep, seed, LENGTH, branch=branch))
+                fields = {"layers": "all", "branch": branch}
+                run.routed(f"all {branch} {keep:g} {seed}", "all", partial(run.fit, keep, seed, LENGTH, **fields))
     if args.rounds:
         run.once("times", run.times)
 
