@@ -35,6 +35,10 @@ class FitOptions:
     phases: Annotated[
         str, "What is routed: all, or prefill: prompts only, by static layers; what is skipped there is found, too."
     ] = "all"
+    prompt_length: Annotated[
+        int | None,
+        typer.Option(help="With --phases prefill: tokens of the prompt that --keep is a share of.", min=1),
+    ] = None
     prompt_tail: Annotated[
         int | None,
         typer.Option(help="With --phases prefill: last tokens of a prompt that run in full. Default: 64.", min=1),
@@ -84,6 +88,7 @@ def fit(options: FitOptions) -> None:
 
     from ..config.adapter import DepthRouteConfig
     from ..data.text import pack
+    from ..fitting.prompts import KEEP_OF
     from ..fitting.router import fit_router
     from ..routing.description import budget_words
     from ..training.record import remembered
@@ -113,6 +118,7 @@ def fit(options: FitOptions) -> None:
             config,
             rounds=options.rounds,
             keep_of=options.keep_of,
+            length=options.prompt_length,
             progress=None if process.is_main_process else False,
         )
     except ValueError as error:
@@ -138,7 +144,7 @@ def fit(options: FitOptions) -> None:
     say(
         f"loss {'behind prompts of' if prompts else 'on'} {found['held_out_tokens']} held-out tokens: dense "
         f"{found['loss_dense']:.4f}, routed {found['loss']:.4f}{between} with {options.keep:.0%} of the "
-        f"{f'{options.keep_of} of a prompt' if prompts else 'calls'}"
+        f"{KEEP_OF[options.keep_of] if prompts else 'calls'}"
     )
     fitted = model.peft_config["default"]
     if fitted.takes_budget():

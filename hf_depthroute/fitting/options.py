@@ -65,7 +65,9 @@ class Search:
         branches: The fitted branches, the same way.
     """
 
-    def __init__(self, model: PeftModel, text: Batches, held_out: Batches, tail: int, seed: int, bar: FitBar) -> None:
+    def __init__(
+        self, model: PeftModel, text: Batches, held_out: Batches, length: int, tail: int, seed: int, bar: FitBar
+    ) -> None:
         self.found: dict[int, dict[Option, StaticFit]] = {}
         self.branches: dict[int, dict[Option, Any]] = {}
         self._fitted = len(text)  # the batches before this one are fitted on, the others held out
@@ -80,7 +82,7 @@ class Search:
             self._gradients.append(stream_gradients(model, batch, behind, seeds))
             first += len(behind)
         self._walk = LayerWalk(model, batches)
-        saved = _savings(model, prompt_length(batches), tail)
+        saved = _savings(model, length, tail)
         states = self._walk.first()
         for index in range(len(self._walk.layers)):
             holder = self._walk.holder(index)

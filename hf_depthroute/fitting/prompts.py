@@ -44,7 +44,7 @@ _PENALTY = 1e-3
 _OPTIONS = 3  # a layer's options take as long as so many passes through it
 _NO_BUDGET = 1e-3  # sinks are few, and no budget says how many
 _FOUND = ("target", "gate", "branch", "branch_rank", "static_layers", *PATTERNS)
-KEEP_OF = ("flops", "time")
+KEEP_OF = {"flops": "FLOPs of a prompt", "time": "time of a prompt"}
 _TAIL = 64  # tokens at the end of a prompt that run in full; of short prompts a quarter
 _FEWEST = 512  # tokens to fit on, at least
 
@@ -57,6 +57,7 @@ def fit_prompts(
     config: DepthRouteConfig | None = None,
     *,
     keep_of: str = "flops",
+    length: int | None = None,
     progress: bool | None = None,
 ) -> PeftModel:
     """Make a model read prompts with the share `keep` of the FLOPs, or of the time, without training.
@@ -77,13 +78,14 @@ def fit_prompts(
         model: A transformers model of a supported family, not routed. It is changed in place, as by
             `get_depth_routed_model`, and left in eval mode.
         batches: As of `fit_router`; rows as long as the prompts that are served, with text behind them, are best.
-        keep: In (0, 1): the share of a prompt as long as those of `batches` that is left, the router's own included. A
-            longer one keeps less, since its last tokens are a smaller part of it.
+        keep: In (0, 1): the share of a prompt that is left, the router's own included.
         config: Which `layers` may be routed, by default all; its `prompt_tail`, `seed`, `modules_to_save` and
             `task_type` are kept. Target, gate and branch are found, and left out of it. Without a `prompt_tail` it is
             64, and of prompts of less than 256 tokens a quarter.
         keep_of: What `keep` is a share of: `"flops"`, or `"time"`, as it is measured here and now, on the machine that
             serves and with nothing else on it. The choice of layers is the best for that.
+        length: Tokens of the prompt that `keep` is a share of; by default those of the longest one of `batches`. Of a
+            longer prompt less is left, since its last tokens are a smaller part of it.
         progress: Show a bar; by default where a terminal is.
 
     Returns:
@@ -115,11 +117,13 @@ def fit_prompts(
     routed = get_depth_routed_model(model, first)
     with torch.no_grad(), evaluating(routed), sharing(), _bar(routed, text, held_out, progress) as bar:
         bar.phase("options of every layer")
-        search = Search(routed, own_part(text), own_part(held_out), tail, given.seed, bar)
+        length = prompt_length(text) if length is None else length
+        search = Search(routed, own_part(text), own_part(held_out), length, tail, given.seed, bar)
         found, base = search.found, routed.unload()
         if keep_of == "time":
             bar.phase("times")
-            saved = time_savings(base, found, text[0]["input_ids"][:1, : prompt_length(text)], tail)
+            ids = torch.cat([batch["input_ids"].flatten() for batch in text])
+            saved = time_savings(base, found, ids.repeat(1 + length // len(ids))[None, :length], tail)
             found = {
                 index: {option: replace(fit, saved=saved[option]) for option, fit in fits.items()}
                 for index, fits in found.items()

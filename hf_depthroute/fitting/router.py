@@ -60,6 +60,7 @@ def fit_router(
     *,
     rounds: int = 2,
     keep_of: str = "flops",
+    length: int | None = None,
     progress: bool | None = None,
 ) -> PeftModel:
     """Make an unrouted model a routed one, without training, so that the share `keep` of all calls runs in full.
@@ -101,6 +102,7 @@ def fit_router(
             overridden by `keep`, and held by all layers together (`budget_scope="global"`).
         rounds: How often everything is fitted, at least once.
         keep_of: Of prompts: `"flops"` or `"time"`.
+        length: Of prompts: how long the one is that `keep` is a share of.
         progress: Show a bar over all phases; by default where a terminal is, unless transformers' bars are turned off.
 
     Raises:
@@ -110,7 +112,7 @@ def fit_router(
             model has no LM head.
     """
     if config is not None and config.phases == "prefill":
-        return fit_prompts(model, batches, keep, config, keep_of=keep_of, progress=progress)
+        return fit_prompts(model, batches, keep, config, keep_of=keep_of, length=length, progress=progress)
     started = time.monotonic()
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")

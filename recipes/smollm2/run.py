@@ -264,11 +264,11 @@ class Run:
             },
         }
 
-    def fit(self, keep: float, seed: int, length: int, keep_of: str = "flops", **fields: Any) -> Any:
+    def fit(self, keep: float, seed: int, length: int, given: dict[str, Any], **fields: Any) -> Any:
         from hf_depthroute import DepthRouteConfig, fit_router
 
         text, config = self.texts.to_fit(self.args.tokens, length, seed), DepthRouteConfig(seed=seed, **fields)
-        return fit_router(base(self.args.model), text, keep, config, keep_of=keep_of)
+        return fit_router(base(self.args.model), text, keep, config, **given)
 
 
 KEPT = (
@@ -284,7 +284,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results", help="where the results are put")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="where the adapters are put")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the rows that are fitted on")
-    parser.add_argument("--prompts", nargs="*", type=float, default=[0.8, 0.7], help="shares of a prompt's time")
+    parser.add_argument("--prompts", nargs="*", type=float, default=[0.8, 0.7], help="shares of a prompt of 1,024")
+    parser.add_argument("--keep-of", default="time", choices=["time", "flops"], help="measured beside nothing else")
     parser.add_argument("--all", nargs="*", type=float, default=[0.75], help="shares of all FFN calls")
     parser.add_argument("--branches", nargs="*", default=["lowrank", "neurons"], help="of all tokens")
     parser.add_argument("--pruned", nargs="*", type=int, default=[6, 8], help="last blocks left out of prompts")
@@ -298,8 +299,9 @@ def main() -> None:
     run, load = Run(args), partial(base, args.model)
     for seed in args.seeds:
         for keep in args.prompts:
-            fields = {"layers": "all", "phases": "prefill", "prompt_tail": TAIL, "keep_of": "time"}
-            run.routed(f"prompts {keep:g} {seed}", "prompts", partial(run.fit, keep, seed, ROW, **fields))
+            given = {"keep_of": args.keep_of, "length": ROWS["long"] - BEHIND}
+            fields = {"layers": "all", "phases": "prefill", "prompt_tail": TAIL}
+            run.routed(f"prompts {keep:g} {seed}", "prompts", partial(run.fit, keep, seed, ROW, given, **fields))
     depth = load().config.num_hidden_layers
     for count in args.pruned:
         last = list(range(depth - count, depth))
@@ -312,7 +314,7 @@ def main() -> None:
         for keep in args.all:
             for branch in args.branches:
                 fields = {"layers": "all", "branch": branch}
-                run.routed(f"all {branch} {keep:g} {seed}", "all", partial(run.fit, keep, seed, LENGTH, **fields))
+                run.routed(f"all {branch} {keep:g} {seed}", "all", partial(run.fit, keep, seed, LENGTH, {}, **fields))
     if args.rounds:
         run.once("times", run.times)
 
