@@ -15,8 +15,9 @@ import torch
 from models import build_routed, logits, tokens
 from request_kinds import ROUTED, build, generated, requests_of, run_together
 
-from hf_depthroute import record_routes, set_budget, set_phases, use_budget
+from hf_depthroute import calibrate, calibrate_budgets, record_routes, set_budget, set_phases, use_budget
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.routing import plan
 from hf_depthroute.routing.state import RunSettings, RunState
 from hf_depthroute.routing.trace import full_depth, overridden, routings
 from hf_depthroute.training.losses import routing_losses
@@ -124,6 +125,116 @@ def test_a_change_of_the_model_beside_generations_raises_nothing_and_is_whole_in
         fresh.load_state_dict(model.state_dict())
         alone = {kind: request() for kind, request in requests_of(fresh).items() if kind in kinds}
     assert run_together(requests, alone) == []
+
+
+def other_budget(model: Any, budget: float) -> None:
+    set_budget(model, budget)
+
+
+def other_tables(model: Any, budget: float) -> None:
+    calibrate(model, {"input_ids": tokens(2, 12, 5 if budget < 0.5 else 6)}, budget=budget)
+
+
+def own_tables(model: Any, budget: float) -> None:
+    """At whatever budget the adapter has by then."""
+    calibrate(model, {"input_ids": tokens(2, 12, 7)})
+
+
+def all_budgets(model: Any, budget: float) -> None:
+    calibrate_budgets(model, {"input_ids": tokens(2, 12, 8)}, budgets=(0.25, 0.75))
+
+
+def other_phases(model: Any, budget: float) -> None:
+    set_phases(model, "prefill" if budget < 0.5 else "all")
+
+
+def other_adapter(model: Any, budget: float) -> None:
+    model.set_adapter("other" if budget < 0.5 else "default")
+
+
+def what_is_in_force(model: Any) -> list[Any]:
+    """Of every layer, with every module's mode."""
+    parts = [holder.state_dict() for holder in routings(model)]
+    buffers = [
+        value.tolist() for part in parts for name, value in part.items() if "quantiles" in name or "contr" in name
+    ]
+    configs = [(config.budget, config.phases) for config in model.peft_config.values()]
+    active = [holder.active_adapters for holder in routings(model)]
+    return [buffers, configs, model.active_adapter, active, [module.training for module in model.modules()]]
+
+
+# Two threads change the model at one time, in training mode.
+BOTH: list[tuple[Callable[[Any, float], None], Callable[[Any, float], None]]] = [
+    (other_budget, other_budget),
+    (other_tables, other_tables),
+    (other_tables, other_budget),
+    (own_tables, other_budget),
+    (all_budgets, other_budget),
+    (own_tables, other_phases),
+    (own_tables, other_adapter),
+    (other_adapter, other_adapter),
+]
+
+
+@pytest.mark.usefixtures("eager_switches")
+@pytest.mark.parametrize(("first", "second"), BOTH)
+def test_two_changes_at_one_time_leave_what_one_after_the_other_leaves(
+    first: Callable[[Any, float], None], second: Callable[[Any, float], None]
+) -> None:
+    def made() -> Any:
+        model: Any = build("controller")
+        model.add_adapter("other", dataclasses.replace(model.peft_config["default"], seed=5))
+        model.set_adapter("default")
+        return model.train()
+
+    pair = [lambda model: first(model, 0.25), lambda model: second(model, 0.75)]
+    allowed = []
+    for order in (pair, pair[::-1]):
+        model = made()
+        for change in order:
+            change(model)
+        allowed.append(what_is_in_force(model))
+    if first is second:
+        assert allowed[0] != allowed[1]
+    for _ in range(6):
+        model = made()
+        start, faults = threading.Barrier(2), []
+
+        def work(change: Callable[[Any], None], model: Any = model, start: Any = start, faults: Any = faults) -> None:
+            start.wait(10)
+            try:
+                change(model)
+            except Exception as error:
+                faults.append(f"{type(error).__name__}: {error}")
+
+        threads = [threading.Thread(target=work, args=(change,)) for change in pair]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert faults == []
+        assert what_is_in_force(model) in allowed
+
+
+def test_a_plan_is_not_kept_for_settings_that_it_was_not_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread changes the budget while a plan is made, and changes it back before the next pass."""
+    model: Any = build_routed("llama")
+    expected, config = logits(model), model.peft_config["default"]
+    model.train().eval()  # what was prepared is dropped
+    make, made = plan.make_plan, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        config.budget, before = 0.1, config.budget
+        try:
+            made.append(make(*args, **kwargs))
+        finally:
+            config.budget = before
+        return made[-1]
+
+    monkeypatch.setattr(plan, "make_plan", interrupted)
+    assert torch.equal(logits(model), expected)
+    assert made
+    assert torch.equal(logits(model), expected)
 
 
 def test_overrides_that_overlap_in_two_threads_end_as_if_they_were_alone() -> None:

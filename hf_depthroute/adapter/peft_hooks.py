@@ -7,6 +7,7 @@ fails is taken out again, and what is loaded into an adapter that is there has t
 that were resized; here it does not. `print_trainable_parameters` counts; here it says what is routed too. A tuner of
 another method takes over the config of an adapter that has its name, and switches its `modules_to_save` off; here it is
 refused. `get_peft_model` chooses a class by the task; here the model says its task where the configuration does not.
+`set_adapter` goes from layer to layer; here two threads that call it take turns.
 All are wrapped once, on import; adapters of other methods pass through unchanged.
 """
 
@@ -32,6 +33,7 @@ from ..config.adapter import ConfigError, DepthRouteConfig
 from ..files.shown import reason, say
 from ..routing.description import routed_lines
 from ..routing.holder import Routing
+from ..routing.trace import one_change
 from .base_check import check_base
 from .checks import add_of_same_method
 from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config
@@ -57,6 +59,8 @@ def install() -> None:
     _wrap(PeftModel, "from_pretrained", _from_pretrained)
     _wrap(PeftModel, "load_adapter", _load_adapter)
     _wrap(PeftModel, "add_adapter", add_of_same_method)
+    for owner in (PeftModel, PeftAdapterMixin):
+        _wrap(owner, "set_adapter", _in_turn)
     _wrap(PeftAdapterMixin, "load_adapter", _load_natively)
     _wrap(PeftModel, "print_trainable_parameters", _print_trainable_parameters)
     _wrap(PeftConfigMixin, "from_json_file", _from_json_file)
@@ -81,6 +85,11 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
     setattr(wrapped, _MARK, True)
     setattr(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
+
+
+def _in_turn(change: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    with one_change(self):
+        return change(self, *args, **kwargs)
 
 
 def _print_trainable_parameters(count: Any, self: Any) -> None:

@@ -21,13 +21,14 @@ from ..config.adapter import check_budget, check_phases
 from ..data.batches import device_of, model_inputs, token_mask
 from ..parts.traits import traits_of
 from ..routing.thresholds import NOT_FITTED, Measured, quantile_table
-from ..routing.trace import count_routes, overridden, record_routes, routings
+from ..routing.trace import count_routes, in_turn, overridden, record_routes, routings
 from .restoring import restored_on_error
 
 if TYPE_CHECKING:
     from ..routing.holder import Routing
 
 
+@in_turn
 @torch.no_grad()
 def calibrate(
     model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[str, Any], budget: float | None = None
@@ -77,6 +78,7 @@ def calibrate(
     return ratios
 
 
+@in_turn
 @torch.no_grad()
 def set_thresholds(model: nn.Module, batches: list[dict[str, torch.Tensor]], rule: str = "threshold") -> None:
     """One pass of `calibrate`: the thresholds of the adapter's budget on the stream that `rule` leaves.
@@ -152,10 +154,12 @@ def _through(knots: Mapping[float, float], fixed: float, size: int) -> torch.Ten
     return torch.from_numpy(np.interp(np.linspace(0, 1, size), levels, scores)).float()
 
 
+@in_turn
 def set_budget(model: nn.Module, budget: float) -> None:
     """Change the budget of the active adapter at run time, without retraining; saved with the adapter.
 
-    A change of the model, for all threads: what generates meanwhile goes on with it. `use_budget` is for one request.
+    A change of the model, for all threads: what generates meanwhile goes on with it, and another thread's change waits
+    for this one's end, as with `calibrate`. `use_budget` is for one request.
 
     Without `calibrate_budgets`, the thresholds come from quantiles measured at the calibrated budget. At another one,
     later layers see another stream, so the share that runs full can miss the budget by some points. Static layers stay
@@ -201,6 +205,7 @@ def _supported_budget(model: nn.Module, budget: float, caller: str) -> float:
     return budget
 
 
+@in_turn
 def set_phases(model: nn.Module, phases: str) -> None:
     """Change at run time what inference routes, without retraining; saved with the adapter.
 

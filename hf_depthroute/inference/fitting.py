@@ -26,7 +26,7 @@ from ..parts.neurons import NeuronBranch
 from ..parts.regression import leading_directions, moments, norms_and_sinks, ridge_weights
 from ..parts.targets import TARGETS
 from ..routing.holder import Routing
-from ..routing.trace import record_routes
+from ..routing.trace import in_turn, record_routes
 from .calibration import active_routings
 from .restoring import weights_restored_on_error
 
@@ -144,6 +144,7 @@ def fit_memory(
     return missed_Nd - (before_Nw - left_Nw) @ basis_dw.T
 
 
+@in_turn
 @torch.no_grad()
 def fit_branches(
     model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]], ridge: float = 1e-3

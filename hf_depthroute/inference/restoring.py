@@ -9,17 +9,18 @@ import torch
 from torch import nn
 
 from ..routing.holder import Routing
-from ..routing.trace import routings
+from ..routing.trace import one_change, routings
 
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Put the active adapter's budget, quantile tables and controllers back at the end of the block."""
-    undo = _undoing(model)
-    try:
-        yield
-    finally:
-        undo()
+    with one_change(model):
+        undo = _undoing(model)
+        try:
+            yield
+        finally:
+            undo()
 
 
 @contextmanager

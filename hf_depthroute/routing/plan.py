@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -79,6 +79,14 @@ class RoutePlan:
         return None if elsewhere or self.gate.soft else self.threshold
 
 
+class Asked(NamedTuple):
+    """What a plan takes from the configuration, read once: another thread may change it at any moment."""
+
+    budget: float
+    fixed_threshold: float | None
+    temperature: float
+
+
 def shape_class(batch: int, length: int) -> tuple[bool, int]:
     """Input shapes that cost about the same: decode or not, and the number of rows to the next power of two."""
     return length == 1, (batch * length - 1).bit_length()
@@ -96,6 +104,7 @@ def plan_of(
     if name is None:
         return None
     config, settings = holder.config(name), holder.state.settings
+    asked = Asked(config.budget, config.fixed_threshold, cast(float, config.gate_temperature))
     executor = settings.executor
     if holder.tuned and executor == "auto" and not traits_of(config.gate_of(holder.layer_index)).static:
         executor = holder.tuned.get((name, *shape_class(*rows)), executor)
@@ -108,15 +117,15 @@ def plan_of(
         table = cast(ScoreQuantiles, holder.depth_route_quantiles[name]).values
         now = stamp(table, None if controller is None else controller.threshold)
     if now is None:
-        made = make_plan(holder, name, config, training, executor, last_tokens, only_last)
+        made = make_plan(holder, name, config, asked, training, executor, last_tokens, only_last)
         return replace(made, kept=kept) if made.gate.exits else made
-    stamped = (config.budget, config.threshold, config.gate_temperature, now)
+    stamped = asked, now
     key = (name, executor, only_last, settings.budget, settings.selection)
     held = holder.derived.get(key)
     if held is None or held[0] != stamped or held[1].config is not config or held[2] != holder.prompts:
         if len(holder.derived) > _KEPT_PLANS:
             holder.derived.clear()
-        made = make_plan(holder, name, config, training, executor, only_last=only_last)
+        made = make_plan(holder, name, config, asked, training, executor, only_last=only_last)
         if held is not None:
             holder.derived.pop(held[1], None)  # its step
         if held is None or held[0] != stamped:
@@ -132,6 +141,7 @@ def make_plan(
     holder: Routing,
     name: str,
     config: DepthRouteConfig,
+    asked: Asked,
     training: bool,
     executor: str,
     last_tokens: torch.Tensor | None = None,
@@ -143,11 +153,11 @@ def make_plan(
     """
     settings, state = holder.state.settings, holder.state
     scheduled = state.scheduled_budget if training else None
-    budget = config.budget if scheduled is None else scheduled
+    budget = asked.budget if scheduled is None else scheduled
     budget = budget if settings.budget is None else settings.budget
     threshold: torch.Tensor | float = -torch.inf
-    if config.fixed_threshold is not None:
-        threshold = config.fixed_threshold
+    if asked.fixed_threshold is not None:
+        threshold = asked.fixed_threshold
     elif budget < 1.0 and name in holder.depth_route_controller and settings.budget is None:
         threshold = cast(BudgetController, holder.depth_route_controller[name]).threshold.clone()
     elif budget < 1.0:
@@ -165,7 +175,7 @@ def make_plan(
         rule = "predictor" if config.causal_rule == "predictor" else "threshold"
     mix = _mix_of(gate, config.scale_by_gate, rule)
     everything = not training and rule == "threshold" and mix == "hard" and budget >= 1.0
-    everything = everything and config.fixed_threshold is None and not gate.exits and replayed is None
+    everything = everything and asked.fixed_threshold is None and not gate.exits and replayed is None
     if only_last:
         mix = "hard"
         if replayed is None:  # as with a budget of 1, whatever decides elsewhere
@@ -183,7 +193,7 @@ def make_plan(
         extras=_extras(holder, name, gate, TARGETS[target], training),
         budget=math.nan if gate.soft else budget,
         threshold=threshold,
-        temperature=(state.scheduled_temperature if training else None) or cast(float, config.gate_temperature),
+        temperature=(state.scheduled_temperature if training else None) or asked.temperature,
         replayed=None if replayed is None else replayed.probs if gate.soft else replayed.mask,
         recorders=settings.recorders,
         last_tokens=last_tokens,

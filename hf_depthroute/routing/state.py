@@ -46,11 +46,17 @@ class RunState:
     Attributes:
         scheduled_budget: The budget in training, while a schedule runs; of all threads.
         scheduled_temperature: The same for `tau`.
+        changing: Held by the thread that changes the model (`trace.one_change`).
+        gather_costs: `execution.costs.GatherCosts` that `tune_execution` measured; None before.
+        told_of_steps: Whether it was said that decoding steps run in full (`execution.costs.unrouted_steps`).
     """
 
     def __init__(self) -> None:
         self.scheduled_budget: float | None = None
         self.scheduled_temperature: float | None = None
+        self.changing = threading.RLock()
+        self.gather_costs: Any = None
+        self.told_of_steps = False
         self._thread = _OfThread()
 
     @property

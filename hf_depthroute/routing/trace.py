@@ -5,17 +5,21 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from ..base.distributed import each_of_all
 from .holder import Routing
+from .state import RunState
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
@@ -147,7 +151,9 @@ class RouteTrace(Mapping[int, RouteRecord]):
     @staticmethod
     def cat(traces: list[RouteTrace]) -> RouteTrace:
         """Join traces of consecutive positions, such as the steps of a generation."""
-        return RouteTrace({i: _combined([trace[i] for trace in traces], partial(torch.cat, dim=1)) for i in traces[0]})
+        return RouteTrace(
+            {i: _combined([trace[i] for trace in traces], functools.partial(torch.cat, dim=1)) for i in traces[0]}
+        )
 
 
 class RouteCounter:
@@ -225,11 +231,33 @@ def overridden(model: nn.Module, **changes: Any) -> Iterator[None]:
     Raises:
         ValueError: `model` has no routed layer.
     """
-    states = {id(holder.state): holder.state for holder in routings(model)}
     with ExitStack() as stack:
-        for state in states.values():
+        for state in _states(routings(model)):
             stack.enter_context(state.override(**changes))
         yield
+
+
+@contextmanager
+def one_change(model: nn.Module) -> Iterator[None]:
+    """Inside the block no other thread changes `model` by what takes this block: their changes wait for its end.
+
+    Two changes at one time could leave some layers with one result and some with the other.
+    """
+    with ExitStack() as stack:
+        for state in _states(module for module in model.modules() if isinstance(module, Routing)):
+            stack.enter_context(state.changing)
+        yield
+
+
+def in_turn(change: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """`change`, whose first argument is the model that it changes for all threads, inside `one_change`."""
+
+    @functools.wraps(change)
+    def waits(model: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        with one_change(model):
+            return change(model, *args, **kwargs)
+
+    return waits
 
 
 def full_depth(model: nn.Module) -> AbstractContextManager[None]:
@@ -251,6 +279,11 @@ def routings(model: nn.Module) -> list[Routing]:
     if not holders:
         raise ValueError(f"{type(model).__name__} has no routed layer; wrap it with get_depth_routed_model first")
     return sorted(holders, key=lambda holder: holder.layer_index)
+
+
+def _states(holders: Iterable[Routing]) -> Iterable[RunState]:
+    """The settings that the layers share; each once."""
+    return {id(holder.state): holder.state for holder in holders}.values()
 
 
 def _combined(records: Sequence[RouteRecord], combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> RouteRecord:
