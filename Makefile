@@ -20,7 +20,7 @@ else
 install = $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 endif
 
-.PHONY: demo test gpu vllm coverage floor fuzz soak lint lock resolve docs notebook clean
+.PHONY: demo test gpu gpu-all vllm coverage floor fuzz soak lint lock resolve docs notebook clean
 
 demo: $(DEMO)
 	$(BIN)/python recipes/demo/demo.py --out demo_output
@@ -33,6 +33,11 @@ gpu: $(INSTALLED)
 	TEST_DEVICE=cuda $(BIN)/python -m pytest -n 8 \
 	    $(patsubst %,tests/test_%.py,kernels compile fused_loss invariants_causal invariants_execution invariants_state \
 	    sequences memory)
+
+# What a GPU has to show, in twenty minutes, each part in a file of its own; it goes on where it was cut off.
+GPU_OUT ?= gpu_results
+gpu-all: $(INSTALLED)
+	$(BIN)/python recipes/speed/gpu_all.py --out $(GPU_OUT)
 
 # What is served by vLLM, in an environment of its own (`VLLM_VENV`); skipped where vLLM does not install.
 vllm:

@@ -477,7 +477,7 @@ def test_row_operators_are_measured_by_what_they_have_to_do(tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["row_ops.py", "--json", str(out), "--small", "--rounds", "1"])
     script.main()
     rows = {(row["operation"], row["share"]): row for row in json.loads(out.read_text())["operations"]}
-    assert len(rows) == len(capsys.readouterr().out.splitlines()) == 2 * (2 + 4) + 3 + 4
+    assert len(rows) == len(capsys.readouterr().out.splitlines()) == 3 * (2 + 4) + 3 + 4
     ms = rows["linear_rows, 8 rows", 0.5]["ms"]
     rates = [rows["linear_rows, 8 rows", 0.5][name] for name in ("bandwidth", "matmul")]
     # Eight rows read, half of them multiplied and written, in bfloat16; the reported time is rounded.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from speed import bench as program
+from speed import gpu_all
 from speed.lora import loading_rows, measure_training, training_rows
 from speed.result_plots import plot_result
 from speed.shapes import SHAPES, random_model
@@ -243,3 +246,43 @@ def test_the_program_refuses_in_one_line(capsys):
     with pytest.raises(SystemExit) as ended:
         program.main(["none.yaml"])
     assert ended.value.code == 2 and "none.yaml: No such file" in capsys.readouterr().err.splitlines()[-1]
+
+
+def tried(out: Path, *words: str) -> tuple[int, dict[str, str]]:
+    """The exit code of `gpu_all.py --small`, and what it said of every part."""
+    command = [sys.executable, str(RECIPE / "gpu_all.py"), "--out", str(out), "--small", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    lines = [line.split(": ", 1) for line in ended.stdout.splitlines()]
+    return ended.returncode, {name: said for name, said in lines}
+
+
+def test_all_that_a_gpu_has_to_show_is_tried_without_one_and_goes_on_where_it_ended(tmp_path: Path) -> None:
+    code, said = tried(tmp_path)
+    left_out = [name for name, text in said.items() if text.startswith("left out")]
+    assert code == 0, said
+    assert list(said) == [part.name for part in gpu_all.PARTS] and left_out in ([], ["vllm"])
+    for name in set(said) - set(left_out):
+        assert json.loads((tmp_path / f"{name}.json").read_text())
+    added = json.loads((tmp_path / "launches.json").read_text())["added_per_layer"]
+    assert added["rows"]["operators"] > 0 and added["as chosen"]["operators"] == 0
+    (tmp_path / "launches.json").unlink()
+    _, again = tried(tmp_path, "--only", "kernels,launches,row-ops")
+    assert again == {"kernels": "there already", "row-ops": "there already", "launches": "done"}
+
+
+def test_a_part_that_fails_leaves_its_log_and_the_next_ones_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = gpu_all.Part("bad", ("-c", "print('why'); raise SystemExit(3)"), (), 60)
+    slow = gpu_all.Part("slow", ("-c", "import time; time.sleep(60)"), (), 1)
+    good = gpu_all.Part("good", ("-c", "open('{out}', 'w').write('[]')"), (), 60)
+    monkeypatch.setattr(gpu_all, "PARTS", (bad, slow, good))
+    with pytest.raises(SystemExit) as ended:
+        gpu_all.main(["--out", str(tmp_path), "--small"])
+    assert ended.value.code == 1
+    assert "bad: failed: exit code 3; see bad.log" in capsys.readouterr().out
+    assert (tmp_path / "bad.log").read_text() == "why\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.log", "good.json", "slow.log"]
+    with pytest.raises(SystemExit) as ended:
+        gpu_all.main(["--out", str(tmp_path / "none"), "--small", "--minutes", "0"])
+    assert ended.value.code == 1

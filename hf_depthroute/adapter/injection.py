@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,8 +15,9 @@ from ..base.cache import is_paged, starts_prompt
 from ..base.families import find_decoder, find_family
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..data.batches import breaks_of, document_starts
-from ..execution.context import CONTEXT, ForwardContext
-from ..execution.decode import decode_steps, decodes
+from ..execution.context import CONTEXT, ForwardContext, Step
+from ..execution.costs import unrouted_steps
+from ..execution.decode import decode_steps, decodes, run_base
 from ..execution.layer import routed_forward
 from ..parts.memory import suffixes
 from ..routing.holder import HOLDER, Routing
@@ -87,7 +88,8 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         for holder in active:  # a training or averaging library may have written weights in a way of its own
             holder.forget_prepared()
     layers, real = getattr(decoder, family.layers), token_mask_of(args, kwargs)
-    last, ngrams, steps = None, None, None
+    last, ngrams = None, None
+    steps: Mapping[nn.Module, Step] | None = None
     tail = max([0, *(config.last_in_full for config in active.values() if config.phases == "prefill")])
     if inputs.shape[1] > tail > 0:
         last = last_tokens_of(inputs, real, kwargs, tail)
@@ -96,7 +98,10 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ngrams = ngrams_of(inputs, order, real, kwargs)
     if decodes(decoder, inputs) and (real is None or real.all()):
         steps = decode_steps(layers, inputs.shape[0])
-    context = ForwardContext(real, last, ngrams, steps)
+    unrouted = unrouted_steps(layers, inputs, kwargs)
+    if unrouted and not any(holder.state.settings.recorders for holder in active):
+        steps = dict.fromkeys(unrouted, run_base)
+    context = ForwardContext(real, last, ngrams, steps, unrouted)
     if not family.passes_keywords:
         _handed_down.set(context)
         return None

@@ -28,6 +28,7 @@ class ForwardContext:
         last_tokens: Bool `[B, T]`, the tokens that `phases="prefill"` runs full; None without it.
         ngrams: Int64 `[B, T, N]`, the n-grams that end at each token; None without a memory.
         steps: The decoding steps of the layers that have one.
+        unrouted: Layers that run this decoding step as the base does, because routing it would not pay; None: no layer.
         kept: Bool `[B, T]` by layer index: the tokens that have not left early, filled by the layers as they run.
     """
 
@@ -35,6 +36,7 @@ class ForwardContext:
     last_tokens: Tensor | None = None
     ngrams: Tensor | None = None
     steps: Mapping[nn.Module, Step] | None = None
+    unrouted: frozenset[nn.Module] | None = None
     kept: dict[int, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device | str | int, **kwargs: Any) -> ForwardContext:

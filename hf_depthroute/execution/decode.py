@@ -161,7 +161,7 @@ class SequenceStep(DecodeStep):
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
         if kept:
-            out = _run_base(layer, h, kwargs)
+            out = run_base(layer, h, kwargs)
         else:
             branch = self.weights.prepared(h.dtype, modules[ffn_norm], None).branch
             # The layer's input is not the step's to change.
@@ -203,7 +203,7 @@ def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Ste
     steps: dict[nn.Module, Step] = {}
     for layer in layers:
         holder = cast("Routing | None", layer._modules.get(HOLDER))
-        step = _run_base if holder is None else _step_of(layer, holder, batch)
+        step = run_base if holder is None else _step_of(layer, holder, batch)
         if step is not None:
             steps[layer] = step
     return steps
@@ -214,10 +214,10 @@ def _step_of(layer: nn.Module, holder: Routing, batch: int) -> Step | None:
     plan = holder.plan(False, (batch, 1))
     remembers = plan is not None and plan.adapter in holder.depth_route_memory
     if plan is None:
-        return _run_base
+        return run_base
     if plan.rule == "full" and not plan.recorders:
         # The KV cache has to learn of the token, or knows what was decided about its sequence.
-        return None if remembers or plan.config.granularity == "sequence" else _run_base
+        return None if remembers or plan.config.granularity == "sequence" else run_base
     kind = STEPS.get(type(SITES[plan.site]))
     if kind is None or not supports_decode(plan, holder.family):
         return None
@@ -240,7 +240,7 @@ def _step_of(layer: nn.Module, holder: Routing, batch: int) -> Step | None:
     return step
 
 
-def _run_base(layer: Any, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None) -> Tensor:
+def run_base(layer: Any, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None) -> Tensor:
     """A layer that is not routed, or whose every token runs full."""
     return cast(Tensor, layer._base_forward(h, **kwargs))
 

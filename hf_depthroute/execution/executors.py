@@ -15,6 +15,7 @@ from torch import Tensor
 from ..base.contexts import is_exporting
 from ..base.sublayers import hidden_of
 from .call import Executor, RoutedCall
+from .costs import prefers_gathering
 from .sequences import skip_sequences, skips_sequences
 
 
@@ -46,12 +47,16 @@ class Full:
 class Rows:
     """Row operators, whose shapes do not depend on the mask: on CUDA, under a compiler, and where it is asked for.
 
+    On CUDA, eager, `"auto"` takes them where few rows run, and gathers many (`costs.prefers_gathering`).
+
     An exported program has none of them: it is to run where this library is not installed.
     """
 
     def supports(self, call: RoutedCall) -> bool:
         executor, compiles = call.plan.executor, torch.compiler.is_compiling()
         if is_exporting() or (executor != "rows" and not (executor == "auto" and (call.stream.is_cuda or compiles))):
+            return False
+        if executor == "auto" and prefers_gathering(call):
             return False
         return not call.needs_both_paths and not skips_sequences(call) and call.site.supports_rows(call)
 

@@ -57,8 +57,14 @@ def gathered_update(
     if full_index.numel() == 0 and cheap is not None:  # everything is skipped: no gather either
         return a + cheap(a)
     out = rows.clone() if torch.is_grad_enabled() else rows
-    out = add_cheap(out, rows, flat, cheap, slice_rows)
+    if cheap is not None:
+        out = _add(out, rows, _others(flat, len(full_index)), cheap, slice_rows, None)
     return _add(out, x_rows, full_index, full, slice_rows, weight_N).view(a.shape)
+
+
+def _others(flat: Tensor, chosen: int) -> Tensor:
+    """Where `flat`, bool `[N]` and true `chosen` times, is false. On a GPU the host does not wait for it."""
+    return flat.byte().argsort(stable=True)[: len(flat) - chosen] if flat.is_cuda else (~flat).nonzero().squeeze(-1)
 
 
 def add_cheap(

@@ -51,6 +51,8 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     # Without gradients it is no step of training: rollouts, references and metrics decide as inference does.
     trains = layer.training and torch.is_grad_enabled()
     plan = None if holder is None else holder.plan(trains, rows, context.last_tokens, context.kept)
+    if plan is not None and context.unrouted is not None and layer in context.unrouted:
+        plan = replace(plan, rule="full")
     returned = None if holder is None or plan is None or not holder.family.returns_weights else holder.family.attention
     weights: list[Tensor | None] = []
     if returned is not None and kwargs.get("output_attentions"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,13 @@ from torch import nn
 from ..base.contexts import hooked, of_this_thread
 from ..base.families import find_layers
 from ..execution.call import RoutedCall
+from ..execution.costs import GatherCosts, chosen_flops, gather_costs_of
 from ..execution.executors import EXECUTORS, check_executor
 from ..execution.sites import SITES
 from ..parts.traits import traits_of
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import shape_class
-from ..routing.trace import overridden
+from ..routing.trace import in_turn, overridden
 from .calibration import active_routings, gated_routings
 from .restoring import restored_on_error
 
@@ -51,6 +52,7 @@ class Choice:
     milliseconds: dict[str, float]
 
 
+@in_turn
 @torch.no_grad()
 def tune_execution(
     model: Any,
@@ -69,6 +71,8 @@ def tune_execution(
     full, no gate. That changes the output, towards the base's, and makes it depend on the batch size; `keep_decisions`
     forbids it. Prompts should be as many and as long as those to come. The choice holds for inputs of about the same
     number of rows (to the next power of two), prefill and decode apart; other shapes run as before. It is not saved.
+    Where FFNs can be run by gathered rows and by row kernels, on GPUs, it also measures from how much work on gathering
+    is the faster way, for prompts of other sizes (`execution.costs.GatherCosts`).
 
         tune_execution(model, tokenizer(prompts, return_tensors="pt", padding=True).input_ids.to(model.device))
 
@@ -143,7 +147,28 @@ def _choices(
                 best = "full"
             holder.tuned[holder.active_name(), *shape_class(*shape)] = best
             choices.append(Choice(holder.layer_index, step, shape, best, found))
+    if {"rows", "gathered"} <= set(executors) and not holders[0].active_target().skips_attention:
+        holders[0].state.gather_costs = _gather_costs(model, layers, input_ids, attention_mask, repeats)
     return choices
+
+
+def _gather_costs(
+    model: Any, layers: Sequence[nn.Module], input_ids: torch.Tensor, attention_mask: torch.Tensor | None, repeats: int
+) -> GatherCosts | None:
+    """Measured on the whole prompts and on the last eighth of them; None where the two ways take the same time."""
+    points = []
+    for length in (-(-input_ids.shape[1] // 8), input_ids.shape[1]):
+        ids, mask = input_ids[:, -length:], None if attention_mask is None else attention_mask[:, -length:]
+        gained = []
+        for _ in range(repeats + 1):  # the first one warms up
+            spent = {}
+            for executor in ("rows", "gathered"):
+                with overridden(model, executor=executor):
+                    spent[executor] = sum(seconds for _, _, seconds in _timed(model, layers, ids, mask, 0))
+            gained.append((spent["rows"] - spent["gathered"]) / len(layers))
+        flops = [chosen_flops(holder, ids.shape, holder.budget()) for holder in gated_routings(model)]
+        points.append((statistics.fmean(flops), statistics.median(gained[1:])))
+    return gather_costs_of(*points)
 
 
 def _supported(
@@ -157,7 +182,11 @@ def _supported(
         plan, stream = holder.plan(False), args[0] if args else kwargs["hidden_states"]
         assert plan is not None
         call = RoutedCall(layer, holder, plan, SITES[plan.site], stream, None, None, kwargs)
-        found.update(name for name, executor in EXECUTORS.items() if executor.supports(call))
+        for name, executor in EXECUTORS.items():
+            # By name on a GPU, where "auto" leaves out what it expects to be the slower way.
+            asked = replace(call, plan=replace(plan, executor=name)) if stream.is_cuda else call
+            if executor.supports(asked):
+                found.add(name)
 
     handles = [layer.register_forward_pre_hook(of_this_thread(look), with_kwargs=True) for layer in layers]
     with hooked(handles), overridden(model, executor="auto"):

@@ -31,6 +31,10 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
     parser.add_argument("--rounds", type=int, help="of every case; default: the suite's")
     parser.add_argument("--depth", type=int, help="keep so many decoder layers, to try a suite out")
+    parser.add_argument("--shape", help="of every model, to try a suite out, as the next three")
+    parser.add_argument("--batch", type=int, help="sequences of every case")
+    parser.add_argument("--length", type=int, help="tokens of every prompt")
+    parser.add_argument("--steps", type=int, help="decoding steps of every case")
     parser.add_argument("--vocabulary", type=int, help="of every model")
     parser.add_argument("--dtype", help="of every model")
     parser.add_argument("--phases", help="what is routed: all or prefill")
@@ -38,7 +42,7 @@ def main(words: list[str] | None = None) -> None:
     args = parser.parse_args(words)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    names = ("rounds", "depth", "vocabulary", "dtype", "phases", "baselines")
+    names = ("rounds", "depth", "shape", "batch", "length", "steps", "vocabulary", "dtype", "phases", "baselines")
     try:
         name, cases = read_suite(args.suite, **{field: getattr(args, field) for field in names})
     except (ValueError, OSError) as error:

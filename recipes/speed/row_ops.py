@@ -1,4 +1,4 @@
-"""The row operators alone, against the dense operation and against what the machine can do.
+"""The row operators, and gathering, alone, against the dense operation and against what the machine can do.
 
     python recipes/speed/row_ops.py --json recipes/speed/row_ops.json
 
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from hf_depthroute.bench.timing import describe_machine, interleave, measure_peaks, synchronise
 from hf_depthroute.evaluation.roofline import Peaks
+from hf_depthroute.execution.gathered import gathered_update
 from hf_depthroute.execution.kernels import attend_rows, linear_rows, swiglu_rows
 
 SHARES = (0.0, 0.25, 0.5, 1.0)
@@ -71,6 +72,10 @@ def linear_maps(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[
     gate, up = (torch.randn(f, d, device=device, dtype=dtype) * d**-0.5 for _ in range(2))
     down = torch.randn(d, f, device=device, dtype=dtype) * f**-0.5
     square = torch.randn(d, d, device=device, dtype=dtype) * d**-0.5
+
+    def ffn(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
     works = []
     for rows in sizes.rows:
         x = torch.randn(rows, d, device=device, dtype=dtype)
@@ -81,9 +86,15 @@ def linear_maps(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[
                 Work(
                     f"swiglu_rows, {rows} rows", share,
                     lambda x=x, mask=mask: swiglu_rows(x, x, mask, None, gate, up, down),
-                    lambda x=x: x + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down),
+                    lambda x=x: x + ffn(x),
                     # The stream is copied whole; a hidden value is written and read.
                     item * (2 * rows * d + some * 3 * d * f + n * (d + 2 * f)), 6 * n * d * f,
+                ),
+                Work(
+                    f"gathered, {rows} rows", share,
+                    lambda x=x, mask=mask: gathered_update(x.clone()[None], x[None], mask[None], ffn, None),
+                    lambda x=x: x + ffn(x),
+                    item * (2 * rows * d + some * 3 * d * f + n * (5 * d + 2 * f)), 6 * n * d * f,
                 ),
                 Work(
                     f"linear_rows, {rows} rows", share,

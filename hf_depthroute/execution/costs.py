@@ -1,0 +1,140 @@
+"""Costs of routing on a GPU: which way `"auto"` runs a prompt's FFNs, and whether it routes a decoding step.
+
+Where the host launches one kernel after another, launches and waiting count besides bytes and FLOPs. Two models of two
+numbers each say when they count for more; the numbers are of an NVIDIA H100 80GB in bfloat16. Neither model asks what
+was decided, and the second does not ask how many sequences there are: a token's result does not depend on the others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..base.cache import starts_prompt
+from ..routing.holder import HOLDER, Routing
+
+if TYPE_CHECKING:
+    from ..routing.plan import RoutePlan
+    from .call import RoutedCall
+
+# From a routed layer's eager step, 6.24 ms for four layers, less the base's, 3.33 ms (`recipes/speed/h100.json`).
+STEP_SECONDS = 7.3e-4
+BYTES_PER_SECOND = 3.0e12  # of a card that does not tell
+
+
+@dataclass(frozen=True)
+class GatherCosts:
+    """What gathering the chosen rows of an FFN for the base's own products costs and saves, beside the row kernels.
+
+    Attributes:
+        wait: Seconds a layer: the host waits for the number of chosen rows, and launches more. Assumed.
+        saved: Seconds for every FLOP of the chosen rows' products. At 4,096 of 8,192 rows of Llama-3-8B's FFN the row
+            kernels take 3.05 ms, half of the dense products 2.21 ms, and moving rows 0.11 ms
+            (`recipes/speed/row_ops.json`).
+    """
+
+    wait: float = 1e-4
+    saved: float = 5.0e-16
+
+    def pays(self, flops: float) -> bool:
+        return flops * self.saved > self.wait
+
+
+def gather_costs_of(few: tuple[float, float], many: tuple[float, float]) -> GatherCosts | None:
+    """The line through two measurements, each the FLOPs of the chosen rows and the seconds that gathering saves.
+
+    None where more rows save no more: then the two ways were not told apart.
+    """
+    saved = (many[1] - few[1]) / (many[0] - few[0]) if many[0] > few[0] else 0.0
+    return GatherCosts(wait=many[0] * saved - many[1], saved=saved) if saved > 0 else None
+
+
+def is_launched(stream: Tensor) -> bool:
+    """Whether the host launches the kernels on `stream` one by one: on a GPU, neither compiled nor captured."""
+    return stream.is_cuda and not torch.compiler.is_compiling() and not torch.cuda.is_current_stream_capturing()
+
+
+def prefers_gathering(call: RoutedCall) -> bool:
+    """Whether an FFN's chosen rows are better gathered than run by row kernels."""
+    target = call.plan.target
+    if not is_launched(call.stream) or target.skips_attention or not target.skips_ffn:
+        return False
+    costs: GatherCosts = call.holder.state.gather_costs or GatherCosts()
+    return costs.pays(chosen_flops(call.holder, call.stream.shape, call.plan.budget))
+
+
+def chosen_flops(holder: Routing, shape: Sequence[int], budget: float) -> float:
+    """FLOPs of a SwiGLU FFN's three products at the rows of a stream of `shape`, `(B, T)` first, that run in full."""
+    return 6.0 * shape[0] * shape[1] * budget * holder.width * holder.ffn_width
+
+
+def unrouted_steps(
+    layers: Iterable[nn.Module], inputs: Tensor, kwargs: Mapping[str, Any]
+) -> frozenset[nn.Module] | None:
+    """The layers in which routing this decoding step would take longer than it can save; None where there is none.
+
+    A step that goes on with a growing KV cache, on a GPU. One with a static cache may be captured, and stays routed.
+
+    Args:
+        layers: The decoder layers.
+        inputs: Of the call of the stack, `[B, T, ...]`.
+        kwargs: That it was called with.
+    """
+    if inputs.shape[1] != 1 or torch.is_grad_enabled() or not is_launched(inputs):
+        return None
+    if starts_prompt(dict(kwargs), 1) or getattr(kwargs.get("past_key_values"), "is_compileable", False):
+        return None
+    held = ((layer, cast("Routing | None", layer._modules.get(HOLDER))) for layer in layers)
+    unrouted = {layer: holder for layer, holder in held if holder is not None and _is_unpaid(layer, holder, inputs)}
+    for holder in unrouted.values():
+        _say_once(holder)
+    return frozenset(unrouted) or None
+
+
+def _is_unpaid(layer: nn.Module, holder: Routing, inputs: Tensor) -> bool:
+    plan = holder.plan(False, (inputs.shape[0], 1))
+    if plan is None or plan.rule not in ("threshold", "predictor") or plan.executor != "auto":
+        return False
+    if plan.replayed is not None or plan.gate.exits or plan.adapter in holder.depth_route_memory:
+        return False
+    if plan.config.granularity == "sequence" or plan.target.per_pair or not holder.dense_ffn:
+        return False
+    key = "skipped bytes", plan.adapter
+    skipped: int | None = holder.derived.get(key)
+    if skipped is None:
+        skipped = holder.derived[key] = _skipped_bytes(layer, holder, plan)
+    return (1 - plan.budget) * skipped / _bytes_per_second(inputs.device) < STEP_SECONDS
+
+
+def _skipped_bytes(layer: Any, holder: Routing, plan: RoutePlan) -> int:
+    """The weights that a skipped token leaves unread."""
+    parts = {holder.family.ffn: plan.target.skips_ffn, holder.family.attention: plan.target.skips_attention}
+    weights = [weight for name, skips in parts.items() if skips for weight in getattr(layer, name).parameters()]
+    return sum(weight.numel() * weight.element_size() for weight in weights)
+
+
+def _bytes_per_second(device: torch.device) -> float:
+    """The bandwidth of a card's memory, two transfers for every tick of its clock."""
+    if device.type != "cuda":
+        return BYTES_PER_SECOND
+    card = torch.cuda.get_device_properties(device)
+    kilohertz, bits = getattr(card, "memory_clock_rate", 0), getattr(card, "memory_bus_width", 0)
+    return 2e3 * kilohertz * bits / 8 or BYTES_PER_SECOND
+
+
+def _say_once(holder: Routing) -> None:
+    if holder.state.told_of_steps:
+        return
+    holder.state.told_of_steps = True
+    warnings.warn(
+        "decoding steps run in full, prompts are routed: launched one by one, the kernels of a routed layer take about "
+        f"{STEP_SECONDS * 1e3:.2g} ms longer than the base's, more than skipping its weights can save. Steps are "
+        'routed with generate(cache_implementation="static"), which compiles them, or after '
+        "tune_execution(model, input_ids, keep_decisions=True)",
+        stacklevel=2,
+    )
