@@ -17,7 +17,7 @@ from transformers import DynamicCache, StaticCache
 from hf_depthroute import record_routes, tune_execution, use_budget
 from hf_depthroute.adapter import injection
 from hf_depthroute.execution import costs, executors
-from hf_depthroute.execution.costs import GatherCosts, gather_costs_of
+from hf_depthroute.execution.costs import STEP_SECONDS, GatherCosts, gather_costs_of
 from hf_depthroute.inference import autotune
 from hf_depthroute.parts.targets import TARGETS
 from hf_depthroute.routing.trace import full_depth, routings
@@ -36,9 +36,8 @@ def test_the_defaults_are_what_the_committed_results_say() -> None:
     decode = json.loads((SPEED / "h100.json").read_text())["measurements"][1]
     eager = decode["dense_modes"]["eager"]
     routed = decode["budgets"]["0.5"]["modes"]["eager"] * decode["dense_ms"]
-    assert (
-        pytest.approx((routed - eager) / len(decode["setting"]["routed_layers"]) * 1e-3, rel=0.01) == costs.STEP_SECONDS
-    )
+    added = (routed - eager) / len(decode["setting"]["routed_layers"])
+    assert pytest.approx(added * 1e-3, rel=0.01) == STEP_SECONDS
 
 
 def call_of(batch: int, length: int, sizes: tuple[int, int], **changes: Any) -> Any:
@@ -119,6 +118,7 @@ def test_tuning_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are taken for those of a GPU, where the base's kernels are launched one by one."""
     monkeypatch.setattr(costs, "is_launched", lambda stream: True)
+    monkeypatch.setattr(costs, "STEP_SECONDS", STEP_SECONDS)
     monkeypatch.setattr(injection, "decodes", lambda decoder, inputs: False)
 
 

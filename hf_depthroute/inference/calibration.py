@@ -78,7 +78,6 @@ def calibrate(
     return ratios
 
 
-@in_turn
 @torch.no_grad()
 def set_thresholds(model: nn.Module, batches: list[dict[str, torch.Tensor]], rule: str = "threshold") -> None:
     """One pass of `calibrate`: the thresholds of the adapter's budget on the stream that `rule` leaves.
@@ -97,6 +96,7 @@ def set_thresholds(model: nn.Module, batches: list[dict[str, torch.Tensor]], rul
             controller.set(holder.active_quantiles()(config.budget))
 
 
+@in_turn
 @torch.no_grad()
 def calibrate_budgets(
     model: nn.Module,
