@@ -67,7 +67,7 @@ def _tests(name: str, files: Sequence[str], small: str, seconds: int, *more: str
     return Part(name, ("-m", "pytest", *paths, *more), (small,), seconds, needs)
 
 
-KERNEL = "tests/test_kernels.py::test_skipped_rows_and_weights_are_not_read[1]"
+KERNEL = "tests/test_kernels.py::test_skipped_rows_and_weights_are_not_read"
 PARTS = (
     _tests("kernels", ["kernels"], KERNEL, 180, "-n", "4"),
     _suite("gpu-prompts", 240),
