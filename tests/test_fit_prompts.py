@@ -27,7 +27,7 @@ from hf_depthroute.fitting.bar import FitBar
 from hf_depthroute.fitting.option_times import time_savings
 from hf_depthroute.fitting.options import Option, StaticFit, choose, options_of, prompts_of
 from hf_depthroute.fitting.prompts import fit_prompts
-from hf_depthroute.fitting.sensitivity import stream_gradients
+from hf_depthroute.fitting.sensitivity import stream_gradients, stream_metrics
 from hf_depthroute.inference.calibration import active_routings
 from hf_depthroute.routing.trace import routings
 from hf_depthroute.training.record import remembered
@@ -157,6 +157,33 @@ def test_costs_are_predicted_from_gradients() -> None:
             g = stream_gradients(model, {"input_ids": ids}, counted, [2 * seed, 2 * seed + 1])[index]
             squares.append((g * change).sum((1, 2)).square().sum())
         assert float(torch.stack(squares).mean() / 2) == pytest.approx(float(wanted), rel=0.25), index
+
+
+def test_a_metric_of_the_stream_prices_a_change_that_knows_no_token() -> None:
+    """`|delta L|^2` is what a change of one token's stream costs the text behind it, over tokens and directions."""
+    model, text = build_base("llama"), [{"input_ids": part} for part in tokens(40, 24, seed=5).split(4)]
+    metrics = stream_metrics(model, text, 32, seed=0)
+    assert len(metrics) == len(find_layers(model)) and metrics[0].shape == (32, 32)
+    generator = torch.Generator().manual_seed(0)
+    for index in (0, 2):
+        predicted, caused = [], []
+        for batch in text:
+            ids = batch["input_ids"]
+            with torch.no_grad():
+                dense = model(ids).logits.log_softmax(-1)
+            for _ in range(20):
+                change = torch.zeros(4, 24, 32)
+                places = torch.randint(24, (4,), generator=generator)
+                delta = 0.05 * torch.randn(4, 32, generator=generator)
+                change[torch.arange(4), places] = delta
+                hook = find_layers(model)[index].register_forward_hook(lambda layer, args, out, c=change: out + c)
+                with torch.no_grad():
+                    routed = model(ids).logits.log_softmax(-1)
+                hook.remove()
+                caused.append(F.kl_div(routed, dense, reduction="sum", log_target=True) / 4)
+                predicted.append((delta @ metrics[index]).square().sum() / 4)
+        wanted = float(torch.stack(caused).mean())
+        assert float(torch.stack(predicted).mean()) == pytest.approx(wanted, rel=0.25), index
 
 
 def test_nothing_behind_the_last_layer_depends_on_a_prompt() -> None:

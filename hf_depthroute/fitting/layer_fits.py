@@ -15,7 +15,7 @@ from peft import PeftModel
 from ..base.distributed import each_of_all, rows_of_all, total
 from ..execution.call import RoutedCall
 from ..inference.calibration import active_routings, set_thresholds
-from ..inference.fitting import fit_branch, fit_memory
+from ..inference.fitting import fit_branch, fit_memory, ridge_of
 from ..parts.regression import moments, norms_and_sinks, ridge_weights
 from ..routing.thresholds import quantile_table
 from .layer_walk import LayerWalk, walk_layers
@@ -35,7 +35,8 @@ class LayerFit:
             is not routed.
         branch_r2: `1 - |update - branch|^2 / |update|^2`, over the tokens that take the branch, errors relative to the
             stream behind the full path.
-        gate_r2: The share of the variance of the scores, over all tokens but the sinks, that the gate predicts.
+        gate_r2: The share of the variance of the scores, over all tokens but the sinks, that the gate predicts; a
+            prediction beyond their range counts as its end.
         nats: The divergence from the base that its cheap tokens alone cause, nats per token, told from gradients.
         sinks: Tokens of the text that are attention sinks behind this layer (`norms_and_sinks`). They run in full, and
             nothing is fitted to them.
@@ -118,8 +119,10 @@ class Fits:
         of_all_N = rows_of_all(wanted_N)
         mean, spread = of_all_N.mean(), of_all_N.std().clamp(min=1e-30)
         gate.fit(rows.gate[~rows.sinks], (wanted_N - mean) / spread, self.config.seed + index, always_Sd)
+        wanted_N = (of_all_N - mean) / spread
         predicted_N = rows_of_all(self._scores(index, rows)[~rows.sinks])
-        found.gate_r2 = float(1 - F.mse_loss(predicted_N, (of_all_N - mean) / spread))
+        predicted_N = predicted_N.clamp(wanted_N.min(), wanted_N.max())  # of a token that looks like a sink it is huge
+        found.gate_r2 = float(1 - F.mse_loss(predicted_N, wanted_N))
         _rescale(gate, float(spread), -float(mean / spread))
 
     def _fit_cheap_path(self, index: int, rows: _Rows, chosen_N: torch.Tensor) -> torch.Tensor:
@@ -186,8 +189,8 @@ def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor) -> None:
     if sum(each_of_all(int(chosen_N.sum()))) < max(FEWEST, 2 * branch.down.in_features):
         chosen_N = ~rows.sinks
     x_Nd = rows.normed[chosen_N]
-    penalty = max(_PENALTY, 0.1 * x_Nd.shape[1] / sum(each_of_all(len(x_Nd))))
-    fit_branch(branch, x_Nd, rows.update[chosen_N], penalty, rows.norms[chosen_N])
+    ridge = ridge_of(branch, sum(each_of_all(len(x_Nd))), x_Nd.shape[1])
+    fit_branch(branch, x_Nd, rows.update[chosen_N], ridge, rows.norms[chosen_N])
 
 
 def _cheaper_half(rows: _Rows, missed_N: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ..data.batches import token_mask
 from ..evaluation.roofline import count_work
 from ..execution.call import RoutedCall
 from ..inference.calibration import active_routings
-from ..inference.fitting import fit_branch
+from ..inference.fitting import fit_branch, ridge_of
 from ..parts.baseline_gates import SinkGate
 from ..parts.neurons import NeuronBranch, neurons_of
 from ..parts.regression import norms_and_sinks
@@ -29,7 +29,6 @@ from .sensitivity import stream_gradients
 from .text import Batches
 
 _PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
-_PENALTY = 1e-3
 
 
 @dataclass(frozen=True)
@@ -184,8 +183,8 @@ def fit_on(branch: Any, rows: Rows) -> float:
     """Fit a branch; the share of the update that it explains."""
     if isinstance(branch, NeuronBranch) and rows.energy is None:
         rows.energy = branch.energy(rows.x_Nd, 1 / rows.norms_N.square())
-    penalty = max(_PENALTY, 0.1 * rows.x_Nd.shape[1] / sum(each_of_all(len(rows.x_Nd))))
-    return 1 - fit_branch(branch, rows.x_Nd, rows.y_Nd, penalty, rows.norms_N, rows.energy)
+    ridge = ridge_of(branch, sum(each_of_all(len(rows.x_Nd))), rows.x_Nd.shape[1])
+    return 1 - fit_branch(branch, rows.x_Nd, rows.y_Nd, ridge, rows.norms_N, rows.energy)
 
 
 def real_rows(streams: list[torch.Tensor], walk: LayerWalk) -> torch.Tensor:

@@ -40,7 +40,6 @@ from .options import Option, Search, choose, fit_on, prompt_length, prompts_of, 
 from .text import Batches, own_part, positions, split
 
 _PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
-_PENALTY = 1e-3
 _OPTIONS = 3  # a layer's options take as long as so many passes through it
 _NO_BUDGET = 1e-3  # sinks are few, and no budget says how many
 _FOUND = ("target", "gate", "branch", "branch_rank", "static_layers", *PATTERNS)

@@ -30,6 +30,9 @@ from ..routing.trace import in_turn, record_routes
 from .calibration import active_routings
 from .restoring import weights_restored_on_error
 
+# On 4 layers of SmolLM2-135M and 13,000 tokens, held-out text is explained best at these, and hardly worse at a fifth
+# or five times as much.
+_RIDGE, _RIDGE_OF_NEURONS = 0.02, 0.1
 _SHRINK = (1.0, 4.0, 16.0)
 _SPREAD = 0.1  # of the branch's inputs to SiLU, which is nearly linear there: far inputs are not blown up
 
@@ -88,6 +91,12 @@ def fit_branch(
     square = total(y_Nd.double().square().sum())
     missed = total((y_Nd - features @ weights).double().square().sum())
     return float(missed / square) if square > 0 else 0.0
+
+
+def ridge_of(branch: Any, tokens: int, width: int) -> float:
+    """The penalty of `fit_branch` for text that was not fitted on, from `tokens` tokens of `width` features."""
+    least = _RIDGE_OF_NEURONS if isinstance(branch, NeuronBranch) else _RIDGE
+    return max(least, 0.1 * width / tokens)
 
 
 def _start(branch: Any, features_Nr: torch.Tensor, y_Nd: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
