@@ -115,20 +115,20 @@ SETTINGS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 def over_dense(model: Any, texts: Texts, setting: str, dense: dict[str, Any]) -> dict[str, Any]:
     """By text: nats over dense, the standard error over rows, and the share of a gated layer's tokens that ran."""
-    from hf_depthroute import record_routes
+    from hf_depthroute.routing.trace import count_routes
 
-    found = {}
+    found: dict[str, Any] = {}
     for name, ids in texts.report[setting].items():
-        more = SETTINGS[setting](model, ids) - torch.tensor(dense[name], dtype=torch.float64)
-        with record_routes(model) as trace, torch.no_grad():
-            model(input_ids=ids[:4, :LENGTH], use_cache=False, logits_to_keep=1)
-        shares = list(trace.full_ratio().values())
+        with count_routes(model) as counter:
+            more = SETTINGS[setting](model, ids) - torch.tensor(dense[name], dtype=torch.float64)
         found[name] = {
             "more": round(float(more.mean()), 4),
             "error": round(float(more.std() / len(more) ** 0.5), 4),
             "rows": len(more),
-            "ran": round(sum(shares) / len(shares), 4),
         }
+        if setting == "all":
+            shares = counter.full_ratio().values()
+            found[name]["ran"] = round(sum(shares) / len(shares), 4)
         print(f"  {name}: {found[name]}", flush=True)
     return found
 
