@@ -154,8 +154,9 @@ def test_costs_are_predicted_from_gradients() -> None:
         wanted = F.kl_div(routed, dense, reduction="none", log_target=True).sum(-1)[counted].sum()
         squares = []
         for seed in range(100):
-            g = stream_gradients(model, {"input_ids": ids}, counted, [2 * seed, 2 * seed + 1])[index]
-            squares.append((g * change).sum((1, 2)).square().sum())
+            g = stream_gradients(model, {"input_ids": ids}, counted, [2 * seed, 2 * seed + 1], draws=4)[index]
+            assert g.shape == (4, 2, 24, 32)
+            squares.append((g * change).sum((2, 3)).square().sum() / 4)
         assert float(torch.stack(squares).mean() / 2) == pytest.approx(float(wanted), rel=0.25), index
 
 
@@ -191,10 +192,10 @@ def test_nothing_behind_the_last_layer_depends_on_a_prompt() -> None:
     counted = torch.zeros_like(ids, dtype=torch.bool)
     counted[:, 15:] = True
     gradients = stream_gradients(model, {"input_ids": ids}, counted, [0, 1])
-    assert not gradients[-1][:, :15].any() and gradients[-1][:, 15:-1].any()
-    assert gradients[0][:, :15].any()
+    assert not gradients[-1][0, :, :15].any() and gradients[-1][0, :, 15:-1].any()
+    assert gradients[0][0, :, :15].any()
     alone = stream_gradients(model, {"input_ids": ids[1:]}, counted[1:], [1])
-    assert torch.allclose(alone[0], gradients[0][1:], atol=1e-5)  # a row's draws are its own
+    assert torch.allclose(alone[0], gradients[0][:, 1:], atol=1e-5)  # a row's draws are its own
 
 
 def test_no_other_set_saves_as_much_and_costs_less() -> None:

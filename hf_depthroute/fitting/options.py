@@ -28,6 +28,7 @@ from .layer_walk import LayerWalk
 from .sensitivity import stream_gradients
 from .text import Batches
 
+_DRAWS = 4  # of the text behind a prompt, whose gradients price the options
 _PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
 
 
@@ -78,7 +79,7 @@ class Search:
         self._gradients: list[list[torch.Tensor]] = []
         for batch, (_, behind) in zip(held_out, masks[self._fitted :]):
             seeds = [seed * 1_000_003 + first + row for row in range(len(behind))]
-            self._gradients.append(stream_gradients(model, batch, behind, seeds))
+            self._gradients.append(stream_gradients(model, batch, behind, seeds, _DRAWS))
             first += len(behind)
         self._walk = LayerWalk(model, batches)
         saved = _savings(model, length, tail)
@@ -141,8 +142,8 @@ class Search:
     ) -> float:
         """Half of two estimates: with what the tokens of a row do together, and with what each does alone.
 
-        The first is right on average, and noisy: one sample for each row. The second misses what errors do together,
-        and takes its scale from all of them.
+        The first is right on average, and noisy: `_DRAWS` samples for each row. The second misses what errors do
+        together, and takes its scale from all of them.
         """
         together, alone = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for (call, _), out, gradients, cheap in zip(
@@ -150,12 +151,11 @@ class Search:
         ):
             change = call.finish(call.stream + branch(call.stream)) - out
             skipped = cheap & (gate(call.stream)["scores"] < 0)
-            slopes_BT = (
-                (gradients[index].to(change.device) * change.float()).sum(-1).double().masked_fill(~skipped, 0.0)
-            )
-            together += slopes_BT.sum(1).square().sum().cpu()
-            alone += slopes_BT.square().sum().cpu()
-        return float(total(together + alone)) / 4 / max(1, self._behind)
+            slopes_DBT = (gradients[index].to(change.device) * change.float()).sum(-1).double()
+            slopes_DBT = slopes_DBT.masked_fill(~skipped, 0.0)
+            together += slopes_DBT.sum(2).square().sum().cpu()
+            alone += slopes_DBT.square().sum().cpu()
+        return float(total(together + alone)) / 4 / _DRAWS / max(1, self._behind)
 
 
 @dataclass

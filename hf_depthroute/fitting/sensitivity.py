@@ -8,11 +8,12 @@ to the stream of token `t` behind a layer, a small change `delta` of that stream
 to second order (Martens, "New insights and perspectives on the natural gradient method", arXiv:1412.1193). So one
 backward pass prices every change in every layer, of every token, by what it does to the tokens that count.
 
-Shapes: B batch, T positions, d model width, V vocabulary.
+Shapes: B batch, T positions, d model width, V vocabulary, D draws.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,15 +29,16 @@ from .text import Batches
 
 
 def stream_gradients(
-    model: nn.Module, batch: dict[str, torch.Tensor], counted_BT: torch.Tensor, seeds: list[int]
+    model: nn.Module, batch: dict[str, torch.Tensor], counted_BT: torch.Tensor, seeds: list[int], draws: int = 1
 ) -> list[torch.Tensor]:
-    """`g`, float32 `[B, T, d]` of every decoder layer, on the CPU; the model runs at full depth.
+    """`g`, float32 `[D, B, T, d]` of every decoder layer, on the CPU; the model runs at full depth.
 
     Args:
         model: A causal language model, in eval mode.
         batch: From `model_inputs`.
         counted_BT: Bool: the positions whose next token is drawn and counts.
         seeds: A seed for each row, for the tokens that are drawn.
+        draws: How often they are drawn, each time with a backward pass of its own.
     """
     streams: list[torch.Tensor] = []
 
@@ -53,10 +55,13 @@ def stream_gradients(
     with hooked(handles), full_depth(model), torch.enable_grad():
         logits = model(**batch, use_cache=False).logits[counted_BT].float()
         log_probs = logits.log_softmax(-1)
-        drawn = _drawn(log_probs.detach(), counted_BT, seeds)
-        likelihood = log_probs.gather(-1, drawn[:, None]).sum()
-        gradients = torch.autograd.grad(likelihood, streams, allow_unused=True)
-    return [torch.zeros_like(h).float().cpu() if g is None else g.float().cpu() for g, h in zip(gradients, streams)]
+        gradients: list[list[torch.Tensor]] = []
+        for number, drawn in enumerate(_drawn(log_probs.detach(), counted_BT, seeds, draws)):
+            likelihood = log_probs.gather(-1, drawn[:, None]).sum()
+            again = number + 1 < draws
+            found = torch.autograd.grad(likelihood, streams, allow_unused=True, retain_graph=again)
+            gradients.append([(torch.zeros_like(h) if g is None else g).float().cpu() for g, h in zip(found, streams)])
+    return [torch.stack(of_layer) for of_layer in zip(*gradients, strict=True)]
 
 
 def stream_metrics(model: nn.Module, batches: Batches, width: int, seed: int) -> list[torch.Tensor]:
@@ -80,7 +85,7 @@ def stream_metrics(model: nn.Module, batches: Batches, width: int, seed: int) ->
             one = {name: value[row : row + 1] for name, value in batch.items()}
             real = token_mask(one)
             for metric, g in zip(sums, stream_gradients(model, one, real, [seed * 1_000_003 + number]), strict=True):
-                g_Nd = g[real.cpu()]
+                g_Nd = g[0][real.cpu()]
                 metric += g_Nd.T @ g_Nd
             tokens, number = tokens + int(real.sum()), number + 1
     tokens = sum(each_of_all(tokens))
@@ -94,12 +99,15 @@ def _root(metric_dd: torch.Tensor, tokens: int) -> torch.Tensor:
     return (vectors * values.clamp(min=0).sqrt()).float()
 
 
-def _drawn(log_probs_NV: torch.Tensor, counted_BT: torch.Tensor, seeds: list[int]) -> torch.Tensor:
-    """A token from each distribution, `[N]`; those of a row depend on its own seed alone."""
+def _drawn(
+    log_probs_NV: torch.Tensor, counted_BT: torch.Tensor, seeds: list[int], draws: int
+) -> Iterator[torch.Tensor]:
+    """A token from each distribution, `[N]`, for each draw; those of a row depend on its own seed alone."""
     counts = counted_BT.sum(1).tolist()  # not the places: padding may lie before them
-    uniform = [
-        torch.rand(n, generator=torch.Generator().manual_seed(seed)) for n, seed in zip(counts, seeds, strict=True)
-    ]
-    uniform_N1 = torch.cat(uniform).to(log_probs_NV.device)[:, None]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     sums_NV = log_probs_NV.exp().cumsum(-1)
-    return torch.searchsorted(sums_NV, uniform_N1 * sums_NV[:, -1:]).squeeze(1).clamp(max=log_probs_NV.shape[1] - 1)
+    for _ in range(draws):
+        uniform = [torch.rand(n, generator=generator) for n, generator in zip(counts, generators, strict=True)]
+        uniform_N1 = torch.cat(uniform).to(log_probs_NV.device)[:, None]
+        tokens_N1 = torch.searchsorted(sums_NV, uniform_N1 * sums_NV[:, -1:])
+        yield tokens_N1.squeeze(1).clamp(max=log_probs_NV.shape[1] - 1)
