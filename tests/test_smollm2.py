@@ -1,0 +1,60 @@
+"""The recipe of a real model, whole, on a tiny one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import build_base
+from text_models import word_tokenizer, write_text
+
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "smollm2" / "run.py"
+
+
+@pytest.fixture
+def recipe() -> Any:
+    spec = importlib.util.spec_from_file_location("smollm2_run", RECIPE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_part_is_measured_once(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = build_base("llama")
+    base.config.max_position_embeddings = 2048
+    base.save_pretrained(tmp_path / "base")
+    word_tokenizer().save_pretrained(tmp_path / "base")
+    (tmp_path / "text").mkdir()
+    for number, file in enumerate(recipe.FILES.values()):
+        write_text(tmp_path / "text" / file, lines=1200 + number)
+    folders = {name: tmp_path / name for name in ("out", "work")}
+    words = [
+        *("run.py", "--model", tmp_path / "base", "--data", tmp_path / "text", "--threads", 1, "--rows", 3),
+        *("--out", folders["out"], "--work", folders["work"], "--tokens", 4096, "--seeds", 0, "--steps", 2),
+        *("--prompts", 0.8, "--keep-of", "flops", "--pruned", 1, "--all", 0.6, "--branches", "neurons", "--rounds", 1),
+    ]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    recipe.main()
+    results = {path.stem: json.loads(path.read_text()) for path in folders["out"].glob("*.json")}
+    routed = {"prompts-0.8-0", "pruned-block-1", "pruned-ffn-1", "shortgpt-1", "all-neurons-0.6-0"}
+    assert results.keys() == routed | {"dense-prompts", "dense-long", "dense-all", "influence", "times"}
+    assert results["times"]["over_dense"].keys() == routed
+    for part in routed:
+        kind, found = part.split("-")[0], results[part]
+        assert found["settings"].keys() == ({"all"} if kind == "all" else {"prompts", "long"})
+        for setting in found["settings"].values():
+            assert setting["texts"].keys() == recipe.FILES.keys() and 0 < setting["flops"] < 1
+            assert ("ran" in setting["texts"]["c4"]) == (kind == "all")
+    fitted = results["prompts-0.8-0"]
+    assert fitted["config"]["prompt_tail"] == 64 and fitted["fit"]["keep_of"] == "flops"
+    assert fitted["settings"]["long"]["flops"] == pytest.approx(0.8, abs=0.25)  # the layers are few
+    assert fitted["settings"]["long"]["flops"] < fitted["settings"]["prompts"]["flops"]  # the tail is a smaller part
+    files = [*folders["out"].glob("*.json"), *folders["work"].rglob("*.safetensors")]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    recipe.main()
+    assert before == {path: path.stat().st_mtime_ns for path in files}
