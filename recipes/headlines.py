@@ -84,14 +84,9 @@ def losses() -> Sequence[str]:
 
 
 def routed_prompts() -> Sequence[str]:
-    told, times = [], smollm2.times()
-    for part in sorted((part for part in smollm2.results() if part.startswith("prompts-")), reverse=True):
-        _, share, seed = part.split("-")
-        if seed == "0":
-            told.append(f"{share} of the FLOPs, {times[part]['prompt']:.2f} of the time: {smollm2.span(part)} nats")
     return (
         "What does a cheaper prompt cost the text behind it?", "Little, on a model that people know.",
-        f"{'; '.join(told)}; SmolLM2-135M-Instruct, five texts, one seed", "smollm2",
+        f"{'; '.join(smollm2.told())}; SmolLM2-135M-Instruct, 1,024 tokens, five texts, one seed", "smollm2",
     )  # fmt: skip
 
 

@@ -57,16 +57,19 @@ def span(part: str, setting: str) -> str:
     return f"{min(more):+.3f} to {max(more):+.3f}"
 
 
+def told() -> list[str]:
+    """Of each fit for prompts: the time of 1,024 tokens, and what they cost the text behind."""
+    measured, found = times(), []
+    for part in sorted((part for part in results() if part.startswith("prompts-")), reverse=True):
+        if part.endswith("-0"):
+            found.append(f"{measured[part]['prompt']:.2f} of the time: {span(part, 'long')} nats")
+    return found
+
+
 def study() -> Study:
-    shares = sorted({part.split("-")[1] for part in results() if part.startswith("prompts-")}, reverse=True)
-    measured, told = times(), []
-    for share in shares:
-        part = f"prompts-{share}-0"
-        if part in measured:
-            told.append(f"{measured[part]['prompt']:.2f} of the time at {span(part, 'long')}")
     brief = (
-        "SmolLM2-135M-Instruct, no training, prompts of 1,024 tokens, nats behind them over dense on five kinds of "
-        f"text: {'; '.join(told)}; one seed"
+        "SmolLM2-135M-Instruct, no training, prompts of 1,024 tokens, loss behind them over dense on five kinds of "
+        f"text: {'; '.join(told())}; one seed"
     )
     section = [
         "Prompts alone are routed, and run their last 64 tokens in full; nats over dense of the 128 tokens behind. "
