@@ -35,7 +35,7 @@ class Part:
         name: Its result's file, without the ending.
         command: What follows `python`; `{out}` stands for the result file. Parts without it are tests.
         small: What is added, or for tests put in the place of all that follows `-m pytest`, to try the part out.
-        seconds: The most that it may take.
+        seconds: The most that it may take on a GPU.
         needs: A package without which the part is left out.
     """
 
@@ -149,7 +149,7 @@ def main(words: list[str] | None = None) -> None:
         elif left <= 0:
             said, failed = "no time left; run again to go on", True
         else:
-            said = run(part, args.out, args.small, min(part.seconds, left))
+            said = run(part, args.out, args.small, left if args.small else min(part.seconds, left))
             failed |= said.startswith("failed")
         print(f"{part.name}: {said}", flush=True)
     sys.exit(int(failed))
