@@ -26,7 +26,7 @@ import hf_depthroute.adapter.peft_hooks
 from hf_depthroute import cli
 from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError, read_tensors
 from hf_depthroute.adapter.loading import match_tensors
-from hf_depthroute.adapter.saving import settle
+from hf_depthroute.adapter.settling import settle
 from hf_depthroute.adapter.tensor_rules import has_rule
 from hf_depthroute.card import make_card, push_folder, write_card
 from hf_depthroute.card.readme import parse_readme

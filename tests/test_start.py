@@ -64,5 +64,11 @@ def test_its_commands_find_the_method_registered(tmp_path: Path) -> None:
     routed(transformers.AutoModelForCausalLM.from_pretrained(base)).save_pretrained(tmp_path / "adapter")
     adapter = str(tmp_path / "adapter")
     generate = ["generate", "--adapter", adapter, "--prompt", "the", "--max-new-tokens", "2", "--budget", "1"]
-    for _, code, said, loaded in answers([["doctor", adapter], generate]):
-        assert code == 0 and "peft" in loaded, said
+    weights = str(tmp_path / "adapter" / "adapter_model.safetensors")
+    wrong = [["doctor", str(tmp_path / "none")], ["doctor", weights], ["doctor", "a/b/c"]]
+    (*refused, examined, generated) = answers([*wrong, ["doctor", adapter], generate])
+    for (_, code, said, loaded), reason in zip(refused, ("no such folder", "is a file", "not a Hub id"), strict=True):
+        assert code == 2 and reason in said and loaded == [], said
+    assert examined[1] == 0 and "calibrated" in examined[2]
+    assert not {"peft", "datasets", "matplotlib"} & set(examined[3])
+    assert generated[1] == 0 and "peft" in generated[3]

@@ -24,9 +24,8 @@ from torch import nn
 
 from ..base.families import find_decoder, find_family, text_config
 from ..base.gguf import gguf_file_of
-from .files import AdapterMismatchError
+from .files import SAMPLED, AdapterMismatchError
 
-SAMPLED = "sampled_weights"
 GGUF_FILE = "gguf_file"  # its name, in the description of a base that was loaded from one
 _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # quantised weights are left out

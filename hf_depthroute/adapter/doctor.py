@@ -6,22 +6,24 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from ..config.adapter import ConfigError, DepthRouteConfig
+from ..config.described import SavedAdapter
+from ..config.rules import ConfigError
 from ..files.shown import shown
 from ..parts.gates import GATES
 from ..parts.memory import NgramMemory
 from ..parts.targets import TARGETS
 from ..routing.description import budget_words
 from ..routing.thresholds import NOT_FITTED
-from .base_check import SAMPLED
 from .files import (
     CONFIG_NAME,
     PEFT_TYPE,
+    SAMPLED,
     STAGE_PREFIX,
     WEIGHTS_NAME,
     AdapterMismatchError,
@@ -68,7 +70,7 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
             kind = str(content.get("peft_type"))[:64]
             yield "fault", f"{CONFIG_NAME}: peft_type is {kind!r}; this is no depth-routed adapter"
             return
-        config = DepthRouteConfig(**content)
+        config = _read(content)
     except (AdapterMismatchError, ConfigError) as error:
         yield "fault", str(error)
         return
@@ -94,7 +96,16 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
         yield "note", f"{leftover.name}: left by a save that was killed; the next save removes it"
 
 
-def _examine_weights(path: Path, config: DepthRouteConfig) -> Iterator[tuple[str, str]]:
+def _read(content: dict[str, Any]) -> SavedAdapter:
+    """The configuration; as loading reads it where it has fields that are not known here, such as a newer PEFT's."""
+    if content.keys() <= {field.name for field in fields(SavedAdapter)}:
+        return SavedAdapter(**content)
+    from ..config.adapter import DepthRouteConfig
+
+    return cast(Any, DepthRouteConfig(**content))
+
+
+def _examine_weights(path: Path, config: SavedAdapter) -> Iterator[tuple[str, str]]:
     if not path.is_file():
         yield "fault", f"{path}: is missing; copy it again"
         return
@@ -122,7 +133,7 @@ def _examine_weights(path: Path, config: DepthRouteConfig) -> Iterator[tuple[str
             yield "note", f"not calibrated: {NOT_FITTED}"
 
 
-def _examine_layers(tensors: dict[str, torch.Tensor], config: DepthRouteConfig) -> Iterator[tuple[str, str]]:
+def _examine_layers(tensors: dict[str, torch.Tensor], config: SavedAdapter) -> Iterator[tuple[str, str]]:
     """Every routed layer has to hold the same parts, in the same shapes; a static one has no gate."""
     parts: dict[int, dict[str, Any]] = defaultdict(dict)
     for name, value in tensors.items():
@@ -171,7 +182,7 @@ def _examine_slots(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]
     yield "ok", f"memory: slots that training has reached: {said}"
 
 
-def _examine_parts(shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig) -> Iterator[tuple[str, str]]:
+def _examine_parts(shapes: dict[str, tuple[int, ...]], config: SavedAdapter) -> Iterator[tuple[str, str]]:
     """Whether a layer holds the gate and the branch that the config names, in the width that it names."""
     width = (config.base_architecture or {}).get("hidden_size")
     if not isinstance(width, int) or not 0 < width <= 1 << 20:
@@ -200,7 +211,7 @@ def _branch_of(shapes: Iterable[str]) -> list[str]:
 
 
 def _examine_branch(
-    shapes: dict[str, tuple[int, ...]], config: DepthRouteConfig, layer: int, width: int
+    shapes: dict[str, tuple[int, ...]], config: SavedAdapter, layer: int, width: int
 ) -> Iterator[tuple[str, str]]:
     """Whether a layer holds the branch that the config names for it, in that size."""
     branch, rank, up = config.branch_of(layer), config.rank_of(layer), shapes.get("branch.up.weight")

@@ -24,6 +24,7 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 CARD_NAME = "README.md"
 PEFT_TYPE = "DEPTH_ROUTE"
+SAMPLED = "sampled_weights"  # of `base_architecture`: numbers of some weights, by name
 STAGE_PREFIX = ".saving-"  # folders inside an adapter's folder that hold a save in progress
 
 MAX_CONFIG_BYTES = 1 << 20

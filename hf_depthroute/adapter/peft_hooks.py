@@ -39,7 +39,8 @@ from .checks import add_of_same_method
 from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config
 from .loading import check_same
 from .restoring import has_adapter, unchanged_on_error
-from .saving import save_whole, settle
+from .saving import save_whole
+from .settling import settle
 from .source import HUB, current_load, folder_of, is_loading, loading_from, read_whole
 from .tasks import check_wrapper, copies_once, make_for_task
 

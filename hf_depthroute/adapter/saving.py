@@ -15,13 +15,11 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
 from safetensors import SafetensorError
 
-from ..files.locks import locked
 from ..files.out_of_resources import disk_full
 from ..files.shown import reason
 from ..files.staged import sync, write_json
@@ -35,13 +33,12 @@ from .files import (
     STAGE_PREFIX,
     WEIGHTS_NAME,
     AdapterMismatchError,
-    read_config,
     read_readme,
     read_tensors,
     tensors_hash,
 )
+from .settling import alone_in, finish
 
-LOCK_SECONDS = 30.0
 # What else goes into a folder: each is called with the model, the folder in which its adapters are staged, and theirs.
 # Nothing here knows what that may be; the model card adds itself.
 after_saving: list[Callable[[Any, Path, Path], None]] = []
@@ -101,8 +98,8 @@ def staged_save(folder: Path) -> Iterator[Path]:
     """An empty folder whose files take their places in `folder` at the end of the block, or not at all."""
     created = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone_in(folder):
-        _finish(folder)  # of processes that were killed: the holder of the lock is alone
+    with alone_in(folder):
+        finish(folder)  # of processes that were killed: the holder of the lock is alone
         for leftover in folder.glob(f"{STAGE_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
@@ -145,35 +142,6 @@ def _bring_readme(folder: Path, stage: Path) -> bool:
     return True
 
 
-def settle(folder: Path) -> None:
-    """Finish a save of `folder` that was killed between its two renames; any other leftover is left alone.
-
-    A named adapter is saved from the folder above its own.
-    """
-    for root in (folder, folder.parent):
-        if any(root.glob(f"{STAGE_PREFIX}*")) and os.access(root, os.W_OK):
-            with _alone_in(root):  # a save that is going on is waited for
-                _finish(root)
-
-
-def _finish(root: Path) -> None:
-    """Put a staged config next to the weights that it was staged with, where those have taken their place already."""
-    for staged in sorted(root.glob(f"{STAGE_PREFIX}*/**/{CONFIG_NAME}")):
-        place = root.joinpath(*staged.relative_to(root).parts[1:])
-        if _goes_through_link(staged, root) or _goes_through_link(place.parent, root):
-            continue  # no save leaves one
-        weights = place.with_name(WEIGHTS_NAME)
-        with contextlib.suppress(ValueError, OSError, SafetensorError):
-            config = read_config(staged)
-            wanted = config.get("weights_hash")
-            if wanted is not None and weights.is_file() and tensors_hash(read_tensors(weights, config)) == wanted:
-                os.replace(staged, place)
-
-
-def _goes_through_link(path: Path, root: Path) -> bool:
-    return Path(os.path.realpath(path)) != Path(os.path.realpath(root), path.relative_to(root))
-
-
 def _seal(path: Path, weights: Path) -> None:
     """Write the hash of the staged weights into the staged config, if it is of a depth-routed adapter.
 
@@ -199,9 +167,3 @@ def _commit(stage: Path, folder: Path) -> None:
             warn_without_card(target, error)
     for path in {folder, *(folder / file.relative_to(stage).parent for file in files)}:
         sync(path)
-
-
-def _alone_in(folder: Path) -> AbstractContextManager[None]:
-    """Inside the block this process is the only writer of `folder`."""
-    busy = OSError(errno.EAGAIN, f"another process has been saving there for {LOCK_SECONDS:.0f} s", str(folder))
-    return locked(folder, busy, LOCK_SECONDS)

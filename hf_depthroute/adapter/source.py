@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ..config.adapter import DepthRouteConfig
 from .files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError, check_header
+
+if TYPE_CHECKING:
+    from ..config.adapter import DepthRouteConfig
 
 Found = TypeVar("Found")
 _TRIES = 20

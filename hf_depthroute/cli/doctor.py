@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from pathlib import Path
 
 from ..files.shown import say
 from . import options as o
 from .errors import ADAPTER, CliError
 from .output import restore_hidden
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,95})?")
 
 
 def doctor(adapter: o.Adapter = "", adapter_option: o.OldAdapter = None, debug: o.Debug = False) -> None:
@@ -19,21 +23,31 @@ def doctor(adapter: o.Adapter = "", adapter_option: o.OldAdapter = None, debug: 
     Example:
       hf-depthroute doctor routed
     """
-    from . import loading
-
-    loading.quiet(debug)
-    from ..adapter.doctor import examine
-    from ..adapter.files import CONFIG_NAME, WEIGHTS_NAME
-    from ..adapter.saving import settle
-
     folder = Path(adapter)
     restore_hidden(folder)
-    if folder.is_dir():
-        settle(folder)  # a save that was killed, as loading does
-    folder = loading.folder_of("adapter", adapter, [CONFIG_NAME, WEIGHTS_NAME], ADAPTER)
+    if not folder.is_dir():
+        folder = _downloaded(adapter, debug)
+    if not debug:
+        warnings.simplefilter("ignore")
+    from ..adapter.doctor import examine
+    from ..adapter.settling import settle
+
+    settle(folder)  # a save that was killed, as loading does
     fault = None
     for finding in examine(folder):
         say(f"{finding.state:5}  {finding.text}")
         fault = finding.text if finding.state == "fault" else fault
     if fault is not None:
         raise CliError(f"adapter {adapter}: {fault}", ADAPTER)
+
+
+def _downloaded(adapter: str, debug: bool) -> Path:
+    """The folder of an adapter on the Hub, both files downloaded; what cannot be there is refused at once."""
+    if Path(adapter).exists():
+        raise CliError(f"adapter {adapter}: is a file; name the folder that it is in")
+    if not _HUB_ID.fullmatch(adapter):
+        raise CliError(f"adapter {adapter}: no such folder, and not a Hub id (user/name)")
+    from . import loading
+
+    loading.quiet(debug)
+    return loading.folder_of("adapter", adapter, loading.ADAPTER_FILES, ADAPTER)

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import re
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import peft
 from peft import PeftConfig
 
-from ..parts.gates import GATES
-from ..parts.targets import TARGETS
-from ..parts.traits import traits_of
-from ..version import __version__
-from .fields import MEMORY_FIELDS, PATTERNS, RoutingFields, with_help
-from .rules import (
-    FORMAT_VERSION,
-    ConfigError,
-    check_complete,
-    check_given,
-    check_known,
-    check_patterns,
-    check_static,
-    module_of,
-    package_of,
-    require,
-)
+from .described import TASKS as TASKS
+from .described import AdapterFields, check_task, refuses_unknown
+from .fields import RoutingFields, with_help
+from .rules import ConfigError as ConfigError
 from .rules import check_budget as check_budget
 from .rules import check_phases as check_phases
 
-# The tasks by which PEFT wraps a model, with the auto class that loads its base and the Hub's name of it.
-TASKS = {
-    "CAUSAL_LM": ("AutoModelForCausalLM", "text-generation"),
-    "SEQ_CLS": ("AutoModelForSequenceClassification", "text-classification"),
-    "TOKEN_CLS": ("AutoModelForTokenClassification", "token-classification"),
-    "FEATURE_EXTRACTION": ("AutoModel", "feature-extraction"),
-}
 
-
+@refuses_unknown
 @with_help
 @dataclass
-class DepthRouteConfig(RoutingFields, PeftConfig):
+class DepthRouteConfig(AdapterFields, PeftConfig):
     """Configuration of a depth-routed adapter: `RoutingFields`, and what the library writes.
 
     Args:
@@ -58,179 +35,20 @@ class DepthRouteConfig(RoutingFields, PeftConfig):
         ConfigError: A value is of the wrong type or out of range.
     """
 
-    trainable_token_indices: list[int] | None = None
-    gate_package: str | None = field(default=None, repr=False)
-    gate_module: str | None = field(default=None, repr=False)
-    base_architecture: dict[str, Any] | None = field(default=None, repr=False)
-    format_version: int = FORMAT_VERSION
-    library_version: str | None = None
-    weights_hash: str | None = None
-
     def __post_init__(self) -> None:
-        what = f"is not supported; use one of: {', '.join(TASKS)}, or leave it out"
-        require(self.task_type is None or self.task_type in list(TASKS), "task_type", self.task_type, what)
+        check_task(self.task_type)
         super().__post_init__()
-        for name in PATTERNS:
-            setattr(self, name, _by_index(getattr(self, name)))
         self.peft_type = register_peft_type()
-        check_given(self)
-        self._fill_in()
-        check_complete(self)
+        self._check()
 
     def to_dict(self) -> dict[str, Any]:
-        """The values to save. The weights' hash is written together with the weights."""
-        saved = super().to_dict() | {"library_version": __version__, "weights_hash": None}
-        if self.phases == "all":  # so that versions without the field read what they can run, and nothing else
-            del saved["phases"]
-        for name in ("static_layers", "prompt_tail", *PATTERNS):  # the same
-            if saved[name] is None:
-                del saved[name]
-        if not self.has_memory:  # the same
-            saved = {name: value for name, value in saved.items() if name not in MEMORY_FIELDS}
-        module = module_of(GATES[self.gate])
-        if module is None:  # the fields are unknown to versions that had no gates from outside
-            return {name: value for name, value in saved.items() if name not in ("gate_package", "gate_module")}
-        return saved | {"gate_package": package_of(module), "gate_module": module}
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether there is a table of n-grams, as the target or in the cheap branch; layers are then given the ids."""
-        return self.branch == "memory" or TARGETS[self.target].reads_ids
-
-    @property
-    def fixed_threshold(self) -> float | None:
-        """The score that every routed layer compares with; None if the layer's own table gives it."""
-        return None if isinstance(self.threshold, str) else self.threshold
-
-    @property
-    def last_in_full(self) -> int:
-        """How many of a sequence's last tokens run in full in a forward pass with `phases="prefill"`."""
-        return self.prompt_tail or 1
-
-    def gate_of(self, layer_index: int) -> str:
-        """The gate of a routed layer: `"none"` in a static one."""
-        return "none" if layer_index in (self.static_layers or ()) else self.gate
-
-    def target_of(self, layer_index: int) -> str:
-        """The target of a routed layer."""
-        return (self.target_pattern or {}).get(layer_index, self.target)
-
-    def branch_of(self, layer_index: int) -> str:
-        """The branch of a routed layer."""
-        return (self.branch_pattern or {}).get(layer_index, self.branch)
-
-    def rank_of(self, layer_index: int) -> int | None:
-        """The `branch_rank` of a routed layer; None before injection has filled it in."""
-        return (self.rank_pattern or {}).get(layer_index, self.branch_rank)
-
-    def targets(self) -> list[str]:
-        """All targets of an adapter, in the order of `TARGETS`."""
-        used = {self.target, *(self.target_pattern or {}).values()}
-        return [name for name in TARGETS if name in used]
-
-    def gated_layers(self) -> list[int]:
-        """The routed layers that are not static, of an injected adapter."""
-        return [index for index in cast("list[int]", self.layers) if index not in (self.static_layers or ())]
-
-    def share_of_all(self, depth: int, share: float) -> float:
-        """The share of all `depth` layers' calls that runs in full, if `share` of the gated layers' calls does.
-
-        A budget is a share of the gated layers' calls, the `keep` of `fit_router` one of all layers' calls. Static
-        layers run none of theirs, and layers without routing all.
-        """
-        routed = self.routed_layers(depth)
-        gated = len(set(routed) - set(self.static_layers or ()))
-        return (share * gated + depth - len(routed)) / depth
-
-    def takes_budget(self) -> bool:
-        """Whether inference follows the budget: there is a gate, and its threshold comes from a quantile table."""
-        static = traits_of(self.gate).static
-        return not static and self.fixed_threshold is None and self.causal_rule == "quantile"
-
-    def ranks_tokens(self) -> bool:
-        """Whether top-k over the tokens of a sequence is a rule for this adapter."""
-        gate = traits_of(self.gate)
-        return self.granularity == "token" and self.budget_scope == "layer" and not (gate.exits or gate.static)
-
-    def _fill_in(self) -> None:
-        """The defaults that depend on other fields; the saved configuration holds what they came to."""
-        for name, value in TARGETS[self.target].fixed.items():
-            if getattr(self, name) == getattr(RoutingFields, name):
-                setattr(self, name, value)
-        gate = traits_of(self.gate)
-        self.gate_input = gate.reads or self.gate_input
-        if self.gate_temperature is None:
-            self.gate_temperature = gate.default_temperature
-        if self.selection is None:
-            if self.threshold is None:  # a saved threshold of None comes with its selection, and stays
-                self.threshold = gate.default_threshold
-            ranked = self.granularity == "token" and self.budget_scope == "layer"
-            unranked = gate.default_selection == "topk" and not ranked
-            self.selection = "threshold" if unranked else gate.default_selection
-
-    def routed_layers(self, depth: int) -> list[int]:
-        """Indices of the routed layers of a model with `depth` decoder layers, ascending.
-
-        Raises:
-            ConfigError: An index or a count is out of range, or not for this gate.
-        """
-        routed = self._named_layers(depth)
-        gate = traits_of(self.gate)
-        if gate.spares_layer_0 and (not routed or routed[0] == 0):
-            raise ConfigError(f"layers={self.layers!r}: {gate.called} never routes layer 0; leave layers unset")
-        if self.dropped_experts is not None and len(self.dropped_experts) != len(routed):
-            raise ConfigError(
-                f"dropped_experts has {len(self.dropped_experts)} lists for {len(routed)} routed layers; give one each"
-            )
-        check_static(self.static_layers, routed)
-        check_patterns(self, routed)
-        return routed
-
-    def _named_layers(self, depth: int) -> list[int]:
-        if self.layers is None:
-            if traits_of(self.gate).spares_layer_0:
-                return list(range(1, depth))
-            return list(range(depth - max(1, depth // 3), depth))
-        if isinstance(self.layers, str):
-            if self.layers == "all":
-                return list(range(depth))
-            rule, number = self.layers.split(":")
-            count = max(1, depth // 2) if number == "half" else int(number)
-            end = depth - 1 if rule == "before_last" else depth
-            if count > end:
-                raise ConfigError(f"layers={self.layers!r}: the model has only {depth} decoder layers")
-            return list(range(depth))[count - 1 :: count] if rule == "every" else list(range(end - count, end))
-        outside = [i for i in self.layers if i >= depth]
-        if outside:
-            raise ConfigError(
-                f"layers={self.layers}: {outside[0]} is out of range; the model has layers 0 to {depth - 1}"
-            )
-        return sorted(self.layers)
+        """The values to save."""
+        return self._to_save(super().to_dict())
 
 
 if DepthRouteConfig.__doc__ and RoutingFields.__doc__:  # one list of arguments for `help()`
     _asked = RoutingFields.__doc__.partition("Args:\n")[2].rstrip()
     DepthRouteConfig.__doc__ = DepthRouteConfig.__doc__.replace("Args:", f"Args:\n{_asked}", 1)
-
-
-_init = DepthRouteConfig.__init__
-
-
-@functools.wraps(_init)
-def _refuse_unknown(self: DepthRouteConfig, *args: Any, **kwargs: Any) -> None:
-    """PEFT would drop a field that does not exist from a file with a warning."""
-    check_known(kwargs, [f.name for f in dataclasses.fields(DepthRouteConfig) if f.init])
-    _init(self, *args, **kwargs)
-
-
-DepthRouteConfig.__init__ = _refuse_unknown  # type: ignore[method-assign]
-
-
-def _by_index(pattern: Any) -> Any:
-    """A pattern with integers for keys, in ascending order; JSON has text."""
-    if not isinstance(pattern, dict) or not all(re.fullmatch(r"[0-9]{1,5}", str(key)) for key in pattern):
-        return pattern
-    return {index: value for index, value in sorted((int(key), value) for key, value in pattern.items())} or None
 
 
 def register_peft_type() -> Any:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from itertools import groupby
-
-from peft import PeftModel
+from typing import TYPE_CHECKING
 
 from ..base.families import find_layers
-from ..config.adapter import DepthRouteConfig
+from ..config.described import AdapterFields
 from ..config.fields import PATTERNS
 from ..parts.memory import shortest_order
 from ..parts.targets import TARGETS
 
+if TYPE_CHECKING:
+    from peft import PeftModel
 
-def routing_summary(config: DepthRouteConfig, layer: int | None = None) -> str:
+
+def routing_summary(config: AdapterFields, layer: int | None = None) -> str:
     """`ffn per token, budget 0.5, gate mlp, branch lowrank`; of one `layer`, where one is given, or of all."""
     memory = f"{config.memory_slots:,} slots of {config.memory_width}, {config.memory_heads} heads, {_orders(config)}"
     if TARGETS[config.target].reads_ids:
@@ -27,7 +29,7 @@ def routing_summary(config: DepthRouteConfig, layer: int | None = None) -> str:
     return ", ".join(parts if config.phases == "all" else [*parts, f"phases {config.phases}"])
 
 
-def patterns_words(config: DepthRouteConfig) -> list[str]:
+def patterns_words(config: AdapterFields) -> list[str]:
     """Exceptions of single layers: `["target block in 28-29", "rank 192 in 28", "rank 72 in 29"]`."""
     said = []
     for name in PATTERNS:
@@ -38,7 +40,7 @@ def patterns_words(config: DepthRouteConfig) -> list[str]:
     return said
 
 
-def budget_words(config: DepthRouteConfig, depth: int) -> str:
+def budget_words(config: AdapterFields, depth: int) -> str:
     """`0.73 of the calls in 19 layers with a gate, which is 0.83 of all 30 layers`; of an injected adapter.
 
     A budget and the `keep` of `fit_router` are shares of different things, so both are named.
@@ -48,7 +50,7 @@ def budget_words(config: DepthRouteConfig, depth: int) -> str:
     return f"{config.budget:.3g} of the calls in {gated} layers with a gate, which is {share:.3g} of all {depth} layers"
 
 
-def _orders(config: DepthRouteConfig) -> str:
+def _orders(config: AdapterFields) -> str:
     shortest, longest = shortest_order(config), config.ngram_order
     return f"{longest}-grams" if shortest == longest else f"{shortest}- to {longest}-grams"
 
@@ -58,7 +60,7 @@ def routed_lines(model: PeftModel) -> list[str]:
     base = model.get_base_model()
     lines = []
     for name, config in model.peft_config.items():
-        if isinstance(config, DepthRouteConfig) and isinstance(config.layers, list):
+        if isinstance(config, AdapterFields) and isinstance(config.layers, list):
             which = f"{len(config.layers)} of {len(find_layers(base))} layers ({_ranges(config.layers)})"
             which += f", static {_ranges(config.static_layers)}" if config.static_layers else ""
             lines.append(f"routed: {which}: {routing_summary(config)}; adapter {name!r}")
