@@ -1,4 +1,4 @@
-"""What a killed save left in a folder, put in its place by the next process that looks; and one writer at a time."""
+"""Finishing a save that was killed, by the next process that looks into the folder; and one writer at a time."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class AdapterFields(RoutingFields):
                 f"dropped_experts has {len(self.dropped_experts)} lists for {len(routed)} routed layers; give one each"
             )
         check_static(self.static_layers, routed)
-        check_patterns(self, routed)
+        check_patterns(cast(Any, self), routed)
         return routed
 
     def _named_layers(self, depth: int) -> list[int]:

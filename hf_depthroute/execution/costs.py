@@ -1,8 +1,8 @@
 """Costs of routing on a GPU: which way `"auto"` runs a prompt's FFNs, and whether it routes a decoding step.
 
-Where the host launches one kernel after another, launches and waiting count besides bytes and FLOPs. Two models of two
-numbers each say when they count for more; the numbers are of an NVIDIA H100 80GB in bfloat16. Neither model asks what
-was decided, and the second does not ask how many sequences there are: a token's result does not depend on the others.
+Where the host launches one kernel after another, launches and waiting count, not only bytes and FLOPs. Two models of
+two numbers each say when they count for more; the numbers are of an NVIDIA H100 80GB in bfloat16. Neither model asks
+what was decided, and the second does not ask how many sequences there are: no token's result depends on the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BYTES_PER_SECOND = 3.0e12  # of a card that does not tell
 
 @dataclass(frozen=True)
 class GatherCosts:
-    """What gathering the chosen rows of an FFN for the base's own products costs and saves, beside the row kernels.
+    """The cost and the gain of gathering an FFN's chosen rows for the base's own products, compared with row kernels.
 
     Attributes:
         wait: Seconds a layer: the host waits for the number of chosen rows, and launches more. Assumed.
@@ -46,9 +46,11 @@ class GatherCosts:
 
 
 def gather_costs_of(few: tuple[float, float], many: tuple[float, float]) -> GatherCosts | None:
-    """The line through two measurements, each the FLOPs of the chosen rows and the seconds that gathering saves.
+    """The line through two measurements; None if more rows save no more, so that the two ways were not told apart.
 
-    None where more rows save no more: then the two ways were not told apart.
+    Args:
+        few: FLOPs of the chosen rows of a layer, and the seconds that gathering them saves.
+        many: The same of more rows.
     """
     saved = (many[1] - few[1]) / (many[0] - few[0]) if many[0] > few[0] else 0.0
     return GatherCosts(wait=many[0] * saved - many[1], saved=saved) if saved > 0 else None
@@ -76,14 +78,14 @@ def chosen_flops(holder: Routing, shape: Sequence[int], budget: float) -> float:
 def unrouted_steps(
     layers: Iterable[nn.Module], inputs: Tensor, kwargs: Mapping[str, Any]
 ) -> frozenset[nn.Module] | None:
-    """The layers in which routing this decoding step would take longer than it can save; None where there is none.
+    """The layers in which routing this decoding step would take longer than it can save; None if there is none.
 
     A step that goes on with a growing KV cache, on a GPU. One with a static cache may be captured, and stays routed.
 
     Args:
         layers: The decoder layers.
-        inputs: Of the call of the stack, `[B, T, ...]`.
-        kwargs: That it was called with.
+        inputs: Ids or embeddings that the decoder stack is called with, `[B, T, ...]`.
+        kwargs: Keyword arguments of that call.
     """
     if inputs.shape[1] != 1 or torch.is_grad_enabled() or not is_launched(inputs):
         return None

@@ -155,7 +155,7 @@ def _choices(
 def _gather_costs(
     model: Any, layers: Sequence[nn.Module], input_ids: torch.Tensor, attention_mask: torch.Tensor | None, repeats: int
 ) -> GatherCosts | None:
-    """Measured on the whole prompts and on the last eighth of them; None where the two ways take the same time."""
+    """The cost model from the whole prompts and the last eighth of them; None if the two ways take the same time."""
     points = []
     for length in (-(-input_ids.shape[1] // 8), input_ids.shape[1]):
         ids, mask = input_ids[:, -length:], None if attention_mask is None else attention_mask[:, -length:]

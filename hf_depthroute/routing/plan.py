@@ -80,7 +80,7 @@ class RoutePlan:
 
 
 class Asked(NamedTuple):
-    """What a plan takes from the configuration, read once: another thread may change it at any moment."""
+    """The values that a plan takes from the configuration, read once: another thread may change them at any time."""
 
     budget: float
     fixed_threshold: float | None

@@ -52,7 +52,7 @@ class Operators(TorchDispatchMode):
 
 @torch.no_grad()
 def count(model: Any, ids: torch.Tensor, way: AbstractContextManager[Any]) -> dict[str, int]:
-    """Of one step after a prompt, `ids` `[1, T]`; the second step, so that nothing is prepared any more."""
+    """The counts of one step after a prompt, `ids` `[1, T]`: the second step, for which everything is prepared."""
     cache = DynamicCache(config=model.config)
     model(input_ids=ids[:, :-2], past_key_values=cache, use_cache=True)
     counted: dict[str, int] = {}
