@@ -25,6 +25,7 @@ from fit_router import report as fit_report
 from lora import page as lora
 from moe import page as moe
 from peers import page as peers
+from peers_smollm2 import page as peers_smollm2
 from router_tuning import page as router_tuning
 from smollm2 import page as smollm2
 from speed import page as speed
@@ -58,6 +59,7 @@ def studies() -> list[Study]:
         fit_router,
         stories260k,
         speed,
+        peers_smollm2,
         peers,
         demo,
         vllm_load,
@@ -68,7 +70,7 @@ def studies() -> list[Study]:
         aux_losses,
         engram,
     )
-    return [page.study() for page in pages]
+    return [page.study() for page in pages if page is not peers_smollm2 or peers_smollm2.results()]
 
 
 def results() -> list[tuple[Path, str, list[str]]]:
