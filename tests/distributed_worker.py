@@ -36,7 +36,8 @@ from hf_depthroute import (
     record_routes,
     replay_routes,
 )
-from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, routings
+from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace
 from hf_depthroute.training.forks import observe_prefix
 from hf_depthroute.training.losses import LossInputs, observe_exits, routing_losses
 from hf_depthroute.training.objective import RoutingObjective
@@ -92,7 +93,7 @@ def step(
         inputs: dict[str, Any] = {}
         weights = {"alive": 1.0, "cgs": 0.5, "z": 0.1}
         if observed:
-            stack.enter_context(overridden(model, observed=("similarity", "missed")))
+            stack.enter_context(state_of(model).override(observed=("similarity", "missed")))
             inputs["exits"] = stack.enter_context(observe_exits(model))
             inputs["observed"] = {observe_routers: stack.enter_context(observe_routers(model))}
             others = ("capacity", "depth", "similarity", "recoverability", "exit")

@@ -35,8 +35,9 @@ from transformers import (
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.base.families import find_decoder, find_family
 from hf_depthroute.routing.holder import Routing
+from hf_depthroute.routing.stack import routings
 from hf_depthroute.routing.thresholds import quantile_table
-from hf_depthroute.routing.trace import record_routes, routings
+from hf_depthroute.routing.trace import record_routes
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # where models and tokens are; `make gpu` sets it
 VOCABULARY = 64

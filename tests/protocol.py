@@ -15,7 +15,8 @@ import torch
 from moe.routers import routers
 from peft import PeftModel
 
-from hf_depthroute.routing.trace import RouteTrace, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import RouteTrace
 
 FREE_MARGIN = 1e-4
 PINNED_BAR = 1e-5

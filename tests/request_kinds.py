@@ -13,7 +13,8 @@ import torch
 from models import build_routed, tokens
 
 from hf_depthroute import draft_view, lossless_generate, record_routes, replay_routes, use_budget
-from hf_depthroute.routing.trace import RouteTrace, full_depth, overridden, routings
+from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.trace import RouteTrace, full_depth
 
 Request = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -89,8 +90,8 @@ def requests_of(model: Any) -> dict[str, Request]:
         "batch": lambda: generated(model, 3, rows=3),
         "full depth": under(lambda: full_depth(model), lambda: generated(model, 1)),
         "recorded": lambda: recorded(model, 4),
-        "masked": under(lambda: overridden(model, executor="masked"), lambda: generated(model, 1)),
-        "one layer": under(lambda: overridden(model, layers=frozenset({2})), lambda: generated(model, 1)),
+        "masked": under(lambda: state_of(model).override(executor="masked"), lambda: generated(model, 1)),
+        "one layer": under(lambda: state_of(model).override(layers=frozenset({2})), lambda: generated(model, 1)),
     }
     if config.granularity == "token" and config.target != "experts":
         made["replayed"] = lambda: replayed(model, 5)

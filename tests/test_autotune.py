@@ -13,7 +13,8 @@ from peft import PeftModel
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, tune_execution
 from hf_depthroute.inference import autotune
-from hf_depthroute.routing.trace import full_depth, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import full_depth
 
 
 def slow(seconds_per_row: float) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +18,11 @@ from transformers import BatchEncoding
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, replay_routes, set_budget
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import model_inputs
-from hf_depthroute.inference.calibration import is_calibrated
+from hf_depthroute.inference.calibration import calibrate_budgets, is_calibrated
+from hf_depthroute.routing.stack import routings
 from hf_depthroute.routing.state import RunSettings
 from hf_depthroute.routing.thresholds import TABLE_SIZE, ScoreQuantiles, quantile_table
-from hf_depthroute.routing.trace import RouteTrace, routings
+from hf_depthroute.routing.trace import RouteTrace
 
 BUDGETS = (0.1, 0.25, 0.5, 0.75, 0.9)
 LEVELS = torch.linspace(0, 1, TABLE_SIZE)
@@ -485,3 +487,18 @@ def test_calibrate_restores_the_model_when_a_forward_pass_fails() -> None:
     assert model.training
     for holder in routings(model):
         assert holder.state.settings == RunSettings()
+
+
+def test_a_controllers_other_budgets_are_measured_at_each_of_them() -> None:
+    """Its threshold is that of the adapter's own budget: it decides nothing where another one is asked for."""
+    model = build_routed("llama", selection="controller")
+    calibrate(model, text_batches(), budget=0.5)
+    without = copy.deepcopy(model)
+    for holder in routings(without):
+        del holder.depth_route_controller["default"]
+    thresholds = [float(holder.depth_route_controller["default"].threshold) for holder in routings(model)]
+    for each in (model, without):
+        calibrate_budgets(each, text_batches(), [0.2, 0.8])
+    for holder, other in zip(routings(model), routings(without)):
+        assert torch.equal(holder.active_quantiles().values, other.active_quantiles().values)
+    assert [float(holder.depth_route_controller["default"].threshold) for holder in routings(model)] == thresholds

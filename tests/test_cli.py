@@ -30,7 +30,8 @@ from hf_depthroute import DepthRouteConfig, __version__, get_depth_routed_model
 from hf_depthroute.cli import errors, main
 from hf_depthroute.cli.loading import explained
 from hf_depthroute.cli.output import made
-from hf_depthroute.routing.trace import count_routes, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import count_routes
 
 REPOSITORY = Path(__file__).parent.parent
 PROMPT = ("--prompt", "the", "--max-new-tokens", 4)

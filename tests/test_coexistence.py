@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes
 from hf_depthroute.base.families import find_decoder, find_family
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.routing.trace import routings
+from hf_depthroute.routing.stack import routings
 
 every_model = pytest.mark.parametrize(("family", "gate"), [(f, g) for f in FAMILY_NAMES for g in GATES])
 every_family = pytest.mark.parametrize("family", FAMILY_NAMES)

@@ -17,7 +17,8 @@ from training import adapter_state, assert_same_tensors, make_trainer, rows, ste
 from transformers import PreTrainedModel, StaticCache
 
 from hf_depthroute.execution.kernels import plain
-from hf_depthroute.routing.trace import overridden, record_routes
+from hf_depthroute.routing.stack import state_of
+from hf_depthroute.routing.trace import record_routes
 
 STEPS = 5
 
@@ -141,7 +142,7 @@ def test_row_ops_equal_the_gathered_executor(family: str, kind: str) -> None:
 
     @torch.no_grad()
     def run(executor: str) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        with overridden(model, executor=executor), record_routes(model) as trace:
+        with state_of(model).override(executor=executor), record_routes(model) as trace:
             prompt = model(input_ids=ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
             rest = model(input_ids=ids[:, 6:], attention_mask=mask, past_key_values=prompt.past_key_values)
         logits = torch.cat([prompt.logits, rest.logits], dim=1)
@@ -166,7 +167,7 @@ def test_row_ops_scale_by_the_gate() -> None:
         model, ids = build_routed("llama", **fields), tokens(3, 8)
         with torch.no_grad():
             expected = model(input_ids=ids).logits
-            with overridden(model, executor="rows"):
+            with state_of(model).override(executor="rows"):
                 assert gap(model(input_ids=ids).logits, expected) < 1e-5
 
 
@@ -175,7 +176,7 @@ def test_hooks_and_wrappers_on_the_ffn_still_run() -> None:
     model, ids = build_routed("llama", "mlp"), tokens(2, 4)
     seen = []
     decoder_layers(model)[1].mlp.up_proj.register_forward_hook(lambda *_: seen.append(True))
-    with torch.no_grad(), overridden(model, executor="rows"):
+    with torch.no_grad(), state_of(model).override(executor="rows"):
         model(input_ids=ids)
     assert seen
 
@@ -259,7 +260,7 @@ def test_graph_replay_gives_the_eager_tokens(kind: str) -> None:
         graph.replay()
         return logits.clone()
 
-    with overridden(model, executor="gathered"):
+    with state_of(model).override(executor="gathered"):
         expected = generated(eager)
     assert torch.equal(generated(replayed), expected)
 

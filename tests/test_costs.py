@@ -20,7 +20,8 @@ from hf_depthroute.execution import costs, executors
 from hf_depthroute.execution.costs import STEP_SECONDS, GatherCosts, gather_costs_of
 from hf_depthroute.inference import autotune
 from hf_depthroute.parts.targets import TARGETS
-from hf_depthroute.routing.trace import full_depth, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import full_depth
 
 SPEED = Path(__file__).parents[1] / "recipes" / "speed"
 

@@ -19,7 +19,7 @@ from hf_depthroute.execution.decode import DECODE_ROWS, AttentionStep, DecodeSte
 from hf_depthroute.parts.branches import rms_of
 from hf_depthroute.parts.gates import MLPGate
 from hf_depthroute.parts.joint import joint_maps
-from hf_depthroute.routing.trace import overridden, routings
+from hf_depthroute.routing.stack import routings, state_of
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="decoding steps are taken on CPUs")
 
@@ -230,7 +230,7 @@ def test_follow_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs.append(decoded(model))
     calibrate(model, [{"input_ids": tokens(2, 16)}], budget=0.6)
     outputs.append(decoded(model))
-    with overridden(model, executor="full"):
+    with state_of(model).override(executor="full"):
         outputs.append(decoded(model))
     for i, one in enumerate(outputs):
         assert all(not torch.equal(one, other) for other in outputs[i + 1 :])

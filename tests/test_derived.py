@@ -16,7 +16,7 @@ from hf_depthroute import calibrate, record_routes, set_budget
 from hf_depthroute.execution import step_weights
 from hf_depthroute.parts.branches import MixedLinear
 from hf_depthroute.parts.gates import JEPAGate
-from hf_depthroute.routing.trace import routings
+from hf_depthroute.routing.stack import routings
 
 
 @pytest.fixture(params=GATES)

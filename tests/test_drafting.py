@@ -22,8 +22,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hf_depthroute import draft_view, lossless_generate, set_budget
 from hf_depthroute.cli import errors, main
 from hf_depthroute.inference.drafting import DraftCounter, _Draft
+from hf_depthroute.routing.stack import routings
 from hf_depthroute.routing.state import RunSettings
-from hf_depthroute.routing.trace import count_routes, full_depth, record_routes, routings
+from hf_depthroute.routing.trace import count_routes, full_depth, record_routes
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
 

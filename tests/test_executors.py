@@ -15,7 +15,7 @@ from hf_depthroute.execution import attention, sites
 from hf_depthroute.execution.call import RoutedCall
 from hf_depthroute.execution.executors import EXECUTORS
 from hf_depthroute.execution.gathered import cpu_slice
-from hf_depthroute.routing.trace import overridden, routings
+from hf_depthroute.routing.stack import routings, state_of
 
 
 class Chosen:
@@ -43,7 +43,7 @@ def chosen() -> Iterator[Chosen]:
 
 @torch.no_grad()
 def logits(model: PeftModel, executor: str, ids: torch.Tensor | None = None) -> torch.Tensor:
-    with overridden(model, executor=executor):
+    with state_of(model).override(executor=executor):
         return model(input_ids=tokens(3, 8) if ids is None else ids).logits
 
 
@@ -74,7 +74,7 @@ def test_call_that_a_row_does_not_support_runs_as_auto_says(chosen: Chosen) -> N
     model = build_routed("olmoe", "mlp", target="experts").eval()
     assert torch.equal(logits(model, "chosen"), logits(model, "auto"))
     model = build_routed("llama", "mlp").train()
-    with overridden(model, executor="chosen"), record_routes(model):
+    with state_of(model).override(executor="chosen"), record_routes(model):
         model(input_ids=tokens(2, 4)).logits.sum().backward()
     assert not chosen.layers
 

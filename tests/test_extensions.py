@@ -1,4 +1,4 @@
-"""Gates, losses and targets from outside the package, by the public tables alone: nothing in it knows rows by name."""
+"""Gates, losses, targets and rules from outside the package, by public tables: nothing in it knows rows by name."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from hf_depthroute.evaluation.cost import route_cost
 from hf_depthroute.execution.call import RoutedCall, Site
 from hf_depthroute.execution.sites import SITES
 from hf_depthroute.parts.gates import GATES, GateOutput, ScoreHead
+from hf_depthroute.parts.rules import RULES, Rule, RuleContext
 from hf_depthroute.parts.targets import TARGETS, Target
 from hf_depthroute.training.losses import LOSSES, LossInputs, LossTerm, routing_losses
 from hf_depthroute.training.trace_statistics import mean_probability
@@ -123,6 +124,17 @@ def head_inputs(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 def small_stream(inputs: LossInputs) -> torch.Tensor | None:
     """The mean square of the stream at the head."""
     return inputs.observed[head_inputs][-1].square().mean() if head_inputs in inputs.observed else None
+
+
+class EveryOther(Rule):
+    """Every other token, whatever its score."""
+
+    compares = False
+
+    def decide(self, scores: torch.Tensor, context: RuleContext) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = torch.arange(scores.shape[1], device=scores.device) % 2 == 0
+        mask = chosen.expand(scores.shape)
+        return mask if context.real is None else mask & context.real, context.probs
 
 
 @pytest.fixture
@@ -455,3 +467,23 @@ def record_of_pass(model: Any) -> Any:
     with record_routes(model.train()) as trace:
         model(**stacked(rows(2)))
     return trace
+
+
+def test_a_rule_from_outside_decides_in_training_and_a_threshold_still_does_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match="selection='every_other' is not supported; use one of: topk, "):
+        DepthRouteConfig(selection="every_other")
+    monkeypatch.setitem(RULES, "every_other", EveryOther())
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1, 2], selection="every_other"))
+    padded = torch.ones(2, 8, dtype=torch.long)
+    padded[0, :3] = 0
+    with record_routes(model) as trace:
+        model.train()(tokens(2, 8), attention_mask=padded)
+    for record in trace.values():
+        assert torch.equal(record.mask, (torch.arange(8) % 2 == 0) & padded.bool())
+        assert record.threshold is None
+    calibrate(model, [{"input_ids": tokens(4, 16)}], budget=0.25)
+    with record_routes(model.eval()) as trace, torch.no_grad():
+        model(tokens(4, 16))
+    assert trace.full_ratio() == pytest.approx({1: 0.25, 2: 0.25}, abs=0.02)

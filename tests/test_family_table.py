@@ -19,7 +19,8 @@ from test_invariants_execution import assert_only_decided_rows_ran, counted_rows
 from hf_depthroute import record_routes, replay_routes, set_budget
 from hf_depthroute.base.families import FAMILIES, find_family
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.routing.trace import RouteTrace, overridden, routings
+from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.trace import RouteTrace
 from hf_depthroute.training.losses import routing_losses
 
 TARGETS = ("ffn", "attention", "block")
@@ -121,7 +122,7 @@ def test_a_skipped_part_adds_nothing_to_the_stream(family: str, target: str) -> 
 def test_gathered_and_masked_execution_agree(family: str, target: str) -> None:
     model = shared(family, target)
     sparse, trace = run(model)
-    with overridden(model, executor="masked"):
+    with state_of(model).override(executor="masked"):
         dense, same = run(model)
     assert_pinned(gap(sparse, dense), base_gap=0.0)
     assert_free(model, trace, same)
@@ -142,9 +143,9 @@ def test_the_gate_may_read_the_stream(family: str) -> None:
     """`gate_input="residual"`: then a gathered FFN norms no row but those that it runs on."""
     model = build_routed(family, "mlp", gate_input="residual", layers=[1, 2])
     logits, _ = run(model)
-    with overridden(model, executor="masked"):
+    with state_of(model).override(executor="masked"):
         assert_pinned(gap(run(model)[0], logits), base_gap=0.0)
-    with overridden(model, executor="rows"):
+    with state_of(model).override(executor="rows"):
         assert_pinned(gap(run(model)[0], logits), base_gap=0.0)
 
 
@@ -194,7 +195,7 @@ def test_whole_sequences_skip_their_attention(family: str) -> None:
     kept = torch.stack([record.mask.all(dim=1) for record in trace.values()])
     assert kept.any()
     assert not kept.all()
-    with overridden(model, executor="masked"):
+    with state_of(model).override(executor="masked"):
         assert_pinned(gap(run(model)[0], logits), base_gap=0.0)
     rows: dict[int, int] = {}
     with torch.no_grad(), ExitStack() as hooks:
@@ -216,7 +217,7 @@ def test_whole_sequences_skip_their_attention(family: str) -> None:
     # A sliding cache holds every sequence: there the queries of the kept ones run, without a call of the module.
     assert all(rows.get(i, 0) == count for i, count in full.items() if "sliding" not in windows[i])
     wide = RouteTrace({i: whole_record(record, 12) for i, record in prompt.items()})
-    with overridden(model, executor="masked"), replay_routes(model, wide):
+    with state_of(model).override(executor="masked"), replay_routes(model, wide):
         expected = run(model)[0]
     assert_pinned(gap(torch.cat([first.logits, *steps], dim=1), expected), base_gap=0.0)
 
@@ -271,7 +272,7 @@ def test_experts_are_routed_pair_by_pair(family: str) -> None:
     with counted_rows(model) as counts:
         logits, _ = run(model)
     assert_only_decided_rows_ran(counts)
-    with overridden(model, executor="masked"):
+    with state_of(model).override(executor="masked"):
         assert_pinned(gap(run(model)[0], logits), base_gap=0.0)
     set_budget(model, 1.0)
     assert torch.equal(run(model)[0], base_logits(family))

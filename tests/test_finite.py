@@ -12,7 +12,7 @@ from text_models import save_base, write_text
 from transformers import AutoModelForCausalLM
 
 from hf_depthroute.inference.non_finite import NonFiniteError, finite_logits, first_non_finite_layer
-from hf_depthroute.routing.trace import routings
+from hf_depthroute.routing.stack import routings
 
 PROMPT = ("--prompt", "the cat sat on the mat", "--max-new-tokens", 4)
 

@@ -8,7 +8,8 @@ from models import FAMILY_NAMES, build_base, decoder_layers, tokens
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes
 from hf_depthroute.inference.fitting import fit_branches, fit_memory
 from hf_depthroute.parts.memory import NgramMemory, suffixes
-from hf_depthroute.routing.trace import full_depth, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import full_depth
 
 BATCHES = [{"input_ids": tokens(8, 16, seed=seed)} for seed in (5, 6)]
 TARGETS = ("ffn", "attention", "block")

@@ -33,7 +33,7 @@ from hf_depthroute.adapter.files import AdapterMismatchError
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.parts.flexidepth import BottleneckGate
-from hf_depthroute.routing.trace import overridden, routings
+from hf_depthroute.routing.stack import routings, state_of
 
 DEPTH, BOTTLENECK, BRANCH = 6, 8, 8
 ROUTED = [3, 4, 5]
@@ -168,7 +168,7 @@ def gap(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_the_converted_adapter_computes_the_references_equations(saved: Path, model: Any, executor: str) -> None:
     ids = tokens()
     wanted, found = reference(saved, ids)
-    with overridden(model, executor=executor), record_routes(model) as trace:
+    with state_of(model).override(executor=executor), record_routes(model) as trace:
         logits = model(ids).logits
     assert list(trace) == ROUTED
     for index, w in found.items():
@@ -250,7 +250,7 @@ def test_gathered_equals_masked_with_gradients(saved: Path) -> None:
     for executor in ("gathered", "masked"):
         base = AutoModelForCausalLM.from_pretrained(saved / "plain", dtype=torch.float32)
         model = peft.PeftModel.from_pretrained(base, saved / "adapter", is_trainable=True).eval()
-        with overridden(model, executor=executor):
+        with state_of(model).override(executor=executor):
             model(tokens(), labels=tokens()).loss.backward()
         found.append([p.grad for p in model.parameters() if p.grad is not None])
     assert found[0] and len(found[0]) == len(found[1])

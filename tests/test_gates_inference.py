@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, replay_routes, set_budget
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.calibration import use_selection
-from hf_depthroute.routing.trace import routings
+from hf_depthroute.routing.stack import routings
 
 # Fields of an adapter, by what the literature calls it.
 METHODS: dict[str, dict[str, Any]] = {

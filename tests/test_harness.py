@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_depthroute.cli import main
 from hf_depthroute.evaluation.harness import DepthRouteLM, evaluate_tasks, scores
-from hf_depthroute.routing.trace import count_routes, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import count_routes
 
 GROUP = Path(__file__).parents[1] / "recipes" / "router_tuning" / "tasks"
 TASK = """

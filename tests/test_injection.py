@@ -30,7 +30,7 @@ from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing import holder
 from hf_depthroute.routing.holder import Routing
-from hf_depthroute.routing.trace import routings
+from hf_depthroute.routing.stack import routings
 
 every_model = pytest.mark.parametrize(("family", "kind"), COVERING)
 every_family = pytest.mark.parametrize("family", FAMILY_NAMES)

@@ -16,8 +16,8 @@ from training import adapter_state, assert_same_tensors, make_trainer, rows
 from transformers import Trainer, TrainerCallback
 
 from hf_depthroute import DepthRouteCallback, DepthRouteTrainer
+from hf_depthroute.routing.stack import routings
 from hf_depthroute.routing.state import RunSettings
-from hf_depthroute.routing.trace import routings
 
 STEPS = 4
 # All that is in force while training runs: two schedules that do not end, gates that are frozen, and a save.

@@ -21,7 +21,8 @@ from hf_depthroute.base.families import find_decoder, find_family
 from hf_depthroute.base.projections import STYLES
 from hf_depthroute.execution.gathered import gathered_update
 from hf_depthroute.execution.masked import masked_update
-from hf_depthroute.routing.trace import RouteTrace, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import RouteTrace
 
 every_model = pytest.mark.parametrize(("family", "kind"), MODELS)
 some_models = pytest.mark.parametrize(("family", "kind"), COVERING)

@@ -9,8 +9,8 @@ from peft import PeftModel
 
 from hf_depthroute import DepthRouteConfig, record_routes, replay_routes, set_budget
 from hf_depthroute.inference.calibration import use_selection
+from hf_depthroute.routing.stack import routings
 from hf_depthroute.routing.state import RunSettings
-from hf_depthroute.routing.trace import routings
 
 pytestmark = pytest.mark.parametrize(("family", "kind"), MODELS)
 

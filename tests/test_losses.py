@@ -11,7 +11,8 @@ from models import FAMILY_NAMES, GATES, build_routed, tokens
 from torch import nn
 
 from hf_depthroute.execution.masked import masked_update
-from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes, replay_routes, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes, replay_routes
 from hf_depthroute.training.losses import LOSSES, diagnostics, mean_probability, routing_losses, token_mean
 
 # Two sequences of four positions; the second has two padding tokens, one on each side.

@@ -15,10 +15,11 @@ from test_losses import REAL, TAU, average, made_trace, p_bar, real_entries
 from torch import nn
 from training import make_trainer, rows, step_logs
 
-from hf_depthroute.base.families import find_layers
+from hf_depthroute.base.stack import stack_of
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.routing.stack import routings, state_of
 from hf_depthroute.routing.thresholds import BudgetController
-from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, record_routes, routings
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes
 from hf_depthroute.training import objective as objective_module
 from hf_depthroute.training.losses import exit_cross_entropy, mean_probability, observe_exits, routing_losses
 from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
@@ -330,11 +331,11 @@ def test_the_trainer_looks_at_the_paths_only_for_a_loss_by_them(tmp_path: Path, 
 def test_what_the_cheap_path_misses_is_how_far_its_update_is_from_the_full_one() -> None:
     model, seen = build_routed("llama").train(), {}
     holder = routings(model)[0]
-    layer = find_layers(model)[holder.layer_index]
+    layer = stack_of(model).layers[holder.layer_index]
     parts = {"full": layer.mlp, "cheap": holder.depth_route_branch["default"]}
     for name, part in parts.items():
         part.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
-    with overridden(model, observed=("missed",)), record_routes(model) as trace:
+    with state_of(model).override(observed=("missed",)), record_routes(model) as trace:
         model(tokens(2, 8))
     torch.testing.assert_close(trace[holder.layer_index].missed, (seen["full"] - seen["cheap"]).norm(dim=-1))
 

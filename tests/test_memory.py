@@ -58,14 +58,16 @@ from hf_depthroute import (
 )
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.adapter.files import AdapterMismatchError
-from hf_depthroute.adapter.injection import ngrams_of
+from hf_depthroute.adapter.injection import token_ids_of
 from hf_depthroute.card import make_card
 from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.execution import memory as execution_memory
 from hf_depthroute.inference.calibration import use_selection
 from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.parts.memory import EARLIER, MISSING, NgramMemory, continued, suffixes
 from hf_depthroute.routing.holder import Routing
-from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, routings
+from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace
 from hf_depthroute.training.losses import LOSSES
 from hf_depthroute.training.oracle import exact_utility, utility_labels
 from hf_depthroute.vllm.limits import check_adapter
@@ -261,7 +263,7 @@ def test_rules_and_executors_that_skip_change_nothing() -> None:
         with use_selection(model, rule):
             assert torch.equal(logits(model), expected)
     for executor in ("rows", "gathered", "masked"):
-        with overridden(model, executor=executor):
+        with state_of(model).override(executor=executor):
             assert torch.equal(logits(model), expected)
 
 
@@ -446,6 +448,22 @@ def test_a_cache_of_a_memory_with_longer_n_grams_is_refused() -> None:
             model.eval()(ids[:, :1], past_key_values=cache)
 
 
+@pytest.mark.parametrize("length", [1, 6])
+def test_all_layers_of_a_forward_pass_share_its_n_grams(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+
+    def counted(*given: Any) -> torch.Tensor:
+        made.append(suffixes(*given))
+        return made[-1]
+
+    monkeypatch.setattr(execution_memory, "suffixes", counted)
+    model = memory_model(layers=[0, 1, 2, 3])
+    made.clear()
+    with torch.no_grad():
+        model(tokens(2, length))
+    assert len(made) == 1
+
+
 def test_embeddings_without_ids_are_refused_in_one_line() -> None:
     model = memory_model()
     with pytest.raises(ConfigError, match=r"inputs_embeds holds none; pass input_ids$"):
@@ -456,13 +474,14 @@ def test_embeddings_without_ids_are_refused_in_one_line() -> None:
 
 def test_continuous_batching_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match="does not know a request's earlier tokens in continuous batching"):
-        ngrams_of(tokens(1, 4), 3, None, {"cache": object()})
+        token_ids_of(tokens(1, 4), {"cache": object()})
 
 
 def test_packing_by_lengths_is_packing_by_positions() -> None:
     ids, positions = tokens(1, 8), torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
-    by_positions = ngrams_of(ids, 3, None, {"position_ids": positions}).clamp(min=MISSING)
-    by_lengths = ngrams_of(ids, 3, None, {"cu_seq_lens_q": torch.tensor([0, 3, 5, 8])}).clamp(min=MISSING)
+    by_positions = suffixes(ids, 3, None, token_ids_of(ids, {"position_ids": positions})[1]).clamp(min=MISSING)
+    starts = token_ids_of(ids, {"cu_seq_lens_q": torch.tensor([0, 3, 5, 8])})[1]
+    by_lengths = suffixes(ids, 3, None, starts).clamp(min=MISSING)
     assert torch.equal(by_positions, by_lengths)
     separate = [suffixes(part, 3).clamp(min=MISSING) for part in ids.split([3, 2, 3], dim=1)]
     assert torch.equal(by_positions, torch.cat(separate, dim=1))

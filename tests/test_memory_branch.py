@@ -37,14 +37,15 @@ from hf_depthroute import (
 )
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.adapter.files import AdapterMismatchError
-from hf_depthroute.adapter.injection import ngrams_of
+from hf_depthroute.adapter.injection import token_ids_of
 from hf_depthroute.base.cache import kv_cache_bytes
 from hf_depthroute.card import make_card
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.autotune import _supported
 from hf_depthroute.parts.memory import MISSING, NgramMemory, suffixes
 from hf_depthroute.routing.holder import Routing
-from hf_depthroute.routing.trace import RouteTrace, overridden
+from hf_depthroute.routing.stack import state_of
+from hf_depthroute.routing.trace import RouteTrace
 from hf_depthroute.training.oracle import utility_labels
 from hf_depthroute.vllm.limits import check_adapter
 
@@ -135,7 +136,7 @@ def test_a_skipped_token_gets_what_the_formula_says(target: str, order: int) -> 
             hooks.append(norm.register_forward_pre_hook(lambda m, args, s=seen: s.update(a=args[0].clone())))
             attention = layer.self_attn
             hooks.append(attention.register_forward_hook(lambda m, a, out, s=seen: s.update(attended=out[0])))
-        with torch.no_grad(), replay_routes(model, trace), overridden(model, executor=executor):
+        with torch.no_grad(), replay_routes(model, trace), state_of(model).override(executor=executor):
             model(ids)
         for hook in hooks:
             hook.remove()
@@ -162,7 +163,7 @@ def test_every_way_to_run_it_gives_the_same(family: str, target: str) -> None:
         expected = logits(model)
     assert all(0 < float(record.mask.float().mean()) < 1 for record in trace.values())
     for executor in ("gathered", "rows", "masked"):
-        with overridden(model, executor=executor), torch.no_grad():
+        with state_of(model).override(executor=executor), torch.no_grad():
             assert gap(model(ids).logits, expected) < 1e-5, executor
     for holder in (holder_of(model, 1), holder_of(model, 2)):
         holder.depth_route_memory["default"].table.data.zero_()
@@ -323,7 +324,7 @@ def test_tokens_of_calls_that_run_full_are_known_later(full: str) -> None:
         cache = model(pieces[0], use_cache=True).past_key_values
         for piece in pieces[1:3]:
             set_budget(model, 1.0 if full == "budget" else 0.5)
-            with overridden(model, executor="full" if full == "executor" else "auto"):
+            with state_of(model).override(executor="full" if full == "executor" else "auto"):
                 model(piece, past_key_values=cache)
         set_budget(model, 0.5)
         for layer in cache.layers[1:]:
@@ -366,7 +367,7 @@ def test_static_dropping_sends_every_token_through_the_cheap_path(target: str, p
         assert not record.mask[:, :-1].any() and bool(record.mask[:, -1].all()) is (phases == "prefill")
     if phases == "prefill":
         return
-    with overridden(model, executor="masked"), torch.no_grad():
+    with state_of(model).override(executor="masked"), torch.no_grad():
         assert gap(model(ids).logits, whole) < 1e-5
     for name in CONTINUATIONS:
         assert gap(continued_run(model, ids, name)[0], whole) < 1e-5, name
@@ -427,7 +428,7 @@ def test_gradients_of_inference_reach_table_and_input(target: str, executor: str
         embeddings = model.get_input_embeddings().weight.requires_grad_(True)
         for index in (1, 2):  # what was computed densely has a gradient for its gate too
             holder_of(model, index).depth_route_gate["default"].requires_grad_(False)
-        with overridden(model, executor=chosen):
+        with state_of(model).override(executor=chosen):
             model(tokens(2, 8)).logits.square().mean().backward()
         memory = holder_of(model, 1).depth_route_memory["default"]
         found.append((memory.table.grad, memory.value.weight.grad, embeddings.grad))
@@ -610,7 +611,7 @@ def test_what_cannot_work_says_so_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^the adapter's memory looks .*inputs_embeds holds none; pass input_ids$"):
         model(inputs_embeds=torch.zeros(1, 3, WIDTH))
     with pytest.raises(ConfigError, match=r"^the adapter's memory does not know .* in continuous batching"):
-        ngrams_of(tokens(1, 4), 3, None, {"cache": object()})
+        token_ids_of(tokens(1, 4), {"cache": object()})
     with pytest.raises(ConfigError, match=r"^branch='memory' is not served by vLLM: .*token ids.*") as refused:
         check_adapter(config())
     assert "\n" not in str(refused.value)

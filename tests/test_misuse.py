@@ -25,8 +25,8 @@ from hf_depthroute import (
 )
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.inference.calibration import is_calibrated
+from hf_depthroute.routing.stack import routings
 from hf_depthroute.routing.thresholds import NOT_FITTED
-from hf_depthroute.routing.trace import routings
 from hf_depthroute.training.losses import routing_losses
 
 NEVER_FITTED = "never fitted"

@@ -20,7 +20,7 @@ from hf_depthroute.base.families import find_family
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.parts.neurons import NeuronBranch, neurons_of
-from hf_depthroute.routing.trace import overridden, routings
+from hf_depthroute.routing.stack import routings, state_of
 
 TEXT = [{"input_ids": tokens(8, 32, seed=seed)} for seed in (5, 6)]
 
@@ -55,9 +55,9 @@ def test_with_all_neurons_and_the_ffns_own_output_it_is_the_ffn_of_every_family_
 def test_every_executor_gives_what_training_computes(executor: str) -> None:
     model, ids = build(), tokens(2, 12, seed=3)
     with torch.no_grad():
-        with overridden(model, executor="masked"):
+        with state_of(model).override(executor="masked"):
             wanted = model(ids).logits
-        with overridden(model, executor=executor):
+        with state_of(model).override(executor=executor):
             assert gap(model(ids).logits, wanted) < 1e-4
         step, past = [], None
         for position in range(ids.shape[1]):

@@ -12,7 +12,7 @@ from training import adapter_state, assert_same_tensors, make_trainer, rows
 from transformers import Trainer, TrainerCallback
 
 from hf_depthroute import DepthRouteCallback, DepthRouteTrainer
-from hf_depthroute.routing.trace import routings
+from hf_depthroute.routing.stack import routings
 from hf_depthroute.training.objective import NonFiniteLossError
 
 

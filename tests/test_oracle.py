@@ -16,7 +16,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_depthroute.base import readout
 from hf_depthroute.inference.calibration import use_selection
-from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes, replay_routes, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes, replay_routes
 from hf_depthroute.training.forks import divergence_from_dense, observe_prefix
 from hf_depthroute.training.oracle import (
     ORACLES,

@@ -17,7 +17,7 @@ from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_route
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.fitting import fit_branches
-from hf_depthroute.routing.trace import overridden, routings
+from hf_depthroute.routing.stack import routings, state_of
 
 PATTERNS: dict[str, Any] = {
     "target_pattern": {1: "attention", 2: "block"},
@@ -43,9 +43,9 @@ def test_each_layer_holds_the_branch_that_its_patterns_name() -> None:
 @pytest.mark.parametrize("executor", ["gathered", "rows", "auto"])
 def test_every_executor_and_decoding_give_what_training_computes(executor: str) -> None:
     model, ids = build(), tokens(2, 12, seed=3)
-    with torch.no_grad(), overridden(model, executor="masked"):
+    with torch.no_grad(), state_of(model).override(executor="masked"):
         wanted = model(ids).logits
-        with overridden(model, executor=executor):
+        with state_of(model).override(executor=executor):
             assert gap(model(ids).logits, wanted) < 1e-4
             for rows in (ids, ids[:1]):  # a step of its own for one sequence
                 past, steps = None, []
@@ -62,7 +62,7 @@ def test_a_layer_computes_what_it_would_with_the_same_target_in_all() -> None:
     for index, target in ((0, "ffn"), (1, "attention"), (2, "block")):
         alone = build_routed("llama", layers=[index], target=target, branch_rank=6)
         among = build_routed("llama", layers=[0, 1, 2], branch_rank=6, target_pattern={1: "attention", 2: "block"})
-        with torch.no_grad(), overridden(among, layers=frozenset({index})):
+        with torch.no_grad(), state_of(among).override(layers=frozenset({index})):
             among.load_state_dict(alone.state_dict(), strict=False)
             assert torch.equal(among(ids).logits, alone(ids).logits)
 

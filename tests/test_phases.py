@@ -27,7 +27,8 @@ from hf_depthroute.adapter.injection import last_tokens_of
 from hf_depthroute.bench import bench
 from hf_depthroute.cli.serve import change_config, link_model
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.routing.trace import RouteTrace, count_routes, overridden, routings
+from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.trace import RouteTrace, count_routes
 
 PROMPT, STEPS = 7, 3
 # Every target, every way to mix the paths, and what decides besides a threshold: family, kind, fields.
@@ -339,7 +340,7 @@ def test_every_executor_runs_it_alike(executor: str) -> None:
     model, ids = build("block"), tokens(2, PROMPT + STEPS)
     set_phases(model, "prefill")
     expected = decoded(model, ids, PROMPT)
-    with overridden(model, executor=executor):
+    with state_of(model).override(executor=executor):
         assert gap(decoded(model, ids, PROMPT), expected) < 1e-5
 
 

@@ -15,7 +15,8 @@ from training import adapter_state
 
 from hf_depthroute import DepthRouteConfig
 from hf_depthroute.base.contexts import evaluating
-from hf_depthroute.routing.trace import count_routes, record_routes, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import count_routes, record_routes
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

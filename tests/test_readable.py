@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicCache
 from hf_depthroute.base.readable import is_readable, is_watched
 from hf_depthroute.execution.attention import supports_subset
 from hf_depthroute.routing.holder import HOLDER
-from hf_depthroute.routing.trace import overridden
+from hf_depthroute.routing.stack import state_of
 
 FAMILIES = ("llama", "qwen3", "phi3", "gpt2", "gpt_neox", "stablelm")
 SKIPPING = ("attention", "block")
@@ -95,7 +95,7 @@ def parts_of(model: nn.Module) -> dict[str, nn.Module]:
 @torch.no_grad()
 def outputs(model: PeftModel, executor: str) -> torch.Tensor:
     """Logits of a prompt of two rows, and of a prompt of one and two decoding steps."""
-    with overridden(model, executor=executor):
+    with state_of(model).override(executor=executor):
         ids, cache = tokens(2, 9), DynamicCache(config=model.config)
         parts = [model(ids).logits]
         for part in ids[:1, :7], ids[:1, 7:8], ids[:1, 8:]:

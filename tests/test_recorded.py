@@ -14,7 +14,8 @@ from transformers.cache_utils import DynamicCache
 
 from hf_depthroute.base.families import find_family
 from hf_depthroute.base.sublayers import router_of
-from hf_depthroute.routing.trace import overridden, record_routes
+from hf_depthroute.routing.stack import state_of
+from hf_depthroute.routing.trace import record_routes
 
 KINDS: dict[str, dict[str, Any]] = {
     "ffn": {},
@@ -42,7 +43,7 @@ def recorded(model: Any, executor: str = "auto") -> list[tuple[torch.Tensor, ...
     """Everything that is recorded of a padded prompt, of a training step, and of a prompt and two decoding steps."""
     asked = {f"output_{name}": True for name in NAMES if name != "router_logits" or has_routers(model)}
     ids, cache, found = tokens(2, 9), DynamicCache(config=model.config), []
-    with overridden(model, executor=executor) if isinstance(model, PeftModel) else nullcontext():
+    with state_of(model).override(executor=executor) if isinstance(model, PeftModel) else nullcontext():
         outputs = [model(ids, attention_mask=MASK, **asked), model.train()(ids, **asked)]
         model.eval()
         for part in ids[:1, :7], ids[:1, 7:8], ids[:1, 8:]:
@@ -91,7 +92,7 @@ def test_the_loss_of_the_balance_is_that_of_every_token(family: str, mask: torch
     inputs = {"input_ids": ids, "labels": ids, "attention_mask": mask, "output_router_logits": True}
     with torch.no_grad():
         found = model(**inputs)
-        with overridden(model, executor="masked"):
+        with state_of(model).override(executor="masked"):
             expected = model(**inputs)
     assert gap(found.aux_loss, expected.aux_loss) < 1e-6 and gap(found.loss, expected.loss) < 1e-5
 

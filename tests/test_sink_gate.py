@@ -14,7 +14,7 @@ from protocol import gap
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.parts.baseline_gates import SinkGate
-from hf_depthroute.routing.trace import overridden, routings
+from hf_depthroute.routing.stack import routings, state_of
 
 
 def build(target: str = "ffn", **fields: Any) -> Any:
@@ -32,11 +32,11 @@ def build(target: str = "ffn", **fields: Any) -> Any:
 @pytest.mark.parametrize("executor", ["gathered", "rows", "auto"])
 def test_every_way_to_run_gives_the_same(target: str, executor: str) -> None:
     model, ids = build(target), tokens(2, 12, seed=3)
-    with torch.no_grad(), overridden(model, executor="masked"):
+    with torch.no_grad(), state_of(model).override(executor="masked"):
         with record_routes(model) as trace:
             wanted = model(ids).logits
         assert all(0 < ratio < 1 for ratio in trace.full_ratio().values())
-        with overridden(model, executor=executor):
+        with state_of(model).override(executor=executor):
             assert gap(model(ids).logits, wanted) < 1e-4
             past, steps = None, []
             for position in range(ids.shape[1]):

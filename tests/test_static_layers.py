@@ -46,7 +46,8 @@ from hf_depthroute.inference.drafting import draft_view
 from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.report.collect import RunReport, Sample, collect_scores, collect_tokens, count_costs
 from hf_depthroute.report.run_page import render_page
-from hf_depthroute.routing.trace import RouteTrace, count_routes, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import RouteTrace, count_routes
 from hf_depthroute.training.log_lines import log_line
 from hf_depthroute.training.oracle import exact_utility, utility_labels
 from hf_depthroute.training.record import remembered

@@ -32,7 +32,7 @@ from hf_depthroute import (
 from hf_depthroute.adapter.files import WEIGHTS_NAME, AdapterMismatchError
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.evaluation.perplexity import mean_loss
-from hf_depthroute.routing.trace import routings
+from hf_depthroute.routing.stack import routings
 
 AUTO: dict[str, tuple[Any, type[PeftModel]]] = {
     "SEQ_CLS": (AutoModelForSequenceClassification, peft.PeftModelForSequenceClassification),

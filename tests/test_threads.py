@@ -18,8 +18,9 @@ from request_kinds import ROUTED, build, generated, requests_of, run_together
 from hf_depthroute import calibrate, calibrate_budgets, record_routes, set_budget, set_phases, use_budget
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing import plan
+from hf_depthroute.routing.stack import routings, state_of
 from hf_depthroute.routing.state import RunSettings, RunState
-from hf_depthroute.routing.trace import full_depth, overridden, routings
+from hf_depthroute.routing.trace import full_depth
 from hf_depthroute.training.losses import routing_losses
 
 
@@ -304,6 +305,6 @@ def test_layers_share_one_state_and_copies_have_their_own() -> None:
 
 def test_a_layer_alone_can_be_routed() -> None:
     model = build_routed("llama")
-    with overridden(model, layers=frozenset({2})), record_routes(model) as trace:
+    with state_of(model).override(layers=frozenset({2})), record_routes(model) as trace:
         logits(model)
     assert list(trace) == [2]

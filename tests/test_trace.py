@@ -14,8 +14,9 @@ from models import FAMILY_NAMES, GATES, build_base, build_routed, tokens
 from torch import nn
 
 from hf_depthroute import record_routes, replay_routes
+from hf_depthroute.routing.stack import routings, state_of
 from hf_depthroute.routing.state import RunSettings
-from hf_depthroute.routing.trace import RouteRecord, RouteTrace, overridden, routings
+from hf_depthroute.routing.trace import RouteRecord, RouteTrace
 
 ROUTED = [1, 2, 3]
 
@@ -286,7 +287,7 @@ def test_layers_without_scores_join_those_with_them() -> None:
     with torch.no_grad():
         with record_routes(model) as first:
             model(ids)
-        with overridden(model, executor="full"), record_routes(model) as second:
+        with state_of(model).override(executor="full"), record_routes(model) as second:
             model(ids)
     joined = RouteTrace.cat([first, second])[1]
     assert joined.q_full.shape == joined.q_cheap.shape == (2, 12, 8)

@@ -34,7 +34,8 @@ from hf_depthroute import (
 )
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.calibration import is_calibrated
-from hf_depthroute.routing.trace import RouteTrace, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import RouteTrace
 from hf_depthroute.training.checkpoints import fault_of
 from hf_depthroute.training.losses import LOSSES, mean_probability, routing_losses
 from hf_depthroute.training.trainer import RoutingArguments

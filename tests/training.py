@@ -11,7 +11,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from hf_depthroute import DepthRouteTrainer, DepthRouteTrainingArguments
-from hf_depthroute.routing.trace import RouteTrace, record_routes, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import RouteTrace, record_routes
 from hf_depthroute.training.losses import routing_losses
 
 Row = dict[str, torch.Tensor]

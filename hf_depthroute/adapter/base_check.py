@@ -22,8 +22,9 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import safe_open
 from torch import nn
 
-from ..base.families import find_decoder, find_family, text_config
+from ..base.families import text_config
 from ..base.gguf import gguf_file_of
+from ..base.stack import stack_of
 from .files import SAMPLED, AdapterMismatchError
 
 GGUF_FILE = "gguf_file"  # its name, in the description of a base that was loaded from one
@@ -203,8 +204,8 @@ def stored_weights(model: Any, files: Iterable[Path], vocabulary: int | None = N
 
 def _sampled(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """The weights of which one value is looked at, by the names that they have in a description."""
-    family = find_family(model)
-    layers = getattr(find_decoder(model, family), family.layers)
+    stack = stack_of(model)
+    family, layers = stack.family, stack.layers
     read = [("embeddings", model.get_input_embeddings())]
     read += [(f"{family.layers}.{i}", layers[i]) for i in sorted({0, len(layers) // 2, len(layers) - 1})]
     for prefix, module in read:

@@ -10,6 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..base.families import Family
+from ..base.stack import Stack
 from ..base.sublayers import width_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..parts.flexidepth import default_width
@@ -26,20 +27,20 @@ _MEMORY_NUMBERS = 1 << 30  # in the tables of all layers
 _SMALL_WIDTH = 256  # parts of any model may be this wide; above it, four times the model's width
 
 
-def check_injection(model: nn.Module, name: str, config: PeftConfig, family: Family, layers: Any) -> list[int]:
+def check_injection(model: nn.Module, name: str, config: PeftConfig, stack: Stack) -> list[int]:
     """The indices of the layers to route.
 
     Args:
         model: The base.
         name: The new adapter's.
         config: Its configuration.
-        family: The base's.
-        layers: The base's decoder layers.
+        stack: The base's decoder.
 
     Raises:
         ConfigError: The adapter cannot be added to this model.
         AdapterMismatchError: It was made for another base.
     """
+    family, layers = stack.family, stack.layers
     if any(hasattr(parameter, "ds_id") for parameter in layers[0].parameters()):
         raise ConfigError(
             "DeepSpeed ZeRO-3 has split the base's weights already, so the adapter cannot be sized by them; "

@@ -25,7 +25,7 @@ from ..config.adapter import ConfigError, DepthRouteConfig
 from ..files.shown import reason
 from ..parts.flexidepth import EPSILON, BottleneckGate
 from ..routing.holder import Routing
-from ..routing.trace import routings
+from ..routing.stack import routings
 from .base_check import check_base, describe_base
 from .files import AdapterMismatchError, read_config
 from .tensor_rules import fault_of_values

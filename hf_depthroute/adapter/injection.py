@@ -12,35 +12,31 @@ import torch
 from torch import nn
 
 from ..base.cache import is_paged, starts_prompt
-from ..base.families import find_decoder, find_family
+from ..base.stack import STACK, Stack, stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..data.batches import breaks_of, document_starts
 from ..execution.context import CONTEXT, ForwardContext, Step
 from ..execution.costs import unrouted_steps
 from ..execution.decode import decode_steps, decodes, run_base
 from ..execution.layer import routed_forward
-from ..parts.memory import suffixes
+from ..parts.selection import tail_mask
 from ..routing.holder import HOLDER, Routing
 from ..routing.misuse import warn_of_training
-from ..routing.selection import tail_mask
+from ..routing.stack import RoutedStack
 
 Forward = Callable[..., Any]
 
 _handed_down: ContextVar[ForwardContext | None] = ContextVar("depth_route_handed_down", default=None)
 
 
-def enter(model: nn.Module) -> nn.ModuleList:
-    """Switch every decoder layer of `model` to its routed subclass; the layers. A second call changes nothing."""
-    family = find_family(model)
-    decoder = find_decoder(model, family)
-    layers = getattr(decoder, family.layers)
-    if _hand_down not in decoder._forward_pre_hooks.values():
-        decoder.register_forward_pre_hook(_hand_down, with_kwargs=True)
-    for layer in layers:
+def enter(stack: Stack) -> None:
+    """Switch every decoder layer of `stack` to its routed subclass. A second call changes nothing."""
+    if _hand_down not in stack.decoder._forward_pre_hooks.values():
+        stack.decoder.register_forward_pre_hook(_hand_down, with_kwargs=True)
+    for layer in stack.layers:
         swap(layer, routed_forward)
-        if not family.passes_keywords and _receive not in layer._forward_pre_hooks.values():
+        if not stack.family.passes_keywords and _receive not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_receive, prepend=True, with_kwargs=True)
-    return layers
 
 
 def swap(layer: Any, forward: Forward) -> None:
@@ -52,14 +48,14 @@ def swap(layer: Any, forward: Forward) -> None:
 
 def leave(model: nn.Module) -> None:
     """Undo `enter` and drop all adapter state of the decoder layers."""
-    family = find_family(model)
-    decoder = find_decoder(model, family)
-    for layer in getattr(decoder, family.layers):
+    stack = stack_of(model)
+    for layer in stack.layers:
         if hasattr(layer, "_depth_route_base"):
             layer._modules.pop(HOLDER, None)
             _set_class(layer, layer._depth_route_base)
         _unhook(layer, _receive)
-    _unhook(decoder, _hand_down)
+    _unhook(stack.decoder, _hand_down)
+    stack.forget()
 
 
 def _unhook(module: nn.Module, function: Any) -> None:
@@ -71,12 +67,13 @@ def _unhook(module: nn.Module, function: Any) -> None:
 
 def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of the decoder stack: give the layers, by one keyword, what only the stack knows."""
-    inputs, family = _inputs(args, kwargs), find_family(decoder)
+    stack: RoutedStack = getattr(decoder, STACK)
+    inputs, family = _inputs(args, kwargs), stack.family
     if not family.passes_keywords:
         _handed_down.set(None)
     if inputs is None:
         return None
-    active = _active(decoder)  # asked once: another thread may turn the adapter off, or another one on
+    active = _active(stack)  # asked once: another thread may turn the adapter off, or another one on
     if _splits_a_packed_row(active, inputs, kwargs):
         raise ConfigError(
             "granularity='sequence' decides once for a row, and this row holds several sequences: turn packing "
@@ -87,21 +84,20 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not torch.compiler.is_compiling() and starts_prompt(kwargs, inputs.shape[1]):
         for holder in active:  # a training or averaging library may have written weights in a way of its own
             holder.forget_prepared()
-    layers, real = getattr(decoder, family.layers), token_mask_of(args, kwargs)
-    last, ngrams = None, None
+    real = token_mask_of(args, kwargs)
+    last, ids, starts = None, None, None
     steps: Mapping[nn.Module, Step] | None = None
     tail = max([0, *(config.last_in_full for config in active.values() if config.phases == "prefill")])
     if inputs.shape[1] > tail > 0:
         last = last_tokens_of(inputs, real, kwargs, tail)
-    order = _ngram_order(layers)
-    if order:
-        ngrams = ngrams_of(inputs, order, real, kwargs)
+    if any(config.has_memory for config in active.values()):
+        ids, starts = token_ids_of(inputs, kwargs)
     if decodes(decoder, inputs) and (real is None or real.all()):
-        steps = decode_steps(layers, inputs.shape[0])
-    unrouted = unrouted_steps(layers, inputs, kwargs)
+        steps = decode_steps(stack.layers, inputs.shape[0])
+    unrouted = unrouted_steps(stack.layers, inputs, kwargs)
     if unrouted and not any(holder.state.settings.recorders for holder in active):
         steps = dict.fromkeys(unrouted, run_base)
-    context = ForwardContext(real, last, ngrams, steps, unrouted)
+    context = ForwardContext(real, last, ids, starts, steps, unrouted)
     if not family.passes_keywords:
         _handed_down.set(context)
         return None
@@ -124,22 +120,10 @@ def _splits_a_packed_row(active: dict[Routing, DepthRouteConfig], inputs: torch.
     return told or positions is None or bool(breaks_of(positions).any())
 
 
-def _active(decoder: nn.Module) -> dict[Routing, DepthRouteConfig]:
+def _active(stack: RoutedStack) -> dict[Routing, DepthRouteConfig]:
     """The holders of the layers that are routed now, each with its adapter's configuration."""
-    holders = [layer._modules.get(HOLDER) for layer in getattr(decoder, find_family(decoder).layers)]
-    named = [(holder, holder.adapter()) for holder in holders if holder is not None]
+    named = [(holder, holder.adapter()) for holder in stack.routed]
     return {holder: holder.config(name) for holder, name in named if name is not None}
-
-
-def _ngram_order(layers: Any) -> int:
-    """The longest n-gram that the active adapter looks up; 0 where it looks none up."""
-    for layer in layers:
-        holder: Routing | None = layer._modules.get(HOLDER)
-        if holder is not None and len(holder.depth_route_memory):
-            name = holder.adapter()
-            if name is not None and name in holder.depth_route_memory:
-                return holder.config(name).ngram_order
-    return 0
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -200,12 +184,10 @@ def _ends_of(inputs: torch.Tensor, token_mask: torch.Tensor | None, kwargs: dict
     return last
 
 
-def ngrams_of(
-    inputs: torch.Tensor, order: int, token_mask: torch.Tensor | None, kwargs: dict[str, Any]
-) -> torch.Tensor:
-    """`parts.memory.suffixes` of a call of the decoder stack, int64 `[B, T, order]`.
+def token_ids_of(inputs: torch.Tensor, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The token ids of a call of the decoder stack, `[B, T]`, and where in them a document starts, bool `[B, T]`.
 
-    A document starts where `document_starts` or `cu_seq_lens_q` says so.
+    One starts where `document_starts` or `cu_seq_lens_q` says so; None if neither says anything.
 
     Raises:
         ConfigError: The call has no token ids, or is one of continuous batching.
@@ -223,7 +205,7 @@ def ngrams_of(
         starts.view(-1)[ends[:-1].long()] = True
     elif positions is not None and positions.ndim == 2 and inputs.shape[1] > 1:
         starts = document_starts({**kwargs, "input_ids": inputs})
-    return suffixes(inputs, order, token_mask, starts)
+    return inputs, starts
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from ..config.adapter import ConfigError, DepthRouteConfig
 from ..files.shown import reason, say
 from ..routing.description import routed_lines
 from ..routing.holder import Routing
-from ..routing.trace import one_change
+from ..routing.stack import one_change
 from .base_check import check_base
 from .checks import add_of_same_method
 from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config

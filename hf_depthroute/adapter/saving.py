@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from ..files.out_of_resources import disk_full
 from ..files.shown import reason
 from ..files.staged import sync, write_json
+from ..routing.stack import routings
 from ..routing.thresholds import NOT_FITTED, ScoreQuantiles
-from ..routing.trace import routings
 from .base_check import remember_base
 from .files import (
     CARD_NAME,

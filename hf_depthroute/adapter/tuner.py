@@ -16,14 +16,15 @@ from peft.utils import register_peft_method
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
-from ..base.families import Family, find_decoder, find_family
 from ..base.readout import ReadOut
+from ..base.stack import Stack, keeping
 from ..base.sublayers import width_of
 from ..config.adapter import ConfigError, DepthRouteConfig, register_peft_type
 from ..parts.scores import default_hidden
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from ..routing.holder import HOLDER, Routing
+from ..routing.stack import RoutedStack
 from ..routing.state import RunState
 from ..routing.trace import full_depth
 from .base_check import describe_base
@@ -103,16 +104,16 @@ class DepthRouteModel(BaseTuner):
         config = cast(DepthRouteConfig, self.peft_config[adapter_name])
         twin = next((name for name, c in self.peft_config.items() if c is config and name != adapter_name), None)
         try:
-            family = find_family(model)
-            layers = getattr(find_decoder(model, family), family.layers)
-            if isinstance(config, DepthRouteConfig):
-                config = for_task(model, config)
-            routed = check_injection(model, adapter_name, config, family, layers)
-            check_tables(config)
+            with keeping(model) as stack:
+                if isinstance(config, DepthRouteConfig):
+                    config = for_task(model, config)
+                routed = check_injection(model, adapter_name, config, stack)
+                check_tables(config)
         except Exception:
             del self.peft_config[adapter_name]
             raise
 
+        family, layers = stack.family, stack.layers
         attends = any(TARGETS[target].skips_attention for target in config.targets())
         if attends and config.granularity == "token" and family.queries is None:
             warnings.warn(
@@ -137,7 +138,7 @@ class DepthRouteModel(BaseTuner):
         trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         added = adapter_name not in self.active_adapters  # an active one goes on as it was
         try:
-            self._enter(model, adapter_name, config, family, layers)
+            self._enter(model, adapter_name, config, stack)
             if twin is not None:
                 _copy_adapter(model, twin, adapter_name)
         except BaseException:
@@ -150,23 +151,23 @@ class DepthRouteModel(BaseTuner):
         for call in after_injection:
             call(config)
 
-    def _enter(self, model: nn.Module, name: str, config: DepthRouteConfig, family: Family, layers: Any) -> None:
+    def _enter(self, model: nn.Module, name: str, config: DepthRouteConfig, stack: Stack) -> None:
         """Change the model, after all checks."""
-        enter(model)
+        enter(stack)
         guard(model)
-        self._fill(model, name, config, family, layers)
+        self._fill(model, name, config, stack)
         self._mark_only_adapters_as_trainable(model)
         copy_modules(model, config, name, active=name in self.active_adapters)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def _fill(self, model: nn.Module, name: str, config: DepthRouteConfig, family: Family, layers: Any) -> None:
+    def _fill(self, model: nn.Module, name: str, config: DepthRouteConfig, stack: Stack) -> None:
         """Add the adapter's parts to the layers that it routes, and connect what reads elsewhere."""
         gate = traits_of(config.gate)
         holders: list[Routing] = []
         owner: Routing | None = None
+        family, layers = stack.family, stack.layers
+        state = stack.state if isinstance(stack, RoutedStack) else RunState()
         _drop_empty_holders(layers)
-        held = (layer._modules.get(HOLDER) for layer in layers)
-        state = next((holder.state for holder in held if holder is not None), RunState())
         for index in cast("list[int]", config.layers):
             layer = layers[index]
             if HOLDER not in layer._modules:
@@ -183,6 +184,8 @@ class DepthRouteModel(BaseTuner):
                 holder.follow(name, holders[-1])
             holders.append(holder)
             self.targeted_module_names.append(f"{index}.{HOLDER}")
+        routed = tuple(cast(Routing, layer._modules[HOLDER]) for layer in layers if HOLDER in layer._modules)
+        RoutedStack(family, stack.decoder, routed, state).keep()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`generate` of the base model. With a draft view as `assistant_model`, the model verifies at full depth."""

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .families import find_decoder, find_family, text_config
+from .families import text_config
+from .stack import stack_of
 
 _LOGITS = 2**25  # elements of the logits that exist at one time: 128 MiB in float32
 
@@ -32,14 +33,13 @@ class ReadOut:
     def __init__(self, model: nn.Module) -> None:
         check_head(model, "a loss of text")
         self._model: Any = model
-        self._family = find_family(model)
-        self._decoder = find_decoder(model, self._family)
+        self._stack = stack_of(model)
         self.change = logit_change(model)
 
     @property
     def norm(self) -> nn.Module:
         """The decoder stack's final norm."""
-        return cast(nn.Module, getattr(self._decoder, self._family.final_norm))
+        return cast(nn.Module, getattr(self._stack.decoder, self._stack.family.final_norm))
 
     @property
     def head(self) -> nn.Module:
@@ -108,6 +108,6 @@ def predicting(labels_BT: torch.Tensor, token_mask_BT: torch.Tensor | None) -> t
 
 def logit_change(model: nn.Module) -> tuple[str, float] | None:
     """The model's change to its LM head's output, `("multiply" | "divide" | "softcap", value)`, or None."""
-    row = find_family(model).logits
+    row = stack_of(model).family.logits
     value = None if row is None else getattr(text_config(model.config), row[1], None)
     return None if row is None or value is None else (row[0], float(value))

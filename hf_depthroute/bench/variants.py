@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.families import find_decoder
+from ..base.stack import stack_of
 from ..inference.autotune import tune_execution
 from ..inference.calibration import active_routings, calibrate
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
-from ..routing.trace import RouteRecord, full_depth, overridden
+from ..routing.stack import state_of
+from ..routing.trace import RouteRecord, full_depth
 
 BASE, DISABLED, FULL, LEFT_OUT = "base", "disabled", "budget 1.0", "without FFNs"
 
@@ -120,7 +121,7 @@ class Variants:
             return
         self._use(float(budget))
         if kind == "masked":
-            with overridden(self.model, executor="masked"):
+            with state_of(self.model).override(executor="masked"):
                 yield self.inner
             return
         self._set_tuned(self._tuned[float(budget)] if kind == "tuned" else None)
@@ -165,7 +166,7 @@ class _Nothing(nn.Module):
 @contextmanager
 def _without_ffns(base: nn.Module, holders: Sequence[Any]) -> Iterator[None]:
     family = holders[0].family
-    layers = getattr(find_decoder(base, family), family.layers)
+    layers = stack_of(base).layers
     ffns = [(layers[holder.layer_index], family.ffn) for holder in holders]
     kept = [getattr(layer, name) for layer, name in ffns]
     try:
@@ -215,7 +216,7 @@ class PassCounter:
 def count_passes(model: nn.Module) -> Iterator[PassCounter]:
     """Count what every routed layer of `model` runs in the block; forward passes must be of equal size."""
     counter = PassCounter()
-    with overridden(model, recorders=(counter,)):
+    with state_of(model).override(recorders=(counter,)):
         yield counter
 
 

@@ -97,6 +97,13 @@ class AdapterFields(RoutingFields):
         """The `branch_rank` of a routed layer; None before injection has filled it in."""
         return (self.rank_pattern or {}).get(layer_index, self.branch_rank)
 
+    def experts_dropped_in(self, layer_index: int) -> tuple[int, ...]:
+        """The experts that a routed layer drops; none without `dropped_experts`."""
+        if self.dropped_experts is None:
+            return ()
+        assert isinstance(self.layers, list), "injection lists the layers"
+        return tuple(self.dropped_experts[self.layers.index(layer_index)])
+
     def targets(self) -> list[str]:
         """All targets of an adapter, in the order of `TARGETS`."""
         used = {self.target, *(self.target_pattern or {}).values()}

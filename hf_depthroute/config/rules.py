@@ -15,6 +15,7 @@ from ..files.shown import OneLine
 from ..files.suggestions import closest
 from ..parts.gates import GATES
 from ..parts.memory import LEAST_SLOTS, hash_count, shortest_order
+from ..parts.rules import selections
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
 from .fields import MEMORY_FIELDS, PATTERNS, RoutingFields
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from .adapter import DepthRouteConfig
 
 FORMAT_VERSION = 1  # the form of an adapter's saved files; one of a newer form is refused
-SELECTIONS = ("topk", "threshold", "soft", "gumbel", "controller")
 CHOICES: dict[str, Collection[str]] = {
     "target": TARGETS,
     "granularity": ("token", "sequence"),
@@ -257,7 +257,7 @@ def check_given(c: DepthRouteConfig) -> None:
 
 def check_complete(c: DepthRouteConfig) -> None:
     """The remaining checks, with defaults filled in: numbers, layers, and combinations."""
-    _check_choice("selection", c.selection, SELECTIONS)
+    _check_choice("selection", c.selection, selections())
     check_budget(c.budget)
     check_phases(c.phases, c.granularity, c.target)
     _check_number("gate_temperature", c.gate_temperature, low=1e-6, high=1e6)  # scores divided by it stay finite

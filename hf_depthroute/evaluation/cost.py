@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
-from ..base.families import find_decoder, find_family, text_config
+from ..base.families import text_config
+from ..base.stack import stack_of
 from ..config.adapter import DepthRouteConfig, check_budget
 from ..inference.calibration import active_routings
 from ..parts.traits import traits_of
@@ -88,8 +89,8 @@ def route_cost(
         ConfigError: `budget` is out of range.
     """
     holders = active_routings(model)
-    family = find_family(model)
-    layers = getattr(find_decoder(model, family), family.layers)
+    stack = stack_of(model)
+    family, layers = stack.family, stack.layers
     config = text_config(model.config)
     if full_ratio is None:
         full_ratio = {}
@@ -164,5 +165,4 @@ def _share(holder: Routing, config: DepthRouteConfig, budget: float | None) -> f
         return holder.budget()
     if config.dropped_experts is None:
         return 0.0
-    layers = cast("list[int]", config.layers)
-    return 1 - len(config.dropped_experts[layers.index(holder.layer_index)]) / holder.num_experts
+    return 1 - len(config.experts_dropped_in(holder.layer_index)) / holder.num_experts

@@ -25,7 +25,8 @@ from ..adapter.base_check import allow_base_mismatch as allowed
 from ..files.hub import explained
 from ..inference.calibration import active_routings, set_budget, set_phases
 from ..inference.restoring import restored
-from ..routing.trace import RouteCounter, overridden
+from ..routing.stack import state_of
+from ..routing.trace import RouteCounter
 from .generated import read_generated
 from .harness_scores import read_scores
 
@@ -104,7 +105,7 @@ class DepthRouteLM(HFLM):
         return ids
 
     def _counting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.counter is None else overridden(self.model, recorders=(self.counter,))
+        return nullcontext() if self.counter is None else state_of(self.model).override(recorders=(self.counter,))
 
     def _timed(self, run: Callable[[], Any]) -> Any:
         start = time.perf_counter()

@@ -17,8 +17,9 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..base.cache import cache_layer, can_skip
-from ..base.families import Family, find_decoder, find_family, text_config
+from ..base.families import Family, text_config
 from ..base.projections import STYLES
+from ..base.stack import stack_of
 from ..inference.calibration import active_routings
 from ..parts.gates import MLPGate
 from ..parts.memory import NgramMemory
@@ -254,8 +255,8 @@ def count_work(
             matrix products of this layer, of those after it and of the head (gradients of their inputs), and twice
             the attention core; the gradients of the few trained weights count nothing.
     """
-    family = find_family(model)
-    layers = getattr(find_decoder(model, family), family.layers)
+    stack = stack_of(model)
+    family, layers = stack.family, stack.layers
     holders = {} if shares is None else {h.layer_index: h for h in active_routings(model) if not runs_full(h, length)}
     work = Work()
     config = text_config(model.config)

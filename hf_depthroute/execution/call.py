@@ -18,6 +18,7 @@ from torch import Tensor
 from ..base.families import Family
 from ..routing.holder import Routing
 from ..routing.plan import RoutePlan
+from .context import ForwardContext
 from .masked import masked_update
 
 Kwargs = dict[str, Any]
@@ -231,14 +232,14 @@ class Site(ABC):
 
     attends_behind = False
 
-    def of_call(self, holder: Routing, plan: RoutePlan, h: Tensor, ngrams: Tensor | None, kwargs: Kwargs) -> Site:
+    def of_call(self, holder: Routing, plan: RoutePlan, h: Tensor, context: ForwardContext, kwargs: Kwargs) -> Site:
         """The site of one forward pass, where a target reads more than the stream.
 
         Args:
             holder: The layer's adapter state.
             plan: How it routes.
             h: The layer's input, `[B, T, d]`.
-            ngrams: Int64 `[B, T, N]`, from `parts.memory.suffixes`; None if no layer asked for them.
+            context: What the stack hands to its layers.
             kwargs: What the decoder layer was called with.
         """
         return self

@@ -1,11 +1,11 @@
 """`ForwardContext`: what a forward pass hands to the layers of its decoder stack, besides the stream.
 
-Shapes: B batch, T positions, N longest n-gram, d model width.
+Shapes: B batch, T positions, d model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 CONTEXT = "depth_route_context"  # the keyword that carries it to the layers
 
-# From a layer, its input `[B, 1, d]`, its keyword arguments and, for a memory, the new tokens' n-grams to its output;
-# None if the general pass has to run.
-Step = Callable[[nn.Module, Tensor, dict[str, Any], Tensor | None], Tensor | None]
+# From a layer, its input `[B, 1, d]`, its keyword arguments and the context to its output; None if the general pass
+# has to run.
+Step = Callable[[nn.Module, Tensor, dict[str, Any], "ForwardContext"], Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,18 +26,29 @@ class ForwardContext:
     Attributes:
         token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
         last_tokens: Bool `[B, T]`, the tokens that `phases="prefill"` runs full; None without it.
-        ngrams: Int64 `[B, T, N]`, the n-grams that end at each token; None without a memory.
+        token_ids: Int64 `[B, T]`; None where no active adapter reads them.
+        starts: Bool `[B, T]`, true where a document starts after another one; None where the call does not say, and
+            without `token_ids`.
         steps: The decoding steps of the layers that have one.
         unrouted: Layers that run this decoding step as the base does, because routing it would not pay; None: no layer.
         kept: Bool `[B, T]` by layer index: the tokens that have not left early, filled by the layers as they run.
+        made: What layers make of all this in the same way, by a key, so that the first of them makes it for all.
     """
 
     token_mask: Tensor | None = None
     last_tokens: Tensor | None = None
-    ngrams: Tensor | None = None
+    token_ids: Tensor | None = None
+    starts: Tensor | None = None
     steps: Mapping[nn.Module, Step] | None = None
     unrouted: frozenset[nn.Module] | None = None
     kept: dict[int, Tensor] = field(default_factory=dict)
+    made: dict[Hashable, Tensor] = field(default_factory=dict)
+
+    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """`make()`, which the first layer that asks for `key` in this forward pass calls for all of them."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
 
     def to(self, device: torch.device | str | int, **kwargs: Any) -> ForwardContext:
         """Its tensors on `device`; accelerate asks for it before a layer that is elsewhere."""
@@ -53,7 +64,9 @@ class ForwardContext:
             self,
             token_mask=changed(self.token_mask),
             last_tokens=changed(self.last_tokens),
-            ngrams=changed(self.ngrams),
+            token_ids=changed(self.token_ids),
+            starts=changed(self.starts),
+            made={},
         )
 
 

@@ -23,9 +23,9 @@ from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
 from .attention import write_keys_values
 from .call import Site
-from .context import Step
+from .context import ForwardContext, Step
 from .gathered import gathered_update
-from .memory import continued_ngrams
+from .memory import ngrams_of
 from .sites import SITES, AttentionSite, BlockSite, FFNSite
 from .step_weights import Prepared, StepWeights
 
@@ -61,12 +61,10 @@ class DecodeStep:
         threshold = 0.0 if plan.rule == "predictor" else plan.threshold
         self.threshold = torch.as_tensor(threshold, dtype=torch.float32).item()
 
-    def __call__(
-        self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None
-    ) -> Tensor | None:
+    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext) -> Tensor | None:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
-        ngrams = self._continued(ngrams, kwargs)
+        ngrams = self._ngrams(context, kwargs)
         folds = _folds(modules[ffn_norm]) if self.weights.joins else None
         made = self.weights.prepared(h.dtype, modules[ffn_norm], folds)
         a = h + modules[attention](modules[attention_norm](h), **kwargs)[0]
@@ -89,9 +87,11 @@ class DecodeStep:
             return out
         return out.index_add_(0, (~full_B).nonzero().squeeze(-1), made.recall(ngrams[~full_B]))
 
-    def _continued(self, ngrams: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
+    def _ngrams(self, context: ForwardContext, kwargs: dict[str, Any]) -> Tensor | None:
         """The new tokens' n-grams, `[B, 1, N]`; the KV cache learns of every token, also of those that run in full."""
-        return None if self.weights.memory is None else continued_ngrams(self.layer_index, ngrams, kwargs)
+        if self.weights.memory is None:
+            return None
+        return ngrams_of(self.layer_index, self.plan.config.ngram_order, context, kwargs)
 
 
 class AttentionStep(DecodeStep):
@@ -104,10 +104,10 @@ class AttentionStep(DecodeStep):
         super().__init__(holder, plan, weights)
         self.style = holder.family.queries
 
-    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None) -> Tensor:
+    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext) -> Tensor:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
-        ngrams = self._continued(ngrams, kwargs)
+        ngrams = self._ngrams(context, kwargs)
         folds = _folds(modules[attention_norm]) if self.weights.joins else None
         made = self.weights.prepared(h.dtype, modules[attention_norm], folds)
         normed, maps, p = modules[attention_norm](h), None, None
@@ -144,9 +144,7 @@ class SequenceStep(DecodeStep):
 
     scores = False
 
-    def __call__(
-        self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None
-    ) -> Tensor | None:
+    def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext) -> Tensor | None:
         cache = cache_of(kwargs)
         decided = remembered(cache, self.layer_index)
         if decided is None:  # these tokens are the prompt
@@ -161,7 +159,7 @@ class SequenceStep(DecodeStep):
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
         if kept:
-            out = run_base(layer, h, kwargs)
+            out = run_base(layer, h, kwargs, context)
         else:
             branch = self.weights.prepared(h.dtype, modules[ffn_norm], None).branch
             # The layer's input is not the step's to change.
@@ -240,7 +238,7 @@ def _step_of(layer: nn.Module, holder: Routing, batch: int) -> Step | None:
     return step
 
 
-def run_base(layer: Any, h: Tensor, kwargs: dict[str, Any], ngrams: Tensor | None = None) -> Tensor:
+def run_base(layer: Any, h: Tensor, kwargs: dict[str, Any], context: ForwardContext) -> Tensor:
     """A layer that is not routed, or whose every token runs full."""
     return cast(Tensor, layer._base_forward(h, **kwargs))
 
@@ -259,5 +257,4 @@ def supports_decode(plan: RoutePlan, family: Family) -> bool:
     if plan.gate.exits or plan.recorders or plan.replayed is not None:
         return False
     mixes = ("hard", "scaled_ffn") if plan.target.skips_attention else ("hard",)
-    by_row = plan.rule in ("threshold", "predictor", "static") and plan.mix in mixes
-    return by_row and plan.executor in ("auto", "gathered")
+    return plan.by_token and plan.mix in mixes and plan.executor in ("auto", "gathered")

@@ -28,7 +28,7 @@ from ..routing.trace import RouteRecord
 from .call import Decision, Kwargs, RoutedCall, Site, without_scores
 from .context import ForwardContext, unpack
 from .executors import executor_of
-from .memory import continued_ngrams
+from .memory import ngrams_of
 from .sequences import as_decided, decide_sequences, remember_sequences
 from .sites import SITES
 
@@ -44,7 +44,7 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     holder: Routing | None = layer._modules.get(HOLDER)
     context = unpack(kwargs)
     if context.steps is not None and layer in context.steps and not is_recorded(ATTENTIONS, ROUTER_LOGITS):
-        stepped = context.steps[layer](layer, hidden_states, kwargs, context.ngrams)
+        stepped = context.steps[layer](layer, hidden_states, kwargs, context)
         if stepped is not None:
             return stepped
     rows = hidden_states.shape[0], hidden_states.shape[1]
@@ -86,20 +86,21 @@ def _run(
     layer: Any, plan: RoutePlan | None, context: ForwardContext, hidden_states: Tensor, **kwargs: Any
 ) -> tuple[Tensor, ...]:
     """The layer's output `[B, T, d]`, then mask, scores, probs and the plan's extras when a trace is recorded."""
-    token_mask, ngrams = context.token_mask, context.ngrams
     if plan is None:
         return (layer._base_forward(hidden_states, **kwargs),)
     holder: Routing = layer._modules[HOLDER]
     plan = as_decided(plan, holder.layer_index, kwargs)
     if plan.rule == "full":  # the base's layer; what is recorded has no scores
-        if ngrams is not None and plan.adapter in holder.depth_route_memory:
-            continued_ngrams(holder.layer_index, ngrams, kwargs, token_mask)  # later calls may look them up
+        if context.token_ids is not None and plan.adapter in holder.depth_route_memory:
+            ngrams_of(holder.layer_index, plan.config.ngram_order, context, kwargs)  # later calls may look them up
         out = hidden_of(layer._base_forward(hidden_states, **kwargs))
         if not plan.recorders:
             return (out,)
-        mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool) if token_mask is None else token_mask
+        mask = context.token_mask
+        if mask is None:
+            mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         return _recorded(out, plan, without_scores(holder, plan, hidden_states, mask))
-    call = routed_call(layer, plan, hidden_states, token_mask, kwargs, ngrams=ngrams)
+    call = routed_call(layer, plan, hidden_states, context, kwargs)
     out = executor_of(call).run(call)
     if plan.config.granularity == "sequence":
         remember_sequences(call, skips_attention=False)
@@ -119,10 +120,9 @@ def routed_call(
     layer: Any,
     plan: RoutePlan,
     hidden_states: Tensor,
-    token_mask: Tensor | None,
+    context: ForwardContext,
     kwargs: Kwargs,
     decides: bool = True,
-    ngrams: Tensor | None = None,
 ) -> RoutedCall:
     """The call of the routed part of `layer`: the stream before it and, by default, the decision.
 
@@ -130,17 +130,17 @@ def routed_call(
         layer: A decoder layer that holds adapter state.
         plan: How it routes.
         hidden_states: The layer's input, `[B, T, d]`.
-        token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
+        context: What the stack hands to its layers.
         kwargs: What the layer was called with, for its parts.
         decides: Whether the gate is asked.
-        ngrams: Int64 `[B, T, N]`, the n-grams that end at each token; for adapters with a memory.
     """
     holder: Routing = layer._modules[HOLDER]
-    if plan.adapter in holder.depth_route_memory:
-        ngrams = continued_ngrams(holder.layer_index, ngrams, kwargs, token_mask)
-    site = SITES[plan.site].of_call(holder, plan, hidden_states, ngrams, kwargs)
+    ngrams = None
+    if plan.config.branch == "memory":  # first: the attention writes the KV cache that they are read over
+        ngrams = ngrams_of(holder.layer_index, plan.config.ngram_order, context, kwargs)
+    site = SITES[plan.site].of_call(holder, plan, hidden_states, context, kwargs)
     stream = site.enter(layer, holder.family, hidden_states, kwargs)
-    call = call_on_stream(layer, plan, site, stream, token_mask, kwargs, decides)
+    call = call_on_stream(layer, plan, site, stream, context.token_mask, kwargs, decides)
     return call if ngrams is None else replace(call, ngrams=ngrams)
 
 

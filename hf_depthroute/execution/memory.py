@@ -13,24 +13,32 @@ from torch import Tensor
 from ..base.cache import cache_of, last_tokens, remember_tokens
 from ..base.families import Family
 from ..base.sublayers import hidden_of
-from ..parts.memory import NgramMemory, continued, over_padding
+from ..parts.memory import NgramMemory, continued, over_padding, suffixes
 from ..routing.holder import Routing
 from ..routing.plan import RoutePlan
 from .call import Decision, Kwargs, RoutedCall, Site
+from .context import ForwardContext
 
 
-def continued_ngrams(
-    layer_index: int, ngrams: Tensor | None, kwargs: Kwargs, token_mask: Tensor | None = None
-) -> Tensor:
+def ngrams_of(layer_index: int, order: int, context: ForwardContext, kwargs: Kwargs) -> Tensor:
     """A layer's n-grams of a call, int64 `[B, T, N]`, with the earlier tokens of its KV cache, which then holds these.
 
-    Where `token_mask`, bool `[B, T]`, has padding, the cache holds the last real tokens before it.
+    A layer asks once in a forward pass. Where the context's `token_mask` has padding, the cache holds the last real
+    tokens before it.
+
+    Args:
+        layer_index: Index of the decoder layer.
+        order: `N`.
+        context: With `token_ids`.
+        kwargs: What the layer was called with.
 
     Raises:
-        ValueError: There are none, or the cache was filled without the memory.
+        ValueError: The context has no token ids, or the cache was filled without the memory.
     """
-    if ngrams is None:
+    ids, token_mask = context.token_ids, context.token_mask
+    if ids is None:
         raise ValueError(f"layer {layer_index}: its memory needs the token ids; call the whole model")
+    ngrams = context.once(("ngrams", order), lambda: suffixes(ids, order, token_mask, context.starts))
     cache = cache_of(kwargs)
     if cache is None:
         return ngrams
@@ -64,8 +72,10 @@ class MemorySite(Site):
     def __init__(self, retrieved: Tensor | None = None, value: Tensor | None = None) -> None:
         self._retrieved, self._value = retrieved, value
 
-    def of_call(self, holder: Routing, plan: RoutePlan, h: Tensor, ngrams: Tensor | None, kwargs: Kwargs) -> MemorySite:
-        assert ngrams is not None
+    def of_call(
+        self, holder: Routing, plan: RoutePlan, h: Tensor, context: ForwardContext, kwargs: Kwargs
+    ) -> MemorySite:
+        ngrams = ngrams_of(holder.layer_index, plan.config.ngram_order, context, kwargs)
         memory = cast(NgramMemory, holder.depth_route_memory[plan.adapter])
         retrieved = memory(ngrams).to(h)
         return MemorySite(retrieved, memory.value(retrieved))

@@ -19,13 +19,12 @@ from torch import nn
 
 from ..base.cache import without_cache
 from ..base.contexts import hooked, of_this_thread
-from ..base.families import find_layers
+from ..base.stack import stack_of
 from ..base.sublayers import hidden_of
 from ..data.batches import device_of, document_starts, token_mask
 from ..execution.call import RoutedCall
-from ..execution.context import unpack
+from ..execution.context import ForwardContext, unpack
 from ..execution.layer import routed_call
-from ..parts.memory import suffixes
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
 from ..routing.trace import full_depth
@@ -44,7 +43,7 @@ class LayerWalk:
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[dict[str, torch.Tensor]]) -> None:
-        self.layers = list(find_layers(model))
+        self.layers = list(stack_of(model).layers)
         self.real = [token_mask(batch) for batch in batches]
         self._text = [(batch["input_ids"], document_starts(batch)) for batch in batches]
         self._first: list[torch.Tensor] = []
@@ -84,9 +83,9 @@ class LayerWalk:
         assert holder is not None
         device = device_of(holder, self.layers[index])
         h, given = send_to_device((h, self._given[batch][index]), device)
-        (ids, starts), order = self._text[batch], plan.config.ngram_order
-        ngrams = suffixes(ids, order, self.real[batch], starts) if plan.config.has_memory else None
-        return routed_call(self.layers[index], plan, h, None, dict(given), decides=False, ngrams=ngrams)
+        ids, starts = self._text[batch]
+        context = ForwardContext(self.real[batch], token_ids=ids, starts=starts)
+        return routed_call(self.layers[index], plan, h, context, dict(given), decides=False)
 
 
 @contextmanager

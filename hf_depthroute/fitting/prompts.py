@@ -24,8 +24,8 @@ from ..adapter.restoring import restoring
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
 from ..base.distributed import rows_of_all, sharing
-from ..base.families import find_layers
 from ..base.readout import check_head
+from ..base.stack import stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..config.fields import PATTERNS, RoutingFields
 from ..data.batches import model_inputs, token_mask
@@ -168,7 +168,7 @@ def fit_prompts(
 def _bar(model: PeftModel, text: Batches, held_out: Batches, shown: bool | None) -> FitBar:
     fitted, held = positions(own_part(text)), positions(own_part(held_out))
     searched = _OPTIONS * (fitted + held)
-    return FitBar(find_layers(model), searched + 2 * fitted + 2 * held, searched, shown)
+    return FitBar(stack_of(model).layers, searched + 2 * fitted + 2 * held, searched, shown)
 
 
 def _config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRouteConfig:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..base.contexts import hooked, of_this_thread
-from ..base.families import find_layers
+from ..base.stack import stack_of
 from ..execution.call import RoutedCall
 from ..execution.costs import GatherCosts, chosen_flops, gather_costs_of
 from ..execution.executors import EXECUTORS, check_executor
@@ -27,7 +27,7 @@ from ..execution.sites import SITES
 from ..parts.traits import traits_of
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import shape_class
-from ..routing.trace import in_turn, overridden
+from ..routing.stack import in_turn, state_of
 from .calibration import active_routings, gated_routings
 from .restoring import restored_on_error
 
@@ -123,14 +123,15 @@ def _choices(
 ) -> list[Choice]:
     """Time and choose, and leave the choices with the layers."""
     holders = gated_routings(model)
-    layers = [find_layers(model)[holder.layer_index] for holder in holders]
+    every_layer = stack_of(model).layers
+    layers = [every_layer[holder.layer_index] for holder in holders]
     if executors is None:
         executors = _supported(model, layers, input_ids, attention_mask)
     times: dict[tuple[str, int, str], list[float]] = {}
     for round_ in range(repeats + 1):  # the first one warms up
         for executor in ("full", *executors):
             spent: dict[tuple[str, int], list[float]] = {}
-            with overridden(model, executor=executor):
+            with state_of(model).override(executor=executor):
                 for step, layer, seconds in _timed(model, layers, input_ids, attention_mask, steps):
                     spent.setdefault((step, layer), []).append(seconds)
             for key, each in spent.items() if round_ else ():
@@ -163,7 +164,7 @@ def _gather_costs(
         for _ in range(repeats + 1):  # the first one warms up
             spent = {}
             for executor in ("rows", "gathered"):
-                with overridden(model, executor=executor):
+                with state_of(model).override(executor=executor):
                     spent[executor] = sum(seconds for _, _, seconds in _timed(model, layers, ids, mask, 0))
             gained.append((spent["rows"] - spent["gathered"]) / len(layers))
         flops = [chosen_flops(holder, ids.shape, holder.budget()) for holder in gated_routings(model)]
@@ -189,7 +190,7 @@ def _supported(
                 found.add(name)
 
     handles = [layer.register_forward_pre_hook(of_this_thread(look), with_kwargs=True) for layer in layers]
-    with hooked(handles), overridden(model, executor="auto"):
+    with hooked(handles), state_of(model).override(executor="auto"):
         model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=1)
     return [name for name in EXECUTORS if name in found and name != "full"]
 

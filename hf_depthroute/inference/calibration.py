@@ -20,11 +20,13 @@ from ..base.distributed import each_of_all, rows_of_all
 from ..config.adapter import check_budget, check_phases
 from ..data.batches import device_of, model_inputs, token_mask
 from ..parts.traits import traits_of
+from ..routing.stack import in_turn, routings, state_of
 from ..routing.thresholds import NOT_FITTED, Measured, quantile_table
-from ..routing.trace import count_routes, in_turn, overridden, record_routes, routings
+from ..routing.trace import count_routes, record_routes
 from .restoring import restored_on_error
 
 if TYPE_CHECKING:
+    from ..config.adapter import DepthRouteConfig
     from ..routing.holder import Routing
 
 
@@ -59,19 +61,19 @@ def calibrate(
         ConfigError: `budget` is out of range.
     """
     holders = _budgeted_routings(model)
-    configs = [holder.active_config() for holder in holders]
-    budget = check_budget(configs[0].budget if budget is None else budget)
+    config, state = holders[0].active_config(), state_of(model)
+    budget = check_budget(config.budget if budget is None else budget)
     kept = list(model_inputs(model, batches))
     if not _holds_tokens(kept):
         raise ValueError("calibrate: batches is empty" if not kept else "calibrate: batches holds no real token")
     with restored_on_error(model), evaluating(model):
-        for config in configs:
-            config.budget = budget
-        for rule in ("topk", "threshold") if configs[0].ranks_tokens() else ("threshold",) * 3:
-            set_thresholds(model, kept, rule)
-        with use_selection(model, "threshold"), count_routes(model) as counter:
-            for batch in kept:
-                model(**batch, **_without_logits(model))
+        with state.override(budget=budget):
+            for rule in ("topk", "threshold") if config.ranks_tokens() else ("threshold",) * 3:
+                set_thresholds(model, kept, rule)
+            with use_selection(model, "threshold"), count_routes(model) as counter:
+                for batch in kept:
+                    model(**batch, **_without_logits(model))
+        _adopt(holders, budget)
         ratios = counter.full_ratio()
         for holder in holders:
             holder.active_quantiles().measured = Measured(budget, ratios[holder.layer_index], "calibration")
@@ -80,20 +82,18 @@ def calibrate(
 
 @torch.no_grad()
 def set_thresholds(model: nn.Module, batches: list[dict[str, torch.Tensor]], rule: str = "threshold") -> None:
-    """One pass of `calibrate`: the thresholds of the adapter's budget on the stream that `rule` leaves.
+    """One pass of `calibrate`: the thresholds of the budget in force on the stream that `rule` leaves.
 
     With `"threshold"` the stream is that of the thresholds as they are.
     """
     holders = gated_routings(model)
     config = holders[0].active_config()
     with use_selection(model, rule):
-        scores = _collect(model, batches, config.granularity == "sequence")
-    if config.budget_scope == "global":
-        scores = _together(scores)
+        scores = _scores(model, batches, config)
     for holder in holders:
         holder.active_quantiles().set(quantile_table(scores[holder.layer_index]))
         if (controller := holder.active_controller()) is not None:
-            controller.set(holder.active_quantiles()(config.budget))
+            controller.set(holder.active_quantiles()(holder.budget()))
 
 
 @in_turn
@@ -119,29 +119,25 @@ def calibrate_budgets(
         ConfigError: A budget is out of range.
     """
     holders = _budgeted_routings(model)
-    configs = [holder.active_config() for holder in holders]
-    own, kept = configs[0].budget, list(model_inputs(model, batches))
+    config, state = holders[0].active_config(), state_of(model)
+    own, kept = config.budget, list(model_inputs(model, batches))
     if not is_calibrated(model):
         raise ValueError(f"calibrate_budgets: {NOT_FITTED}")
     if not _holds_tokens(kept):
         raise ValueError("calibrate_budgets: batches holds no real token")
     knots: list[dict[float, float]] = [{1 - own: float(holder.active_quantiles()(own))} for holder in holders]
     measured = [holder.active_quantiles().measured for holder in holders]
-    with restored_on_error(model), evaluating(model), use_selection(model, "threshold"):
+    with restored_on_error(model), evaluating(model):
         for budget in sorted({check_budget(budget) for budget in budgets} - {own, 1.0}, key=lambda b: abs(b - own)):
             for _ in range(2):
-                for config in configs:
-                    config.budget = budget
-                scores = _collect(model, kept, configs[0].granularity == "sequence")
-                if configs[0].budget_scope == "global":
-                    scores = _together(scores)
+                with state.override(selection="threshold", budget=budget):
+                    scores = _scores(model, kept, config)
                 for holder, known in zip(holders, knots):
                     table = quantile_table(scores[holder.layer_index]).cpu()
                     position = round((1 - budget) * (len(table) - 1))
                     known |= {0.0: float(table[0]), 1.0: float(table[-1]), 1 - budget: float(table[position])}
                     holder.active_quantiles().set(_through(known, 1 - own, len(table)))
-        for holder, config, before in zip(holders, configs, measured):
-            config.budget = own
+        for holder, before in zip(holders, measured):
             holder.active_quantiles().measured = before
 
 
@@ -172,10 +168,15 @@ def set_budget(model: nn.Module, budget: float) -> None:
     """
     budget = _supported_budget(model, budget, "set_budget")
     with restored_on_error(model):
-        for holder in _budgeted_routings(model):
-            holder.active_config().budget = budget
-            if (controller := holder.active_controller()) is not None:
-                controller.set(holder.active_quantiles()(budget))
+        _adopt(_budgeted_routings(model), budget)
+
+
+def _adopt(holders: Iterable[Routing], budget: float) -> None:
+    """Make `budget` that of the adapter of these layers, and their quantiles' thresholds those of its controllers."""
+    for holder in holders:
+        holder.active_config().budget = budget
+        if (controller := holder.active_controller()) is not None:
+            controller.set(holder.active_quantiles()(budget))
 
 
 @contextmanager
@@ -192,7 +193,7 @@ def use_budget(model: nn.Module, budget: float) -> Iterator[None]:
         ValueError: As `set_budget`.
     """
     budget = _supported_budget(model, budget, "use_budget")
-    with overridden(model, budget=budget):
+    with state_of(model).override(budget=budget):
         yield
 
 
@@ -287,7 +288,7 @@ def _budgeted_routings(model: nn.Module) -> list[Routing]:
 @contextmanager
 def use_selection(model: nn.Module, rule: str) -> Iterator[None]:
     """Decide by `rule` ("topk" or "threshold") in training and inference alike, inside the block."""
-    with overridden(model, selection=rule):
+    with state_of(model).override(selection=rule):
         yield
 
 
@@ -295,8 +296,11 @@ def _holds_tokens(batches: list[dict[str, torch.Tensor]]) -> bool:
     return any(each_of_all(any(bool(token_mask(batch).any()) for batch in batches)))
 
 
-def _collect(model: nn.Module, batches: list[dict[str, torch.Tensor]], by_sequence: bool) -> dict[int, torch.Tensor]:
-    """Scores of all real tokens (pairs, sequences), in one dimension per layer with a gate."""
+def _scores(
+    model: nn.Module, batches: list[dict[str, torch.Tensor]], config: DepthRouteConfig
+) -> dict[int, torch.Tensor]:
+    """Scores of all real tokens (pairs, sequences), `[N]`, of each layer with a gate; of all with a global budget."""
+    by_sequence = config.granularity == "sequence"
     nothing = torch.empty(0, device=device_of(model))
     scores = {holder.layer_index: [nothing] for holder in gated_routings(model)}
     for batch in batches:
@@ -305,9 +309,13 @@ def _collect(model: nn.Module, batches: list[dict[str, torch.Tensor]], by_sequen
         for index, record in trace.gated().items():
             once = (record.real.any(dim=1), 0)  # a sequence's score is the same at every position
             scores[index].append(record.scores[once if by_sequence else record.real])
-    return {
+    found = {
         index: rows_of_all(torch.cat([part.to(parts[-1].device) for part in parts])) for index, parts in scores.items()
     }
+    if config.budget_scope == "global":  # one threshold for all layers is found on
+        device = next(iter(found.values())).device
+        return dict.fromkeys(found, torch.cat([part.to(device) for part in found.values()]))
+    return found
 
 
 def _without_logits(model: nn.Module) -> dict[str, Any]:
@@ -315,9 +323,3 @@ def _without_logits(model: nn.Module) -> dict[str, Any]:
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     chosen = "logits_to_keep" in inspect.signature(base.forward).parameters
     return {"use_cache": False} | ({"logits_to_keep": 1} if chosen else {})
-
-
-def _together(scores: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The scores of all layers as those of each: what one threshold for all of them is found on."""
-    device = next(iter(scores.values())).device
-    return dict.fromkeys(scores, torch.cat([part.to(device) for part in scores.values()]))

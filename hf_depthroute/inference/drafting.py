@@ -14,7 +14,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -24,10 +24,11 @@ from transformers import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..base.contexts import of_this_thread
-from ..base.families import find_decoder, find_family, find_layers
+from ..base.stack import stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..parts.traits import traits_of
-from ..routing.holder import Routing
+from ..routing.holder import HOLDER, Routing
+from ..routing.stack import RoutedStack, routed_stack
 from ..routing.thresholds import BudgetController
 from ..routing.trace import full_depth
 from .calibration import set_budget
@@ -84,7 +85,7 @@ class _Draft:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         if kwargs.get("past_key_values") is None:
             target = self._target()
-            if target is not None and any(m.adapter() for m in target.modules() if isinstance(m, Routing)):
+            if target is not None and any(routing.adapter() for routing in _routed(target)):
                 warnings.warn(
                     "the model that verifies is routed itself, so the output is not the full model's; use "
                     "lossless_generate(), or generate() of the PeftModel",
@@ -157,7 +158,7 @@ def draft_view(
         ConfigError: `budget` is not in (0, 1], or the adapter routes prompts only or adds a memory.
     """
     base = _transformers_model(model)
-    depth = len(find_layers(base))
+    depth = len(stack_of(base).layers)
     drop = sorted(int(index) for index in drop)
     if drop and (len(set(drop)) < len(drop) or drop[0] < 0 or drop[-1] >= depth or len(drop) == depth):
         raise ValueError(f"drop={drop}: name some of the layers 0 to {depth - 1}, each once, and not all of them")
@@ -167,7 +168,7 @@ def draft_view(
     draft = _view_of(base)
     draft.__class__ = _drafting(base.__class__)
     draft.eval()
-    holders = [module for module in draft.modules() if isinstance(module, Routing)]
+    holders = _routed(draft)
     for holder in holders:
         holder._disable_adapters = False
     if not drop and not any(holder.adapter() for holder in holders):
@@ -201,11 +202,15 @@ def _view_of(base: nn.Module) -> Any:
     return copy.deepcopy(base, memo)
 
 
+def _routed(model: nn.Module) -> tuple[Routing, ...]:
+    stack = routed_stack(model)
+    return () if stack is None else stack.routed
+
+
 def _leave_out(model: Any, drop: Sequence[int]) -> None:
     """Take the decoder layers `drop` out of a view, and number the others, their caches and their adapters anew."""
-    family = find_family(model)
-    decoder: Any = find_decoder(model, family)
-    layers = getattr(decoder, family.layers)
+    stack = stack_of(model)
+    family, layers, decoder = stack.family, stack.layers, cast(Any, stack.decoder)
     kept = [index for index in range(len(layers)) if index not in drop]
     setattr(decoder, family.layers, nn.ModuleList(layers[index] for index in kept))
     config = decoder.config
@@ -214,24 +219,30 @@ def _leave_out(model: Any, drop: Sequence[int]) -> None:
         config.layer_types = [config.layer_types[index] for index in kept]
 
     adapters: dict[int, DepthRouteConfig] = {}
+    routed: list[Routing] = []
     previous: dict[str, Routing] = {}
-    for place, layer in enumerate(getattr(decoder, family.layers)):
+    for place, layer in enumerate(stack.layers):
         getattr(layer, family.attention).layer_idx = place
-        for holder in (module for module in layer.children() if isinstance(module, Routing)):
-            holder.layer_index = place
-            adapters |= {id(c): c for c in holder.peft_configs.values() if isinstance(c, DepthRouteConfig)}
-            holder._previous.clear()
-            for name in holder.depth_route_gate:
-                if traits_of(holder.config(name).gate).exits and name in previous:
-                    holder.follow(name, previous[name])
-                previous[name] = holder
+        holder = cast("Routing | None", layer._modules.get(HOLDER))
+        if holder is None:
+            continue
+        routed.append(holder)
+        holder.layer_index = place
+        adapters |= {id(c): c for c in holder.peft_configs.values() if isinstance(c, DepthRouteConfig)}
+        holder._previous.clear()
+        for name in holder.depth_route_gate:
+            if traits_of(holder.config(name).gate).exits and name in previous:
+                holder.follow(name, previous[name])
+            previous[name] = holder
+    if isinstance(stack, RoutedStack):
+        replace(stack, routed=tuple(routed)).keep()
     for adapter in adapters.values():
         places = {index: place for place, index in enumerate(kept)}
-        routed = cast("list[int]", adapter.layers)
-        remaining = [at for at, index in enumerate(routed) if index in places]
+        before = cast("list[int]", adapter.layers)
+        remaining = [at for at, index in enumerate(before) if index in places]
         if adapter.dropped_experts is not None:
             adapter.dropped_experts = [adapter.dropped_experts[at] for at in remaining]
-        adapter.layers = [places[routed[at]] for at in remaining]
+        adapter.layers = [places[before[at]] for at in remaining]
         adapter.static_layers = [places[at] for at in adapter.static_layers or () if at in places] or None
 
 

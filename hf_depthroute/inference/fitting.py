@@ -16,7 +16,7 @@ from torch import nn
 from ..base.cache import without_cache
 from ..base.contexts import evaluating, of_this_thread
 from ..base.distributed import each_of_all, total
-from ..base.families import find_layers
+from ..base.stack import stack_of
 from ..data.batches import model_inputs, token_mask
 from ..execution.context import unpack
 from ..execution.layer import routed_call
@@ -26,7 +26,8 @@ from ..parts.neurons import NeuronBranch
 from ..parts.regression import leading_directions, moments, norms_and_sinks, ridge_weights
 from ..parts.targets import TARGETS
 from ..routing.holder import Routing
-from ..routing.trace import in_turn, record_routes
+from ..routing.stack import in_turn
+from ..routing.trace import record_routes
 from .calibration import active_routings
 from .restoring import weights_restored_on_error
 
@@ -211,17 +212,18 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
 
     def look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
-        ngrams = unpack(kwargs).ngrams
+        context = unpack(kwargs)
         h = args[0] if args else kwargs.pop("hidden_states")
         plan = holder.plan(layer.training)
         assert plan is not None
-        call = routed_call(layer, plan, h, None, kwargs, decides=False, ngrams=ngrams)
+        call = routed_call(layer, plan, h, context, kwargs, decides=False)
         grams = call.stream[..., :0] if call.ngrams is None else call.ngrams.to(call.stream.device)
         full = call.full()
         seen[:] = branch.normed(call.stream).float(), (full - call.stream).float(), full.float(), grams
 
     rows = []
-    with find_layers(model)[holder.layer_index].register_forward_pre_hook(of_this_thread(look), with_kwargs=True):
+    layer = stack_of(model).layers[holder.layer_index]
+    with layer.register_forward_pre_hook(of_this_thread(look), with_kwargs=True):
         for batch in batches:
             with record_routes(model) as trace:
                 model(**batch, use_cache=False, logits_to_keep=1)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.contexts import evaluating, hooked, of_this_thread
-from ..base.families import find_family, find_layers
+from ..base.stack import stack_of
 from ..base.sublayers import behind, hidden_of
 from ..data.batches import model_inputs, token_mask
 from ..routing.trace import full_depth
@@ -44,8 +44,9 @@ def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) ->
     """
     if target not in IMPORTANCE_TARGETS:
         raise ValueError(f"target={target!r} must be one of: {', '.join(IMPORTANCE_TARGETS)}")
-    family = find_family(model)
-    layers = {layer: index for index, layer in enumerate(find_layers(model))}
+    stack = stack_of(model)
+    family = stack.family
+    layers = {layer: index for index, layer in enumerate(stack.layers)}
     owners = {getattr(layer, family.attention): layer for layer in layers}
     streams: dict[str, torch.Tensor] = {}  # of the layer that runs: h, a, out, each [B, T, d]
     totals = _Totals()
@@ -89,8 +90,8 @@ def expert_importance(model: nn.Module, batches: Iterable[Batch]) -> dict[int, t
         ValueError: The model has no MoE layer, or `batches` holds no real token.
         UnsupportedModelError: The model's family is not supported.
     """
-    family = find_family(model)
-    blocks = [getattr(layer, family.ffn) for layer in find_layers(model)]
+    stack = stack_of(model)
+    blocks = [getattr(layer, stack.family.ffn) for layer in stack.layers]
     routers = {block.gate: index for index, block in enumerate(blocks) if hasattr(block, "experts")}
     if not routers:
         raise ValueError(f"{type(model).__name__} has no mixture-of-experts layer")

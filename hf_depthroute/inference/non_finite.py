@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..base.contexts import hooked, of_this_thread
-from ..base.families import find_layers
+from ..base.stack import stack_of
 from ..base.sublayers import hidden_of
 from ..files.shown import OneLine
 from ..routing.holder import HOLDER
@@ -82,7 +82,7 @@ def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tens
         batches: Dicts with `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
     """
     base: Any = model.get_base_model()
-    layers = find_layers(base)
+    layers = stack_of(base).layers
     for batch in batches:
         finite: dict[nn.Module, torch.Tensor] = {}
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..routing.holder import Routing
-from ..routing.trace import one_change, routings
+from ..routing.stack import one_change, routings
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
 
-from ..base.families import find_layers
+from ..base.stack import stack_of
 from ..data.prompts import PromptError, encode_prompt, has_chat_template
 from ..inference.calibration import set_budget
 from ..report.pieces import text_pieces
@@ -52,7 +52,7 @@ def make_page(model: PeftModel, tokenizer: Any, title: str, chat_template: bool 
     import gradio
 
     config: Any = model.peft_config[model.active_adapter]
-    depth = len(find_layers(model.get_base_model()))
+    depth = len(stack_of(model).layers)
     saved, own = config.budget, round(config.budget, 2)
     positions = getattr(model.config, "max_position_embeddings", None)
     free = threading.Lock()  # a run that is stopped is left in the middle of a step, which still ends

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from ..base.families import find_layers
+from ..base.stack import stack_of
 from ..routing.trace import RouteTrace, record_routes
 
 
@@ -68,7 +68,7 @@ def write(model: PeftModel, ids: Sequence[int], new_tokens: int) -> Iterator[tup
         ids: `[T]`, the prompt; at least one token.
         new_tokens: How many are written at most; a text also ends where `generate` ends it.
     """
-    depth = len(find_layers(model.get_base_model()))
+    depth = len(stack_of(model).layers)
     routed, dense = Text(list(ids), len(ids), depth), Text(list(ids), len(ids), depth)
     timed, seen, plain = _Reader(model), _Reader(model), _Reader(model)
     with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ..base.families import find_layers
+from ..base.stack import stack_of
 from ..config.described import AdapterFields
 from ..config.fields import PATTERNS
 from ..parts.memory import shortest_order
@@ -61,7 +61,7 @@ def routed_lines(model: PeftModel) -> list[str]:
     lines = []
     for name, config in model.peft_config.items():
         if isinstance(config, AdapterFields) and isinstance(config.layers, list):
-            which = f"{len(config.layers)} of {len(find_layers(base))} layers ({_ranges(config.layers)})"
+            which = f"{len(config.layers)} of {len(stack_of(base).layers)} layers ({_ranges(config.layers)})"
             which += f", static {_ranges(config.static_layers)}" if config.static_layers else ""
             lines.append(f"routed: {which}: {routing_summary(config)}; adapter {name!r}")
     return lines

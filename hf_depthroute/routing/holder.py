@@ -177,8 +177,7 @@ class Routing(nn.Module, BaseTunerLayer):
 
     def budget(self) -> float:
         """The budget that inference of the calling thread follows; `ValueError` when no adapter is active."""
-        override = self.state.settings.budget
-        return self.active_config().budget if override is None else override
+        return self.state.budget(self.active_config().budget)
 
     def active_target(self) -> Target:
         """The target of this layer's active adapter; `ValueError` when there is none."""

@@ -13,15 +13,15 @@ import torch
 
 from ..config.adapter import DepthRouteConfig
 from ..parts.branches import stamp
+from ..parts.rules import RULES, RuleContext
 from ..parts.targets import TARGETS, Target
 from ..parts.traits import GateTraits, traits_of
 from .misuse import warn_of_thresholds
-from .selection import threshold_mask, topk_mask
 from .thresholds import BudgetController, ScoreQuantiles
 
 if TYPE_CHECKING:
     from .holder import Routing
-    from .trace import RouteCounter, RouteTrace
+    from .state import Recorder
 
 _KEPT_PLANS = 64  # with their steps: of as many budgets of requests as are in use at one time
 
@@ -35,7 +35,7 @@ class RoutePlan:
         gate: What the layer's gate says of itself.
         site: The name of the layer's target, the key of `TARGETS` and `SITES`.
         target: What it routes.
-        rule: One of `SELECTIONS`, `"predictor"`, `"static"`, or `"full"`: the base's layer runs, without the gate.
+        rule: A row of `RULES`, or `"full"`: the base's layer runs, without the gate.
         mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"`, `"scaled_sublayers"` or
             `"scaled_ffn"`.
         extras: What is recorded besides mask, scores and probs.
@@ -65,7 +65,7 @@ class RoutePlan:
     threshold: torch.Tensor | float
     temperature: float
     replayed: torch.Tensor | None
-    recorders: tuple[RouteTrace | RouteCounter, ...]
+    recorders: tuple[Recorder, ...]
     last_tokens: torch.Tensor | None = None
     everything: bool = False
     kept: dict[int, torch.Tensor] | None = None
@@ -75,8 +75,15 @@ class RoutePlan:
     @property
     def compared(self) -> torch.Tensor | float | None:
         """The threshold that scores are compared with; None if something else decides."""
-        elsewhere = self.rule in ("topk", "gumbel", "predictor", "static", "full") or self.replayed is not None
+        rule = RULES.get(self.rule)
+        elsewhere = rule is None or not rule.compares or self.replayed is not None
         return None if elsewhere or self.gate.soft else self.threshold
+
+    @property
+    def by_token(self) -> bool:
+        """Whether a token is decided by itself alone, as `Rule.by_token`."""
+        rule = RULES.get(self.rule)
+        return rule is not None and rule.by_token
 
 
 class Asked(NamedTuple):
@@ -152,9 +159,7 @@ def make_plan(
     `last_tokens` run full whatever the rule says; `only_last`: there are no others in this pass.
     """
     settings, state = holder.state.settings, holder.state
-    scheduled = state.scheduled_budget if training else None
-    budget = asked.budget if scheduled is None else scheduled
-    budget = budget if settings.budget is None else settings.budget
+    budget = state.budget(asked.budget, training)
     threshold: torch.Tensor | float = -torch.inf
     if asked.fixed_threshold is not None:
         threshold = asked.fixed_threshold
@@ -193,7 +198,7 @@ def make_plan(
         extras=_extras(holder, name, gate, TARGETS[target], training),
         budget=math.nan if gate.soft else budget,
         threshold=threshold,
-        temperature=(state.scheduled_temperature if training else None) or asked.temperature,
+        temperature=state.temperature(asked.temperature, training),
         replayed=None if replayed is None else replayed.probs if gate.soft else replayed.mask,
         recorders=settings.recorders,
         last_tokens=last_tokens,
@@ -273,28 +278,19 @@ def _by_rule(
         if not plan.gate.soft:
             return replayed, probs
         probs = replayed
-    if plan.gate.soft:  # every token runs both paths
-        return torch.ones_like(scores, dtype=torch.bool) if token_mask is None else token_mask, probs
     real = token_mask
     if token_mask is not None and scores.ndim == 3:
         real = token_mask[..., None].expand_as(scores)
-    if plan.rule == "static":
-        mask = torch.zeros_like(scores, dtype=torch.bool)
-        if experts is not None:
-            layers, dropped = plan.config.layers, plan.config.dropped_experts
-            assert isinstance(layers, list) and dropped is not None
-            ids = torch.tensor(dropped[layers.index(layer_index)], device=experts.device, dtype=experts.dtype)
-            mask = ~torch.isin(experts, ids)
-        return mask if real is None else mask & real, probs
-    if plan.rule == "predictor":
-        assert predicted is not None
-        return threshold_mask(predicted.detach(), 0.0, real), probs
-    if plan.rule == "topk":
-        mask = topk_mask(scores.detach().flatten(1), plan.budget, None if real is None else real.flatten(1))
-        return mask.view(scores.shape), probs
-    if plan.rule == "gumbel":  # the difference of two Gumbel variables is logistic
-        drawn = scores[:, :1] if plan.config.granularity == "sequence" else scores  # a sequence is decided once
-        noise = torch.empty_like(drawn).exponential_().log() - torch.empty_like(drawn).exponential_().log()
-        scores = scores + plan.temperature * noise
-        probs = torch.sigmoid((scores - plan.threshold) / plan.temperature)
-    return threshold_mask(scores.detach(), plan.threshold, real), probs
+    context = RuleContext(
+        probs=probs,
+        real=real,
+        budget=plan.budget,
+        threshold=plan.threshold,
+        temperature=plan.temperature,
+        per_sequence=plan.config.granularity == "sequence",
+        weighs=plan.gate.soft,
+        predicted=predicted,
+        experts=experts,
+        dropped=plan.config.experts_dropped_in(layer_index),
+    )
+    return RULES[plan.rule].decide(scores, context)

@@ -6,10 +6,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
 
 if TYPE_CHECKING:
-    from .trace import RouteCounter, RouteTrace
+    from .trace import RouteRecord, RouteTrace
+
+
+class Recorder(Protocol):
+    """Wants to know what a forward pass decides, such as a `RouteTrace`."""
+
+    def __setitem__(self, layer_index: int, record: RouteRecord) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -28,12 +34,24 @@ class RunSettings:
     """
 
     layers: frozenset[int] | None = None
-    recorders: tuple[RouteTrace | RouteCounter, ...] = ()
+    recorders: tuple[Recorder, ...] = ()
     replay: RouteTrace | None = None
     selection: str | None = None
     executor: str = "auto"
     observed: tuple[str, ...] = ()
     budget: float | None = None
+
+
+class Changes(TypedDict, total=False):
+    """What `RunState.override` changes: fields of `RunSettings`."""
+
+    layers: frozenset[int] | None
+    recorders: tuple[Recorder, ...]
+    replay: RouteTrace | None
+    selection: str | None
+    executor: str
+    observed: tuple[str, ...]
+    budget: float | None
 
 
 class RunState:
@@ -43,10 +61,14 @@ class RunState:
     same time neither see nor end it, and a thread that is started inside the block begins without it. A copy of a
     model, or a pickle, starts without any.
 
+    The budget in force is that of the calling thread's override, else, in a step of training, the schedule's, else the
+    adapter's own, which is a field of its configuration; the temperature has no override. `budget` and `temperature`
+    say so for everybody.
+
     Attributes:
         scheduled_budget: The budget in training, while a schedule runs; of all threads.
         scheduled_temperature: The same for `tau`.
-        changing: Held by the thread that changes the model (`trace.one_change`).
+        changing: Held by the thread that changes the model (`stack.one_change`).
         gather_costs: `execution.costs.GatherCosts` that `tune_execution` measured; None before.
         told_of_steps: Whether it was said that decoding steps run in full (`execution.costs.unrouted_steps`).
     """
@@ -59,13 +81,31 @@ class RunState:
         self.told_of_steps = False
         self._thread = _OfThread()
 
+    def budget(self, own: float, training: bool = False) -> float:
+        """The budget in force where the adapter's is `own`, in a step of training or in any other forward pass."""
+        if self.settings.budget is not None:
+            return self.settings.budget
+        if training and self.scheduled_budget is not None:
+            return self.scheduled_budget
+        return own
+
+    def temperature(self, own: float, training: bool = False) -> float:
+        """The same for `tau`."""
+        if training and self.scheduled_temperature is not None:
+            return self.scheduled_temperature
+        return own
+
+    def end_schedule(self) -> None:
+        """The adapter's own budget and temperature are in force in training, too."""
+        self.scheduled_budget = self.scheduled_temperature = None
+
     @property
     def settings(self) -> RunSettings:
         """The calling thread's."""
         return self._thread.settings
 
     @contextmanager
-    def override(self, **changes: Any) -> Iterator[None]:
+    def override(self, **changes: Unpack[Changes]) -> Iterator[None]:
         """Change fields of the calling thread's `RunSettings` inside the block; `recorders` are added to those there.
 
         Blocks may end in another order than they began.
@@ -87,12 +127,13 @@ class _OfThread(threading.local):
     """Every thread has its own attributes, made when it first asks; a compiler sees them, and guards on them."""
 
     def __init__(self) -> None:
-        self.changes: tuple[dict[str, Any], ...] = ()
+        self.changes: tuple[Changes, ...] = ()
         self.settings = RunSettings()
 
-    def change(self, changes: tuple[dict[str, Any], ...]) -> None:
+    def change(self, changes: tuple[Changes, ...]) -> None:
         settings = RunSettings()
         for each in changes:
             recorders = (*settings.recorders, *each.get("recorders", ()))
-            settings = replace(settings, **{**each, "recorders": recorders})
+            merged: dict[str, Any] = {**each, "recorders": recorders}
+            settings = replace(settings, **merged)
         self.changes, self.settings = changes, settings

@@ -5,21 +5,18 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ..base.distributed import each_of_all
 from .holder import Routing
-from .state import RunState
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from .stack import routed_stack, routings, state_of
 
 
 @dataclass
@@ -151,9 +148,7 @@ class RouteTrace(Mapping[int, RouteRecord]):
     @staticmethod
     def cat(traces: list[RouteTrace]) -> RouteTrace:
         """Join traces of consecutive positions, such as the steps of a generation."""
-        return RouteTrace(
-            {i: _combined([trace[i] for trace in traces], functools.partial(torch.cat, dim=1)) for i in traces[0]}
-        )
+        return RouteTrace({i: _combined([trace[i] for trace in traces], partial(torch.cat, dim=1)) for i in traces[0]})
 
 
 class RouteCounter:
@@ -194,7 +189,7 @@ def record_routes(model: nn.Module) -> Iterator[RouteTrace]:
         ValueError: `model` has no routed layer.
     """
     trace = RouteTrace(holders=routings(model))
-    with overridden(model, recorders=(trace,)):
+    with state_of(model).override(recorders=(trace,)):
         yield trace
 
 
@@ -206,7 +201,7 @@ def count_routes(model: nn.Module) -> Iterator[RouteCounter]:
         ValueError: `model` has no routed layer.
     """
     counter = RouteCounter()
-    with overridden(model, recorders=(counter,)):
+    with state_of(model).override(recorders=(counter,)):
         yield counter
 
 
@@ -220,44 +215,8 @@ def replay_routes(model: nn.Module, trace: RouteTrace) -> Iterator[None]:
     Raises:
         ValueError: `model` has no routed layer. A forward pass raises it when a mask does not have the input's shape.
     """
-    with overridden(model, replay=trace):
+    with state_of(model).override(replay=trace):
         yield
-
-
-@contextmanager
-def overridden(model: nn.Module, **changes: Any) -> Iterator[None]:
-    """Change the calling thread's settings of `model` inside the block, see `RunState.override`.
-
-    Raises:
-        ValueError: `model` has no routed layer.
-    """
-    with ExitStack() as stack:
-        for state in _states(routings(model)):
-            stack.enter_context(state.override(**changes))
-        yield
-
-
-@contextmanager
-def one_change(model: nn.Module) -> Iterator[None]:
-    """Inside the block no other thread changes `model` by what takes this block: their changes wait for its end.
-
-    Two changes at one time could leave some layers with one result and some with the other.
-    """
-    with ExitStack() as stack:
-        for state in _states(module for module in model.modules() if isinstance(module, Routing)):
-            stack.enter_context(state.changing)
-        yield
-
-
-def in_turn(change: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """`change`, whose first argument is the model that it changes for all threads, inside `one_change`."""
-
-    @functools.wraps(change)
-    def waits(model: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        with one_change(model):
-            return change(model, *args, **kwargs)
-
-    return waits
 
 
 def full_depth(model: nn.Module) -> AbstractContextManager[None]:
@@ -265,25 +224,8 @@ def full_depth(model: nn.Module) -> AbstractContextManager[None]:
 
     For the calling thread only: others that run the model meanwhile are routed as ever.
     """
-    routed = any(isinstance(module, Routing) for module in model.modules())
-    return overridden(model, layers=frozenset()) if routed else nullcontext()
-
-
-def routings(model: nn.Module) -> list[Routing]:
-    """The routing holders of `model`, in layer order.
-
-    Raises:
-        ValueError: There is none.
-    """
-    holders = [module for module in model.modules() if isinstance(module, Routing)]
-    if not holders:
-        raise ValueError(f"{type(model).__name__} has no routed layer; wrap it with get_depth_routed_model first")
-    return sorted(holders, key=lambda holder: holder.layer_index)
-
-
-def _states(holders: Iterable[Routing]) -> Iterable[RunState]:
-    """The settings that the layers share; each once."""
-    return {id(holder.state): holder.state for holder in holders}.values()
+    stack = routed_stack(model)
+    return nullcontext() if stack is None else stack.state.override(layers=frozenset())
 
 
 def _combined(records: Sequence[RouteRecord], combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> RouteRecord:

@@ -22,7 +22,7 @@ from ..inference.calibration import active_routings
 from ..parts.traits import traits_of
 from ..routing.holder import Routing
 from ..routing.misuse import FROZEN
-from ..routing.trace import overridden
+from ..routing.stack import routed_stack, state_of
 from .arguments import RoutingArguments
 from .log_lines import missed_budget, print_lines
 from .objective import RoutingObjective
@@ -169,7 +169,7 @@ def _as_deployed(trainer: Any, model: nn.Module) -> Iterator[None]:
     if not hasattr(trainer, "ref_model") or any(traits_of(config.gate).soft for config in configs):
         yield
         return
-    with overridden(model, selection="predictor" if configs[0].causal_rule == "predictor" else "threshold"):
+    with state_of(model).override(selection="predictor" if configs[0].causal_rule == "predictor" else "threshold"):
         yield
 
 
@@ -208,7 +208,8 @@ def provided(trainer: Any) -> Iterator[None]:
 
 def _provide(trainer: Any) -> list[RoutingCallback]:
     """The callbacks of `provided`."""
-    holders = [m for m in trainer.model.modules() if isinstance(m, Routing) and m.adapter() is not None]
+    stack = routed_stack(trainer.model)
+    holders = [] if stack is None else [holder for holder in stack.routed if holder.adapter() is not None]
     if holders and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise ValueError(FROZEN)
     callbacks = trainer.callback_handler.callbacks

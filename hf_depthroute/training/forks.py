@@ -21,8 +21,8 @@ from torch import nn
 
 from ..base.cache import without_cache
 from ..base.contexts import hooked
-from ..base.families import find_layers
 from ..base.readout import ReadOut, predicting
+from ..base.stack import stack_of
 from ..base.sublayers import hidden_of
 from ..data.batches import breaks_of
 from ..execution.call import RoutedCall
@@ -51,7 +51,7 @@ class Prefix:
     def __init__(self, model: nn.Module) -> None:
         first = active_routings(model)[0].layer_index
         self.model = model
-        self.layers: list[Any] = list(find_layers(model))[first:]
+        self.layers: list[Any] = list(stack_of(model).layers)[first:]
         self.read_out = ReadOut(model)
         # Forks call parts of layers, past the hooks of whatever moves or gathers weights around a whole layer.
         modules = [*self.layers, self.read_out.norm, self.read_out.head]
@@ -176,7 +176,7 @@ def run_forks(
             streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
             continue
         _check_forkable(plan)
-        call = routed_call(layer, plan, h, context.token_mask, kwargs, decides=on_policy, ngrams=context.ngrams)
+        call = routed_call(layer, plan, h, context, kwargs, decides=on_policy)
         if plan.gate.static:  # there is one path
             streams_FBTd = call.finish(call.cheap()).view_as(streams_FBTd)
             continue

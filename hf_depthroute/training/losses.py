@@ -30,10 +30,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..base.contexts import hooked
-from ..base.families import find_layers
 from ..base.readout import ReadOut, predicting
+from ..base.stack import stack_of
 from ..inference.calibration import active_routings
-from ..routing.selection import topk_mask
+from ..parts.selection import topk_mask
 from ..routing.trace import RouteTrace
 from .arguments import LOSSES, LossTerm, RoutingArguments
 from .forks import Prefix, divergence_from_dense
@@ -192,7 +192,7 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
     Raises:
         ValueError: No depth-routed adapter is active.
     """
-    exits, layers = Exits(), find_layers(model)
+    exits, layers = Exits(), stack_of(model).layers
     exits.read_out = ReadOut(model)
 
     def keeper(index: int) -> Any:

@@ -12,11 +12,12 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from ..base.distributed import sum_over_processes
-from ..base.families import find_decoder, find_family
+from ..base.stack import stack_of
 from ..inference.calibration import active_routings, gated_routings
 from ..routing.holder import Routing
+from ..routing.stack import state_of
 from ..routing.thresholds import Measured
-from ..routing.trace import RouteRecord, RouteTrace, overridden, record_routes, routings
+from ..routing.trace import RouteRecord, RouteTrace, record_routes
 from .arguments import LOSSES, RoutingArguments
 from .forks import Prefix, observe_prefix
 from .label_scale import LabelScale
@@ -68,7 +69,7 @@ class RoutingObjective:
             watchers.enter_context(_without_input_gradients(self.model))
             observed = {"similarity": a.similarity_weight, "missed": a.recoverability_weight}
             names = tuple(name for name, weight in observed.items() if weight > 0)
-            watchers.enter_context(overridden(self.model, observed=names))
+            watchers.enter_context(state_of(self.model).override(observed=names))
             trace = watchers.enter_context(record_routes(self.model))
             trace.with_graph = True
             prefix = watchers.enter_context(observe_prefix(self.model)) if a.forks() else None
@@ -145,12 +146,11 @@ class RoutingObjective:
         """Set the budget and the temperature of optimizer step `step`."""
         self._step, a = step, self.arguments
         self._label_scale.begin_step()
-        for holder in active_routings(self.model):
-            budget, temperature = holder.active_config().budget, holder.active_config().gate_temperature
-            assert temperature is not None
-            state = holder.state
-            state.scheduled_budget = _ramp(step, a.budget_schedule_steps, a.budget_start, budget)
-            state.scheduled_temperature = _ramp(step, a.temperature_schedule_steps, a.temperature_start, temperature)
+        config, state = active_routings(self.model)[0].active_config(), state_of(self.model)
+        temperature = config.gate_temperature
+        assert temperature is not None
+        state.scheduled_budget = _ramp(step, a.budget_schedule_steps, a.budget_start, config.budget)
+        state.scheduled_temperature = _ramp(step, a.temperature_schedule_steps, a.temperature_start, temperature)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -243,8 +243,7 @@ class RoutingObjective:
 
         What was collected from a step that did not come to its end is no part of the next training.
         """
-        for holder in routings(self.model):
-            holder.state.scheduled_budget = holder.state.scheduled_temperature = None
+        state_of(self.model).end_schedule()
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         for collected in (self._pending, self._load, self._full, self._sums):
@@ -281,7 +280,7 @@ def _without_input_gradients(model: nn.Module) -> Iterator[None]:
     checkpoints need that: they only connect what goes in with what comes out. Others do not, and there every frozen
     layer below the first routed one would keep its input, run once more and be differentiated for nothing.
     """
-    decoder = find_decoder(model, find_family(model))
+    decoder = stack_of(model).decoder
     layers = (module for module in decoder.modules() if getattr(module, "gradient_checkpointing", False))
     functions = (getattr(layer, "_gradient_checkpointing_func", None) for layer in layers)
     reentrant = (getattr(function, "keywords", {}).get("use_reentrant") is not False for function in functions)

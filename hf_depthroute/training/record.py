@@ -15,8 +15,8 @@ from torch import nn
 
 from ..files.versions import versions
 from ..inference.calibration import active_routings
+from ..routing.stack import routings
 from ..routing.thresholds import ScoreQuantiles
-from ..routing.trace import routings
 from .arguments import RoutingArguments
 
 _ARGUMENTS = (

@@ -15,8 +15,8 @@ from ..adapter.base_check import check_base
 from ..config.rules import ConfigError
 from ..inference.calibration import is_calibrated, set_budget, set_phases
 from ..routing.holder import Routing
+from ..routing.stack import routings
 from ..routing.thresholds import NOT_FITTED
-from ..routing.trace import routings
 from .limits import check_adapter, check_base_config, read_adapter
 from .settings import Settings
 

@@ -23,9 +23,9 @@ from ..execution.layer import call_on_stream
 from ..execution.sites import FFNSite, attended
 from ..parts.branches import rms_of
 from ..parts.joint import JointMaps, joint_maps
+from ..parts.selection import tail_mask
 from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
-from ..routing.selection import tail_mask
 from .budgets import RequestBudgets
 from .counts import RowCount
 

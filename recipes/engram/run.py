@@ -52,8 +52,8 @@ from hf_depthroute import (
     preset,
     record_routes,
 )
-from hf_depthroute.base.families import find_layers
 from hf_depthroute.base.readout import token_losses
+from hf_depthroute.base.stack import stack_of
 from hf_depthroute.parts.memory import NgramMemory, suffixes
 from hf_depthroute.training import losses
 from hf_depthroute.training.oracle import utility_labels
@@ -304,7 +304,7 @@ def gradients(text: Texts, seed: int, steps: int, rate: float, size: Size) -> di
     The supervision is taken with a weight of 1; table and projections are those of the layer that it supervises.
     """
     model = with_memory(size, seed)
-    layers = find_layers(model)
+    layers = stack_of(model).layers
     seen: list[dict[str, list[float]]] = []
 
     def observed(inputs: losses.LossInputs) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ import torch
 from speed.shapes import random_model
 
 from hf_depthroute import DepthRouteConfig, fit_router
-from hf_depthroute.base.families import find_layers
+from hf_depthroute.base.stack import stack_of
 from hf_depthroute.bench.modes import random_tokens
 from hf_depthroute.bench.timing import describe_machine
 from hf_depthroute.files.staged import write_json
@@ -70,7 +70,7 @@ def main() -> None:
         f"{fitting:.0f} s, {fitting / one:.1f} forward passes of {one:.1f} s; {(after - before) / 2**20:.0f} MiB more"
     )
     write_json(args.out, {
-        "shape": args.shape, "layers": len(find_layers(model)), "vocabulary": args.vocabulary, "gate": args.gate,
+        "shape": args.shape, "layers": len(stack_of(model).layers), "vocabulary": args.vocabulary, "gate": args.gate,
         "dtype": args.dtype, "tokens": args.tokens, "machine": describe_machine(torch.device("cpu")),
         "fit_seconds": fitting, "pass_seconds": passes,
         "passes": fitting / one, "resident_bytes_before": before, "resident_bytes_after": after,

@@ -228,13 +228,13 @@ def losses_of(kind: str) -> dict[str, Any]:
 
 
 def share_of_calls(model: Any, ids: torch.Tensor) -> float:
-    from hf_depthroute.base.families import find_layers
+    from hf_depthroute.base.stack import stack_of
     from hf_depthroute.routing.trace import count_routes
 
     with count_routes(model) as counter, torch.no_grad():
         for batch in batches(ids):
             model(**batch, use_cache=False)
-    ratios, depth = counter.full_ratio(), len(find_layers(model))
+    ratios, depth = counter.full_ratio(), len(stack_of(model).layers)
     return (sum(ratios.values()) + depth - len(ratios)) / depth
 
 

@@ -26,7 +26,8 @@ from torch import nn
 
 from hf_depthroute.adapter.injection import token_mask_of
 from hf_depthroute.base.contexts import hooked
-from hf_depthroute.base.families import find_decoder, find_family, find_layers
+from hf_depthroute.base.families import find_family
+from hf_depthroute.base.stack import stack_of
 from hf_depthroute.base.sublayers import router_of
 from hf_depthroute.training.losses import LossInputs, LossTerm
 from hf_depthroute.training.trace_statistics import stack, token_mean
@@ -74,7 +75,7 @@ def routers(model: nn.Module) -> dict[int, nn.Module]:
         ValueError: The model has no layer with experts.
     """
     family = find_family(model)
-    every = {index: router_of(layer, family) for index, layer in enumerate(find_layers(model))}
+    every = {index: router_of(layer, family) for index, layer in enumerate(stack_of(model).layers)}
     found = {index: router for index, router in every.items() if router is not None}
     if not found:
         raise ValueError(f"{type(model).__name__} has no layer with experts")
@@ -106,7 +107,7 @@ def hooked_routers(model: nn.Module, trace: RouterTrace, hook: Callable[..., Any
         if not trace.passed_over():
             trace.token_mask = token_mask_of(args, kwargs)
 
-    decoder = find_decoder(model, find_family(model))
+    decoder = stack_of(model).decoder
     handles = [router.register_forward_hook(partial(hook, index)) for index, router in routers(model).items()]
     with hooked([*handles, decoder.register_forward_pre_hook(mask_keeper, with_kwargs=True)]):
         yield

@@ -28,7 +28,8 @@ import torch
 from speed.shapes import random_model
 
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model
-from hf_depthroute.base.families import find_family, find_layers
+from hf_depthroute.base.families import find_family
+from hf_depthroute.base.stack import stack_of
 from hf_depthroute.bench.modes import random_tokens
 from hf_depthroute.bench.timing import describe_machine
 from hf_depthroute.execution.decode import DecodeStep
@@ -89,7 +90,7 @@ def measure(layers: Any, depth: int | None, steps: int, rounds: int) -> dict[str
     tokens = random_tokens(model, 1, PROMPT + steps, seed=1)
     calibrate(model, [{"input_ids": tokens}])
     clock, free, family = Clock(), FreeStep(), find_family(model)
-    for layer in find_layers(model):
+    for layer in stack_of(model).layers:
         for part in ("attention_norm", "attention", "ffn_norm", "ffn"):
             module = getattr(layer, getattr(family, part))
             module.forward = clock.around(part.replace("_", " "), module.forward)

@@ -17,7 +17,8 @@ from hf_depthroute.config.adapter import DepthRouteConfig
 from hf_depthroute.inference.drafting import DraftCounter, draft_view, lossless_generate
 from hf_depthroute.inference.importance import layer_importance, least_important
 from hf_depthroute.routing.holder import Routing
-from hf_depthroute.routing.trace import full_depth, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import full_depth
 
 BUDGETS = (0.25, 0.5, 1.0)
 SHARES = (0.0, 0.25, 0.5)  # of the decoder layers, left out of the draft

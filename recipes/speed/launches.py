@@ -33,7 +33,8 @@ from hf_depthroute.bench.modes import random_tokens
 from hf_depthroute.bench.timing import describe_machine
 from hf_depthroute.execution import costs
 from hf_depthroute.files.staged import write_json
-from hf_depthroute.routing.trace import full_depth, overridden
+from hf_depthroute.routing.stack import state_of
+from hf_depthroute.routing.trace import full_depth
 
 PROMPT = 32
 
@@ -84,8 +85,8 @@ def main(words: list[str] | None = None) -> None:
     calibrate(model, {"input_ids": ids})
     ways = {
         "base": full_depth(model),
-        "rows": overridden(model, executor="rows"),
-        "gathered": overridden(model, executor="gathered"),
+        "rows": state_of(model).override(executor="rows"),
+        "gathered": state_of(model).override(executor="gathered"),
         "as chosen": nullcontext(),
     }
     warnings.simplefilter("ignore")

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_depthroute.adapter.tuner import get_depth_routed_model
-from hf_depthroute.base.families import find_decoder, find_family
+from hf_depthroute.base.stack import stack_of
 from hf_depthroute.bench.measurements import short_label
 from hf_depthroute.bench.memory import peak_bytes
 from hf_depthroute.bench.modes import random_tokens
@@ -109,8 +109,8 @@ def measure_training(
 
 def with_lora(model: Any, layers: list[int], rank: int) -> Any:
     """`model` with LoRA on the linear layers of the FFNs of `layers`; of the attention where experts are fused."""
-    family = find_family(model)
-    layer = getattr(find_decoder(model, family), family.layers)[layers[0]]
+    stack = stack_of(model)
+    family, layer = stack.family, stack.layers[layers[0]]
     names: list[str] = []
     for part in (family.ffn, family.attention):
         children = getattr(layer, part).named_children()

@@ -15,7 +15,8 @@ from hf_depthroute.base.readout import token_losses
 from hf_depthroute.evaluation.cost import route_cost
 from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.inference.calibration import calibrate, gated_routings, use_selection
-from hf_depthroute.routing.trace import count_routes, record_routes, routings
+from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.trace import count_routes, record_routes
 from hf_depthroute.training.oracle import exact_utility, utility_labels
 from hf_depthroute.training.trainer import DepthRouteTrainingArguments
 

@@ -1,0 +1,78 @@
+"""`RoutedStack`: which layers of a model are routed; made at injection, and kept with the model's decoder."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from torch import nn
+
+from ..base.stack import Stack, kept_stack
+from .holder import Routing
+from .state import RunState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedStack(Stack):
+    """The decoder of a routed model.
+
+    Attributes:
+        routed: The adapter state of the routed layers, in layer order.
+        state: The settings that they share.
+    """
+
+    routed: tuple[Routing, ...]
+    state: RunState
+
+
+def routed_stack(model: nn.Module) -> RoutedStack | None:
+    """The routed layers of `model` or of a module around it; None if it has none."""
+    kept = kept_stack(model)
+    return kept if isinstance(kept, RoutedStack) else None
+
+
+def state_of(model: nn.Module) -> RunState:
+    """The settings of `model` at run time.
+
+    Raises:
+        ValueError: It has no routed layer.
+    """
+    return routings(model)[0].state
+
+
+def routings(model: nn.Module) -> list[Routing]:
+    """The routing holders of `model`, in layer order.
+
+    Raises:
+        ValueError: There is none.
+    """
+    stack = routed_stack(model)
+    if stack is None:
+        raise ValueError(f"{type(model).__name__} has no routed layer; wrap it with get_depth_routed_model first")
+    return list(stack.routed)
+
+
+def one_change(model: nn.Module) -> AbstractContextManager[Any]:
+    """Inside the block no other thread changes `model` by what takes this block: their changes wait for its end.
+
+    Two changes at one time could leave some layers with one result and some with the other.
+    """
+    stack = routed_stack(model)
+    return nullcontext() if stack is None else stack.state.changing
+
+
+def in_turn(change: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """`change`, whose first argument is the model that it changes for all threads, inside `one_change`."""
+
+    @functools.wraps(change)
+    def waits(model: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        with one_change(model):
+            return change(model, *args, **kwargs)
+
+    return waits
