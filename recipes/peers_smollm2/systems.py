@@ -6,6 +6,7 @@ the share of FLOPs that leaving out a fifth of the blocks takes, except those th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -103,8 +104,10 @@ def short_gpt(setup: Setup) -> System:
 
     from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 
-    model = setup.load()
-    out = sorted(block_influence(model, batches(setup.rows))[: setup.left_out])
+    path, model = setup.work / "influence.json", setup.load()
+    if not path.exists():
+        path.write_text(json.dumps(block_influence(model, batches(setup.rows))), encoding="utf-8")
+    out = sorted(json.loads(path.read_text(encoding="utf-8"))[: setup.left_out])
     config = DepthRouteConfig(layers=out, target="block", gate="none", branch="none")
     return in_transformers(get_depth_routed_model(model, config).eval(), f"influence, {setup.rows.numel():,} tokens")
 
