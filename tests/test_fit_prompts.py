@@ -27,7 +27,7 @@ from hf_depthroute.fitting.bar import FitBar
 from hf_depthroute.fitting.option_times import time_savings
 from hf_depthroute.fitting.options import Option, StaticFit, choose, options_of, prompts_of
 from hf_depthroute.fitting.prompts import fit_prompts
-from hf_depthroute.fitting.sensitivity import stream_gradients, stream_metrics
+from hf_depthroute.fitting.sensitivity import stream_gradients, stream_metrics, text_gradients
 from hf_depthroute.inference.calibration import active_routings
 from hf_depthroute.routing.trace import routings
 from hf_depthroute.training.record import remembered
@@ -163,7 +163,8 @@ def test_costs_are_predicted_from_gradients() -> None:
 def test_a_metric_of_the_stream_prices_a_change_that_knows_no_token() -> None:
     """`|delta L|^2` is what a change of one token's stream costs the text behind it, over tokens and directions."""
     model, text = build_base("llama"), [{"input_ids": part} for part in tokens(40, 24, seed=5).split(4)]
-    metrics = stream_metrics(model, text, 32, seed=0)
+    real = [torch.ones_like(batch["input_ids"], dtype=torch.bool) for batch in text]
+    metrics = stream_metrics(text_gradients(model, text, real, seed=0, draws=2), real, 32)
     assert len(metrics) == len(find_layers(model)) and metrics[0].shape == (32, 32)
     generator = torch.Generator().manual_seed(0)
     for index in (0, 2):

@@ -19,11 +19,13 @@ from ..inference.fitting import fit_branch, fit_memory, ridge_of
 from ..parts.regression import moments, norms_and_sinks, ridge_weights
 from ..routing.thresholds import quantile_table
 from .layer_walk import LayerWalk, walk_layers
-from .sensitivity import stream_metrics
+from .sensitivity import stream_metrics, text_gradients
 from .text import Batches
 
 FEWEST = 256  # tokens that a branch is fitted on, at least
 _PENALTY = 1e-3
+_DRAWS = 2  # of the held-out text, whose gradients price errors
+_MOST = 16.0  # times what a layer's scores say is believed
 
 
 @dataclass
@@ -54,14 +56,16 @@ class Fits:
 
     def __init__(self, model: PeftModel, text: Batches, held_out: Batches, bar: Any) -> None:
         self.model, self.bar = model, bar
-        self.walk = LayerWalk(model, text)
+        self.walk = LayerWalk(model, text + held_out)
+        self._fitted = len(text)  # the batches before this one are fitted on, by the others a layer's scores are scaled
         self.holders = {holder.layer_index: holder for holder in active_routings(model)}
         self.config = next(iter(self.holders.values())).active_config()
         for holder in self.holders.values():  # nothing is decided by it, and nothing warns that it is missing
             holder.active_quantiles().set(quantile_table(torch.zeros(1)))
         self.layers = {index: LayerFit(1.0, 0.0, 0.0, 0.0) for index in self.holders}
-        width = next(iter(self.holders.values())).width
-        self.metrics = stream_metrics(model, held_out, width, self.config.seed)
+        real = self.walk.real[self._fitted :]
+        self._gradients = text_gradients(model, held_out, real, self.config.seed, _DRAWS)
+        self.metrics = stream_metrics(self._gradients, real, next(iter(self.holders.values())).width)
         self.threshold = 0.0  # of the gates as they are
         self.next_threshold = 0.0  # the same, of the gates that a round has fitted so far
         self._factor, self._middle = 1.0, 0.0
@@ -71,13 +75,17 @@ class Fits:
         """Fit every layer, the first time on the stream of the base, then on that of the routed model."""
 
         def visit(index: int, calls: list[RoutedCall]) -> list[torch.Tensor]:
-            rows = _Rows(calls, self.walk.real)
+            rows = _Rows(calls[: self._fitted], self.walk.real[: self._fitted])
             cheap_N = None if first else self._scores(index, rows) < self.threshold
             self._fit_layer(index, rows, cheap_N)
-            scores_N = self._scores(index, rows)
-            self._predicted[index] = rows_of_all(scores_N[~rows.sinks].cpu())
+            held_out = _Rows(calls[self._fitted :], self.walk.real[self._fitted :])
+            self._scale_layer(index, held_out, None if first else self.next_threshold)
+            scores_N, others_N = self._scores(index, rows), self._scores(index, held_out)
+            self._predicted[index] = rows_of_all(others_N[~held_out.sinks].cpu())
             self.bar.layer_done()
-            return rows.outputs(None if first else scores_N >= self.next_threshold)
+            if first:
+                return rows.outputs(None) + held_out.outputs(None)
+            return rows.outputs(scores_N >= self.next_threshold) + held_out.outputs(others_N >= self.next_threshold)
 
         walk_layers(self.walk, visit)
         pooled = self._pooled()
@@ -114,7 +122,6 @@ class Fits:
         found.sinks = sum(each_of_all(int(rows.sinks.sum())))
         always_Sd = rows.gate[rows.sinks] if found.sinks else None
         nats_N = (missed_Nd @ self.metrics[index].to(missed_Nd)).square().sum(-1)
-        found.nats = sum(each_of_all(float(nats_N[taken_N].sum()))) / sum(each_of_all(len(nats_N)))
         wanted_N = nats_N[~rows.sinks].sqrt().sqrt()
         of_all_N = rows_of_all(wanted_N)
         mean, spread = of_all_N.mean(), of_all_N.std().clamp(min=1e-30)
@@ -124,6 +131,34 @@ class Fits:
         predicted_N = predicted_N.clamp(wanted_N.min(), wanted_N.max())  # of a token that looks like a sink it is huge
         found.gate_r2 = float(1 - F.mse_loss(predicted_N, wanted_N))
         _rescale(gate, float(spread), -float(mean / spread))
+
+    def _scale_layer(self, index: int, rows: _Rows, threshold: float | None) -> None:
+        """Scale a layer's scores to what its cheap tokens cost on held-out text, told by the text's own gradients.
+
+        The metric knows neither what a token's gradient has to do with its error nor what the errors of several tokens
+        do together, and the branch was fitted to the errors that the gate was: this measures all of it.
+        """
+        scores_N, nothing = self._scores(index, rows), rows.update.new_zeros(())
+        if threshold is None:  # none is known yet: at the share of all
+            others_N = rows_of_all(scores_N[~rows.sinks])
+            threshold = float(others_N.kthvalue(max(1, round((1 - self.config.budget) * len(others_N)))).values)
+        cheap_N = (scores_N < threshold) & ~rows.sinks
+        together, alone = nothing.double(), nothing.double()
+        start = 0
+        for call, full, real, gradients in zip(rows.calls, rows.fulls, rows.real, self._gradients, strict=True):
+            count = int(real.sum())
+            cheap = torch.zeros_like(real)
+            cheap[real] = cheap_N[start : start + count]
+            start += count
+            change = (call.cheap() - full).float()
+            slopes_DBT = (gradients[index].to(change.device).float() * change).sum(-1).double()
+            slopes_DBT = slopes_DBT.masked_fill(~cheap, 0.0)
+            together, alone = together + slopes_DBT.sum(2).square().sum(), alone + slopes_DBT.square().sum()
+        found = float(total(together + alone)) / 4 / _DRAWS
+        predicted = float(total(scores_N[cheap_N].clamp(min=0).double().pow(4).sum()))
+        self.layers[index].nats = found / sum(each_of_all(len(scores_N)))
+        if found > 0 and predicted > 0:
+            _rescale(self._gate(index), min(_MOST, max(1 / _MOST, found / predicted)) ** 0.25, 0.0)
 
     def _fit_cheap_path(self, index: int, rows: _Rows, chosen_N: torch.Tensor) -> torch.Tensor:
         """Fit branch and memory on the tokens in `chosen_N`; what they miss of each token's update, `[N, d]`."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from ..base.distributed import each_of_all, own_rows, total
+from ..base.distributed import each_of_all, total
 from ..data.batches import token_mask
 from ..evaluation.roofline import count_work
 from ..execution.call import RoutedCall
@@ -25,7 +25,7 @@ from ..parts.targets import TARGETS
 from ..routing.holder import Routing
 from .bar import FitBar
 from .layer_walk import LayerWalk
-from .sensitivity import stream_gradients
+from .sensitivity import text_gradients
 from .text import Batches
 
 _DRAWS = 4  # of the text behind a prompt, whose gradients price the options
@@ -75,12 +75,8 @@ class Search:
         masks = [prompts_of(batch, tail) for batch in batches]
         self._cheap = [cheap for cheap, _ in masks]
         self._behind = sum(each_of_all(sum(int(behind.sum()) for _, behind in masks[self._fitted :])))
-        first = own_rows(_rows(held_out))[0].start
-        self._gradients: list[list[torch.Tensor]] = []
-        for batch, (_, behind) in zip(held_out, masks[self._fitted :]):
-            seeds = [seed * 1_000_003 + first + row for row in range(len(behind))]
-            self._gradients.append(stream_gradients(model, batch, behind, seeds, _DRAWS))
-            first += len(behind)
+        counted = [behind for _, behind in masks[self._fitted :]]
+        self._gradients = text_gradients(model, held_out, counted, seed, _DRAWS)
         self._walk = LayerWalk(model, batches)
         saved = _savings(model, length, tail)
         states = self._walk.first()
@@ -151,7 +147,7 @@ class Search:
         ):
             change = call.finish(call.stream + branch(call.stream)) - out
             skipped = cheap & (gate(call.stream)["scores"] < 0)
-            slopes_DBT = (gradients[index].to(change.device) * change.float()).sum(-1).double()
+            slopes_DBT = (gradients[index].to(change.device).float() * change.float()).sum(-1).double()
             slopes_DBT = slopes_DBT.masked_fill(~skipped, 0.0)
             together += slopes_DBT.sum(2).square().sum().cpu()
             alone += slopes_DBT.square().sum().cpu()

@@ -108,8 +108,8 @@ def fit_router(
     Raises:
         ConfigError: `keep` is out of range, too low for the layers in `config`, or `config` has a gate or a branch
             that is not fitted; the model is untouched.
-        ValueError: `batches` holds fewer than 512 real tokens, or fewer rows to fit on than there are processes; or the
-            model has no LM head.
+        ValueError: `batches` holds fewer than 512 real tokens, or fewer rows to fit on or to hold out than there are
+            processes; or the model has no LM head.
     """
     if config is not None and config.phases == "prefill":
         return fit_prompts(model, batches, keep, config, keep_of=keep_of, length=length, progress=progress)
@@ -122,8 +122,9 @@ def fit_router(
     tokens = sum(int(token_mask(batch).sum()) for batch in text)
     if tokens < 2 * FEWEST:
         raise ValueError(f"fit_router: batches holds {tokens} tokens to fit on; {2 * FEWEST} is the least")
-    if (rows := sum(len(batch["input_ids"]) for batch in text)) < world_size():
-        raise ValueError(f"fit_router: batches holds {rows} rows to fit on, for {world_size()} processes")
+    for part, use in ((text, "to fit on"), (held_out, "to hold out")):
+        if (rows := sum(len(batch["input_ids"]) for batch in part)) < world_size():
+            raise ValueError(f"fit_router: batches holds {rows} rows {use}, for {world_size()} processes")
     if tokens < _ENOUGH:
         warnings.warn(
             f"fit_router: {tokens:,} tokens to fit on are few: on 3,000 a router lost twice to five times what it lost "
@@ -188,8 +189,8 @@ def _bar(model: PeftModel, rounds: int, shown: bool | None, *parts: Batches) -> 
     """A bar over all passes of the text, the part that layers are rated on, what is held out, and that for budgets."""
     layers = find_layers(model)
     text, rated, held_out, budgets = (positions(own_part(part)) for part in parts)
-    passes = rounds * text + 3 * rated + (2 * rounds + 5) * held_out + 2 * len(_BUDGETS) * budgets
-    return FitBar(layers, passes, text, shown)
+    passes = rounds * (text + rated) + rated + (2 * rounds + 5) * held_out + 2 * len(_BUDGETS) * budgets
+    return FitBar(layers, passes, text + rated, shown)
 
 
 def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> DepthRouteConfig:

@@ -23,7 +23,6 @@ from ..base.contexts import hooked, of_this_thread
 from ..base.distributed import each_of_all, own_rows, total
 from ..base.families import find_layers
 from ..base.sublayers import hidden_of
-from ..data.batches import token_mask
 from ..routing.trace import full_depth
 from .text import Batches
 
@@ -64,7 +63,32 @@ def stream_gradients(
     return [torch.stack(of_layer) for of_layer in zip(*gradients, strict=True)]
 
 
-def stream_metrics(model: nn.Module, batches: Batches, width: int, seed: int) -> list[torch.Tensor]:
+def text_gradients(
+    model: nn.Module, batches: Batches, counted: list[torch.Tensor], seed: int, draws: int
+) -> list[list[torch.Tensor]]:
+    """`stream_gradients` of each batch, bfloat16, with seeds by a row's number in the text of all processes.
+
+    Args:
+        model: A causal language model, in eval mode.
+        batches: From `model_inputs`; with several processes, the rows of this one.
+        counted: The positions of each batch that count.
+        seed: Seed of the tokens that are drawn.
+        draws: How often.
+    """
+    number = seed * 1_000_003 + own_rows(sum(len(batch["input_ids"]) for batch in batches))[0].start
+    found = []
+    for batch, counted_BT in zip(batches, counted, strict=True):
+        rows = []
+        for row in range(len(counted_BT)):  # one at a time: logits are large
+            one = {name: value[row : row + 1] for name, value in batch.items()}
+            gradients = stream_gradients(model, one, counted_BT[row : row + 1], [number], draws)
+            rows.append([g.bfloat16() for g in gradients])
+            number += 1
+        found.append([torch.cat(of_layer, dim=1) for of_layer in zip(*rows, strict=True)])
+    return found
+
+
+def stream_metrics(gradients: list[list[torch.Tensor]], real: list[torch.Tensor], width: int) -> list[torch.Tensor]:
     """`L` of every decoder layer, float32 `[d, d]` on the CPU: `|delta L|^2` is what a change costs, nats.
 
     `L L^T` is half the mean of `g g^T` over the tokens, each by what it does to all tokens behind it. It knows the
@@ -72,24 +96,20 @@ def stream_metrics(model: nn.Module, batches: Batches, width: int, seed: int) ->
     for the width, the more it is drawn towards the same cost in all directions.
 
     Args:
-        model: A causal language model, in eval mode.
-        batches: From `model_inputs`; with several processes, the rows of this one.
+        gradients: Of a text whose every token counts, from `text_gradients`; of no row where it is empty.
+        real: Bool `[B, T]` of each batch: the real tokens.
         width: `d`.
-        seed: Seed of the tokens that are drawn.
     """
-    sums = [torch.zeros(width, width, dtype=torch.float64) for _ in find_layers(model)]
-    number = own_rows(sum(len(batch["input_ids"]) for batch in batches))[0].start
-    tokens = 0
-    for batch in batches:
-        for row in range(len(batch["input_ids"])):  # one at a time: logits are large
-            one = {name: value[row : row + 1] for name, value in batch.items()}
-            real = token_mask(one)
-            for metric, g in zip(sums, stream_gradients(model, one, real, [seed * 1_000_003 + number]), strict=True):
-                g_Nd = g[0][real.cpu()]
-                metric += g_Nd.T @ g_Nd
-            tokens, number = tokens + int(real.sum()), number + 1
-    tokens = sum(each_of_all(tokens))
-    return [_root(total(metric) / 2 / tokens, tokens) for metric in sums]
+    tokens = sum(each_of_all(sum(int(mask.sum()) for mask in real)))
+    depth = max(each_of_all(max((len(of_batch) for of_batch in gradients), default=0)))
+    metrics = []
+    for index in range(depth):
+        metric = torch.zeros(width, width, dtype=torch.float64)
+        for of_batch, mask in zip(gradients, real, strict=True):
+            g_Nd = of_batch[index][:, mask.cpu()].float().flatten(0, 1)
+            metric += (g_Nd.T @ g_Nd) / len(of_batch[index])
+        metrics.append(_root(total(metric) / 2 / tokens, tokens))
+    return metrics
 
 
 def _root(metric_dd: torch.Tensor, tokens: int) -> torch.Tensor:
