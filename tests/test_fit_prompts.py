@@ -18,7 +18,7 @@ from peft import PeftModel
 from text_models import save_base, write_text
 
 from hf_depthroute import DepthRouteConfig, fit_router, record_routes
-from hf_depthroute.base.families import find_layers
+from hf_depthroute.base.stack import stack_of
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import token_mask
 from hf_depthroute.evaluation.roofline import count_work
@@ -148,7 +148,7 @@ def test_costs_are_predicted_from_gradients() -> None:
     for index in (0, 1, 2):
         change = 0.02 * torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(index)) * changed[..., None]
         with torch.no_grad():
-            hook = find_layers(model)[index].register_forward_hook(lambda layer, args, out, c=change: out + c)
+            hook = stack_of(model).layers[index].register_forward_hook(lambda layer, args, out, c=change: out + c)
             routed = model(ids).logits.log_softmax(-1)
             hook.remove()
         wanted = F.kl_div(routed, dense, reduction="none", log_target=True).sum(-1)[counted].sum()
@@ -165,7 +165,7 @@ def test_a_metric_of_the_stream_prices_a_change_that_knows_no_token() -> None:
     model, text = build_base("llama"), [{"input_ids": part} for part in tokens(40, 24, seed=5).split(4)]
     real = [torch.ones_like(batch["input_ids"], dtype=torch.bool) for batch in text]
     metrics = stream_metrics(text_gradients(model, text, real, seed=0, draws=2), real, 32)
-    assert len(metrics) == len(find_layers(model)) and metrics[0].shape == (32, 32)
+    assert len(metrics) == len(stack_of(model).layers) and metrics[0].shape == (32, 32)
     generator = torch.Generator().manual_seed(0)
     for index in (0, 2):
         predicted, caused = [], []
@@ -178,7 +178,7 @@ def test_a_metric_of_the_stream_prices_a_change_that_knows_no_token() -> None:
                 places = torch.randint(24, (4,), generator=generator)
                 delta = 0.05 * torch.randn(4, 32, generator=generator)
                 change[torch.arange(4), places] = delta
-                hook = find_layers(model)[index].register_forward_hook(lambda layer, args, out, c=change: out + c)
+                hook = stack_of(model).layers[index].register_forward_hook(lambda layer, args, out, c=change: out + c)
                 with torch.no_grad():
                     routed = model(ids).logits.log_softmax(-1)
                 hook.remove()

@@ -257,14 +257,3 @@ def find_decoder(model: nn.Module, family: Family) -> nn.Module:
             f"{type(model).__name__}: expected one stack of decoder layers named {family.layers!r}, found {len(found)}"
         )
     return found[0]
-
-
-def find_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a transformers model, in order.
-
-    Raises:
-        UnsupportedModelError: As `find_family` and `find_decoder`.
-    """
-    family = find_family(model)
-    layers: nn.ModuleList = getattr(find_decoder(model, family), family.layers)
-    return layers

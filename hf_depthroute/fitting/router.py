@@ -27,8 +27,8 @@ from ..adapter.restoring import restoring
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
 from ..base.distributed import rows_of_all, sharing, world_size
-from ..base.families import find_layers
 from ..base.readout import check_head, predicting, token_losses
+from ..base.stack import stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..data.batches import labels_of, model_inputs, token_mask
 from ..files.versions import versions
@@ -117,7 +117,7 @@ def fit_router(
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
     check_head(model, "fit_router")
-    config = config_to_fit(len(find_layers(model)), keep, config)
+    config = config_to_fit(len(stack_of(model).layers), keep, config)
     text, held_out = split([batch for batch in model_inputs(model, batches)])
     tokens = sum(int(token_mask(batch).sum()) for batch in text)
     if tokens < 2 * FEWEST:
@@ -187,7 +187,7 @@ def fit_router(
 
 def _bar(model: PeftModel, rounds: int, shown: bool | None, *parts: Batches) -> FitBar:
     """A bar over all passes of the text, the part that layers are rated on, what is held out, and that for budgets."""
-    layers = find_layers(model)
+    layers = stack_of(model).layers
     text, rated, held_out, budgets = (positions(own_part(part)) for part in parts)
     passes = rounds * (text + rated) + rated + (2 * rounds + 5) * held_out + 2 * len(_BUDGETS) * budgets
     return FitBar(layers, passes, text + rated, shown)

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..base.contexts import hooked, of_this_thread
 from ..base.distributed import each_of_all, own_rows, total
-from ..base.families import find_layers
+from ..base.stack import stack_of
 from ..base.sublayers import hidden_of
 from ..routing.trace import full_depth
 from .text import Batches
@@ -48,7 +48,7 @@ def stream_gradients(
     def leave(layer: Any, args: tuple[Any, ...], output: Any) -> None:
         streams.append(hidden_of(output))
 
-    layers = list(find_layers(model))
+    layers = list(stack_of(model).layers)
     handles = [layers[0].register_forward_pre_hook(of_this_thread(enter), with_kwargs=True)]
     handles += [layer.register_forward_hook(of_this_thread(leave)) for layer in layers]
     with hooked(handles), full_depth(model), torch.enable_grad():
