@@ -26,8 +26,8 @@ class ForwardContext:
     Attributes:
         token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
         last_tokens: Bool `[B, T]`, the tokens that `phases="prefill"` runs full; None without it.
-        token_ids: Int64 `[B, T]`; None where no active adapter reads them.
-        starts: Bool `[B, T]`, true where a document starts after another one; None where the call does not say, and
+        token_ids: Int64 `[B, T]`; None if no active adapter reads them.
+        starts: Bool `[B, T]`, true where a document starts after another one; None if the call does not say, and
             without `token_ids`.
         steps: The decoding steps of the layers that have one.
         unrouted: Layers that run this decoding step as the base does, because routing it would not pay; None: no layer.

@@ -1,4 +1,4 @@
-"""What an option saves on the clock: the time of a prompt with it in every layer that may have it.
+"""The time that an option saves: that of a prompt with it in every layer that may have it.
 
 FLOPs say little about the time of attention and of narrow products, and how much less depends on the machine.
 """

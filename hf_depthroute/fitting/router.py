@@ -101,8 +101,8 @@ def fit_router(
         config: What to fit; by default MLP gates and low-rank branches for the FFNs of all layers. Its budget is
             overridden by `keep`, and held by all layers together (`budget_scope="global"`).
         rounds: How often everything is fitted, at least once.
-        keep_of: Of prompts: `"flops"` or `"time"`.
-        length: Of prompts: how long the one is that `keep` is a share of.
+        keep_of: With `phases="prefill"`, what `keep` is a share of: `"flops"` or `"time"`.
+        length: With `phases="prefill"`, tokens of the prompt that `keep` is a share of.
         progress: Show a bar over all phases; by default where a terminal is, unless transformers' bars are turned off.
 
     Raises:

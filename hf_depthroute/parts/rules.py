@@ -17,7 +17,7 @@ from .selection import threshold_mask, topk_mask
 
 @dataclass(frozen=True, eq=False)
 class RuleContext:
-    """What a rule may look at besides the scores.
+    """Inputs of a rule besides the scores.
 
     Attributes:
         probs: Float32, in the shape of the scores: `sigmoid(scores / temperature)`.
@@ -28,7 +28,7 @@ class RuleContext:
         per_sequence: Whether all positions of a sequence have its one score.
         weighs: Whether `probs` weighs the two paths of every token, so that nothing is chosen.
         predicted: `[B, T]`, logits of the causal predictor; None without one.
-        experts: Int64 `[B, T, K]`, the expert of each pair; None where scores are not of pairs.
+        experts: Int64 `[B, T, K]`, the expert of each pair; None if scores are not of pairs.
         dropped: Indices of the experts that this layer drops; none but with a gate that drops them.
     """
 

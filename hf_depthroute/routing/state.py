@@ -43,7 +43,7 @@ class RunSettings:
 
 
 class Changes(TypedDict, total=False):
-    """What `RunState.override` changes: fields of `RunSettings`."""
+    """The fields of `RunSettings` that `RunState.override` changes."""
 
     layers: frozenset[int] | None
     recorders: tuple[Recorder, ...]

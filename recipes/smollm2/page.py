@@ -58,7 +58,7 @@ def span(part: str, setting: str) -> str:
 
 
 def told() -> list[str]:
-    """Of each fit for prompts: the time of 1,024 tokens, and what they cost the text behind."""
+    """The time of 1,024 tokens with each fit for prompts, and what they cost the text behind."""
     measured, found = times(), []
     for part in sorted((part for part in results() if part.startswith("prompts-")), reverse=True):
         if part.endswith("-0"):
