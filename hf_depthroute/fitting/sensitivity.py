@@ -96,7 +96,7 @@ def stream_metrics(gradients: list[list[torch.Tensor]], real: list[torch.Tensor]
     for the width, the more it is drawn towards the same cost in all directions.
 
     Args:
-        gradients: Of a text whose every token counts, from `text_gradients`; of no row where it is empty.
+        gradients: From `text_gradients` of a text whose every token counts.
         real: Bool `[B, T]` of each batch: the real tokens.
         width: `d`.
     """
