@@ -83,4 +83,11 @@ def study() -> Study:
     ]
     if every := lines("all"):
         section += ["", "All tokens of rows of 256 routed; nats over dense:", "", *every]
+        timed = {part: time for part, time in times().items() if part.startswith("all")}
+        for part, time in timed.items():
+            section += [
+                "",
+                f"Time over dense, {label(part)}: {time['prompt']:.2f} for a prompt of 1,024 tokens, "
+                f"{time['token']:.2f} for a decoded token.",
+            ]
     return Study("A real model", "smollm2", "python recipes/smollm2/run.py", brief, section)
