@@ -62,7 +62,8 @@ def gpu() -> str:
     (prompt,), (step,) = (measured("speed/h100.json", case) for case in ("prefill", "decode"))
     _, _, eager = headlines.eager_decode(json.loads((RECIPES / "speed" / "h100.json").read_text()))
     return (
-        f"prompts **{told(prompt['budgets'][HALF])}**; decoding one sequence {eager:.1f} (both eager; by default such a step is not routed), "
+        f"prompts **{told(prompt['budgets'][HALF])}**; decoding one sequence {eager:.1f} "
+        "(both eager; by default such a step is not routed), "
         f"{step['budgets'][HALF]['ratio']:.2f} (both compiled): an H100, the width of Llama-3-8B"
     )
 
