@@ -556,7 +556,7 @@ def test_a_fit_keeps_a_gate_whose_loss_is_felt(monkeypatch: pytest.MonkeyPatch) 
     config = DepthRouteConfig(layers="all", gate="affine")
     plain = fit_router(build_base("qwen3"), fit_text(), keep=0.5, config=config)
     assert plain.peft_config["default"].static_layers is None
-    monkeypatch.setattr("hf_depthroute.fitting.router.STATIC", 0.45)
+    monkeypatch.setattr("hf_depthroute.fitting.router.STATIC", 0.6)
     tried: list[list[int]] = []
 
     def narrowed(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] = ()) -> PeftModel:

@@ -293,4 +293,5 @@ def _by_rule(
         experts=experts,
         dropped=plan.config.experts_dropped_in(layer_index),
     )
-    return RULES[plan.rule].decide(scores, context)
+    rule = "threshold" if plan.rule == "full" else plan.rule  # of a budget of 1, which no score fails to reach
+    return RULES[rule].decide(scores, context)
