@@ -73,8 +73,8 @@ def fit_router(
     A `DepthRouteTrainer` goes on from there; with `train_gates=False` it keeps what the gates know.
 
     Layer by layer on kept hidden states: branches are fitted to the target's update, gates to the error that their
-    branch leaves, in nats, as they are told from gradients (`stream_metrics`); one threshold over all layers then holds
-    `keep`.
+    branch leaves, in nats, as they are told from gradients (`stream_metrics`), and scaled to what the layer's cheap
+    tokens cost on held-out text; one threshold over all layers then holds `keep`.
     Attention sinks, tokens whose stream is more than 5 times the median of their layer, run in full and take no part in
     what is fitted (`norms_and_sinks`).
 
