@@ -22,7 +22,7 @@ from hf_depthroute.base.stack import stack_of
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import token_mask
 from hf_depthroute.evaluation.roofline import count_work
-from hf_depthroute.fitting import prompts
+from hf_depthroute.fitting import option_times, prompts
 from hf_depthroute.fitting.bar import FitBar
 from hf_depthroute.fitting.option_times import time_savings
 from hf_depthroute.fitting.options import Option, StaticFit, choose, options_of, prompts_of
@@ -101,7 +101,7 @@ def test_the_end_of_a_prompt_runs_in_full() -> None:
     assert fit_router(build_base("llama"), text, 0.8, config).peft_config["default"].prompt_tail == 64
 
 
-def test_what_is_kept_may_be_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_may_be_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The clock is a part of it that is exchanged: a block's option saves nothing on it here, an FFN's a fifth."""
 
     def saved(base: Any, found: Any, ids: torch.Tensor, tail: int) -> dict[Option, float]:
@@ -115,17 +115,57 @@ def test_what_is_kept_may_be_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch
     assert found(model)["keep_of"] == "time"
     layers = found(model)["layers"].values()
     assert len(layers) == 2 and {layer["target"] for layer in layers} == {"ffn"}
+    model.save_pretrained(str(tmp_path))
+    card = (tmp_path / "README.md").read_text()
+    assert "60.0% of a prompt's time" in card and "time saved" in card and "FLOPs saved" not in card
     with pytest.raises(ConfigError, match="keep_of='seconds' must be one of: flops, time"):
         fit_router(build_base("llama"), TEXT, 0.6, config, keep_of="seconds")
+    with pytest.raises(ConfigError, match="length=0 must be at least 1"):
+        fit_router(build_base("llama"), TEXT, 0.6, config, length=0)
+    everything = DepthRouteConfig(layers="all")
+    with pytest.raises(ConfigError, match="keep_of and length are of a fit for prompts"):
+        fit_router(build_base("llama"), TEXT, 0.6, everything, keep_of="time")
+    with pytest.raises(ConfigError, match="keep_of and length are of a fit for prompts"):
+        fit_router(build_base("llama"), TEXT, 0.6, everything, length=1024)
 
 
-def test_the_time_of_every_option_is_measured_and_the_base_stays_as_it_is() -> None:
+def seconds_of(model: Any, ids: torch.Tensor) -> float:
+    """A made-up clock: four layers of a second each, and what each target saves of it in a layer that has it."""
+    saved = {"ffn": 0.5, "block": 0.9, "attention": -0.1}
+    holders = routings(model) if isinstance(model, PeftModel) else []
+    return 4.0 - sum(saved[holder.active_config().target] for holder in holders)
+
+
+def test_the_time_of_every_option_is_measured_and_the_base_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     base = build_base("llama")
     ids, expected = tokens(1, 40), base(tokens(2, 9)).logits
     options = [Option("ffn", "neurons", 4), Option("block", "lowrank", 4), Option("attention", "lowrank", 4)]
     found = {index: dict.fromkeys(options, StaticFit(0.0, 0.0, 0.0)) for index in (0, 2)}
+    assert time_savings(base, found, ids, tail=2).keys() == set(options)  # by the real clock
+    monkeypatch.setattr(option_times, "_seconds", seconds_of)
     saved = time_savings(base, found, ids, tail=2)
-    assert saved.keys() == set(options) and all(-10 < share < 1 for share in saved.values())
+    assert [saved[option] for option in options] == pytest.approx([0.125, 0.225, -0.025])
+    assert torch.equal(base(tokens(2, 9)).logits, expected)
+    with pytest.raises(ValueError, match="no routed layer"):
+        routings(base)
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_base_whose_times_are_not_measured_to_the_end_is_as_before(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, calls = build_base("llama"), itertools.count(1)
+    expected = base(tokens(2, 9)).logits
+
+    def interrupted(model: Any, ids: torch.Tensor) -> float:
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return seconds_of(model, ids)
+
+    monkeypatch.setattr(option_times, "_seconds", interrupted)
+    config = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=1)
+    with pytest.raises(KeyboardInterrupt):
+        fit_router(base, TEXT, 0.6, config, keep_of="time")
     assert torch.equal(base(tokens(2, 9)).logits, expected)
     with pytest.raises(ValueError, match="no routed layer"):
         routings(base)

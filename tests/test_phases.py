@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from command_line import run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,8 +121,9 @@ def test_the_last_tokens_of_a_prompt_run_in_full(case: str, tail: int) -> None:
     lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=3),
     count=st.integers(1, 7),
     told=st.sampled_from(["position_ids", "cu_seq_lens_q", "left", "right"]),
+    filled=st.integers(0, 5),
 )
-def test_they_are_the_last_of_every_sequence(lengths: list[list[int]], count: int, told: str) -> None:
+def test_they_are_the_last_of_every_sequence(lengths: list[list[int]], count: int, told: str, filled: int) -> None:
     if told == "cu_seq_lens_q":
         lengths = lengths[:1]
     if told in ("left", "right"):
@@ -140,6 +142,7 @@ def test_they_are_the_last_of_every_sequence(lengths: list[list[int]], count: in
         kwargs["position_ids"] = positions
     elif told == "cu_seq_lens_q":
         kwargs["cu_seq_lens_q"] = torch.tensor([0, *itertools.accumulate(lengths[0])])
+        mask, expected = F.pad(mask, (0, filled)), F.pad(expected, (0, filled))  # rows of no sequence
     else:
         kwargs["attention_mask"] = mask
     found = last_tokens_of(mask, None if told == "cu_seq_lens_q" else mask.bool(), kwargs, count)

@@ -176,7 +176,7 @@ def _fitted(fit: Mapping[str, Any] | None, trained: bool) -> Safe | None:
         return None
     loss = fit["loss"] if "loss" in fit else min(fit["loss_of_rounds"])  # older records have those alone
     prompts = fit.get("phases") == "prefill"
-    kept = "of a prompt's FLOPs, behind it" if prompts else "of all calls run in full"
+    kept = f"of a prompt's {_kept_of(fit)}, behind it" if prompts else "of all calls run in full"
     said, verb = ("training started from a fit to", "was") if trained else ("fitted without training on", "is")
     return Safe(
         f"{said} {int(fit['tokens']):,} tokens; on text held out of it, the loss {verb} "
@@ -187,7 +187,8 @@ def _fitted(fit: Mapping[str, Any] | None, trained: bool) -> Safe | None:
 def _fitted_layers(fit: Mapping[str, Any] | None) -> list[Safe]:
     """Layer by layer; the last column is the divergence that a layer's cheap tokens alone cause."""
     if fit is not None and fit.get("phases") == "prefill":
-        skipped = ("layer", "prompts skip", "width of the branch", "FLOPs saved", "branch R2", "nats, predicted")
+        saved = f"{_kept_of(fit)} saved"
+        skipped = ("layer", "prompts skip", "width of the branch", saved, "branch R2", "nats, predicted")
         rows = (
             (code(index), code(layer["target"]), f"{layer['rank']:.0f}", _share(layer["saved"]),
              f"{layer['branch_r2']:.2f}", _figure(layer["nats"]))
@@ -201,6 +202,11 @@ def _fitted_layers(fit: Mapping[str, Any] | None) -> list[Safe]:
         for index, layer in (fit or {}).get("layers", {}).items()
     )  # fmt: skip
     return _table(head, body)
+
+
+def _kept_of(fit: Mapping[str, Any]) -> str:
+    """The quantity that a fit for prompts keeps a share of."""
+    return "time" if fit.get("keep_of") == "time" else "FLOPs"
 
 
 def _last(log: Sequence[Mapping[str, Any]], name: str) -> Safe | None:

@@ -100,7 +100,7 @@ def unrouted_steps(
 
 def _is_unpaid(layer: nn.Module, holder: Routing, inputs: Tensor) -> bool:
     plan = holder.plan(False, (inputs.shape[0], 1))
-    if plan is None or plan.rule not in ("threshold", "predictor") or plan.executor != "auto":
+    if plan is None or not plan.by_token or plan.gate.static or plan.executor != "auto":
         return False
     if plan.replayed is not None or plan.gate.exits or plan.adapter in holder.depth_route_memory:
         return False

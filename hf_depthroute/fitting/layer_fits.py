@@ -39,7 +39,8 @@ class LayerFit:
             stream behind the full path.
         gate_r2: The share of the variance of the scores, over all tokens but the sinks, that the gate predicts; a
             prediction beyond their range counts as its end.
-        nats: The divergence from the base that its cheap tokens alone cause, nats per token, told from gradients.
+        nats: The divergence from the base that its cheap tokens alone cause, nats per token, told from gradients, with
+            the threshold of the last round.
         sinks: Tokens of the text that are attention sinks behind this layer (`norms_and_sinks`). They run in full, and
             nothing is fitted to them.
     """
@@ -150,7 +151,7 @@ class Fits:
             cheap = torch.zeros_like(real)
             cheap[real] = cheap_N[start : start + count]
             start += count
-            change = (call.cheap() - full).float()
+            change = (call.finish(call.cheap()) - call.finish(full)).float()
             slopes_DBT = (gradients[index].to(change.device).float() * change).sum(-1).double()
             slopes_DBT = slopes_DBT.masked_fill(~cheap, 0.0)
             together, alone = together + slopes_DBT.sum(2).square().sum(), alone + slopes_DBT.square().sum()

@@ -37,7 +37,8 @@ from .bar import FitBar
 from .layer_walk import LayerWalk
 from .option_times import time_savings
 from .options import Option, Search, choose, fit_on, prompt_length, prompts_of, real_rows, rows_of
-from .text import Batches, own_part, positions, split
+from .sensitivity import PRICED
+from .text import Batches, first_tokens, own_part, positions, split
 
 _PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
 _OPTIONS = 3  # a layer's options take as long as so many passes through it
@@ -99,6 +100,8 @@ def fit_prompts(
         raise ConfigError(f"keep={keep!r} must be between 0 and 1, the share of a prompt that is left")
     if keep_of not in KEEP_OF:
         raise ConfigError(f"keep_of={keep_of!r} must be one of: {', '.join(KEEP_OF)}")
+    if length is not None and length < 1:
+        raise ConfigError(f"length={length} must be at least 1, the tokens of a prompt")
     check_head(model, "fit_prompts")
     given = DepthRouteConfig(layers="all", phases="prefill") if config is None else config
     for name in _FOUND:
@@ -117,7 +120,7 @@ def fit_prompts(
     with torch.no_grad(), evaluating(routed), sharing(), _bar(routed, text, held_out, progress) as bar:
         bar.phase("options of every layer")
         length = prompt_length(text) if length is None else length
-        search = Search(routed, own_part(text), own_part(held_out), length, tail, given.seed, bar)
+        search = Search(routed, own_part(text), own_part(first_tokens(held_out, PRICED)), length, tail, given.seed, bar)
         found, base = search.found, routed.unload()
         if keep_of == "time":
             bar.phase("times")

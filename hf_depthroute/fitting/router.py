@@ -41,6 +41,7 @@ from ..training.record import remember_training
 from .bar import FitBar
 from .layer_fits import FEWEST, Fits, LayerFit
 from .prompts import fit_prompts
+from .sensitivity import PRICED
 from .text import Batches, first_tokens, own_part, positions, split
 
 DENSE = 0.995  # a layer that runs this share of the tokens in full is not routed
@@ -48,7 +49,6 @@ STATIC = 0.005  # a layer that runs no more than this share of the tokens in ful
 _BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)  # whose thresholds are found on the streams that they leave
 _BUDGET_TOKENS = 2048  # that they are found on
 _ENOUGH = 10_000  # tokens to fit on; with fewer, a line says so
-_METRIC_TOKENS = 8192  # that the cost of errors is read from
 
 
 @restoring
@@ -86,7 +86,8 @@ def fit_router(
     no gate is the cheaper choice. The thresholds of other budgets are calibrated too, so that `set_budget` holds them.
 
     As long as about eight forward passes of the text with two rounds, whatever the number of layers. In memory are the
-    base and a few times the hidden states of the text at one layer. Nothing is random but for the configuration's seed.
+    base, a few times the hidden states of the text at one layer, and two gradients of up to 8,192 held-out tokens for
+    every layer, bfloat16. Nothing is random but for the configuration's seed.
 
     Under `accelerate launch` every process calls it with the whole of `batches` and a model of its own. Each takes its
     share of the rows, sums are over all, and every process gets the router of one process but for rounding.
@@ -113,6 +114,8 @@ def fit_router(
     """
     if config is not None and config.phases == "prefill":
         return fit_prompts(model, batches, keep, config, keep_of=keep_of, length=length, progress=progress)
+    if keep_of != "flops" or length is not None:
+        raise ConfigError("keep_of and length are of a fit for prompts: set phases='prefill', or leave them out")
     started = time.monotonic()
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
@@ -132,7 +135,7 @@ def fit_router(
             stacklevel=3,  # past `restoring`
         )
     routed = get_depth_routed_model(model, config)
-    rated, last = first_tokens(held_out, _METRIC_TOKENS), first_tokens(held_out, _BUDGET_TOKENS)
+    rated, last = first_tokens(held_out, PRICED), first_tokens(held_out, _BUDGET_TOKENS)
     with torch.no_grad(), evaluating(routed), sharing(), ExitStack() as stack:
         bar = stack.enter_context(_bar(routed, rounds, progress, text, rated, held_out, last))
         fit = Fits(routed, own_part(text), own_part(rated), bar)

@@ -26,6 +26,8 @@ from ..base.sublayers import hidden_of
 from ..routing.trace import full_depth
 from .text import Batches
 
+PRICED = 8192  # held-out tokens whose gradients are kept, at most
+
 
 def stream_gradients(
     model: nn.Module, batch: dict[str, torch.Tensor], counted_BT: torch.Tensor, seeds: list[int], draws: int = 1
