@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from .inference.calibration import calibrate as calibrate
     from .inference.calibration import calibrate_budgets as calibrate_budgets
     from .inference.calibration import set_budget as set_budget
-    from .inference.calibration import set_phases as set_phases
     from .inference.calibration import use_budget as use_budget
     from .inference.drafting import draft_view as draft_view
     from .inference.drafting import lossless_generate as lossless_generate
+    from .inference.phases import set_phases as set_phases
     from .routing.trace import record_routes as record_routes
     from .routing.trace import replay_routes as replay_routes
     from .training.arguments import RoutingArguments as RoutingArguments
@@ -43,8 +43,9 @@ _NAMES = {
     "evaluation.slots": ["slot_use"],
     "fitting.router": ["fit_router"],
     "inference.autotune": ["tune_execution"],
-    "inference.calibration": ["calibrate", "calibrate_budgets", "set_budget", "set_phases", "use_budget"],
+    "inference.calibration": ["calibrate", "calibrate_budgets", "set_budget", "use_budget"],
     "inference.drafting": ["draft_view", "lossless_generate"],
+    "inference.phases": ["set_phases"],
     "routing.trace": ["record_routes", "replay_routes"],
     "training.arguments": ["RoutingArguments"],
     "training.presets": ["PRESETS", "preset"],

@@ -39,7 +39,7 @@ from hf_depthroute.card import make_card
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.evaluation.perplexity import evaluate_budgets, mean_loss
 from hf_depthroute.execution.decode import DecodeStep
-from hf_depthroute.fitting.router import _narrowed
+from hf_depthroute.fitting.narrowing import narrowed
 from hf_depthroute.inference.autotune import tune_execution
 from hf_depthroute.inference.calibration import active_routings, gated_routings, is_calibrated, thresholds
 from hf_depthroute.inference.drafting import draft_view
@@ -559,15 +559,15 @@ def test_a_fit_keeps_a_gate_whose_loss_is_felt(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("hf_depthroute.fitting.router.STATIC", 0.45)
     tried: list[list[int]] = []
 
-    def narrowed(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] = ()) -> PeftModel:
-        made = _narrowed(model, dense, static)
+    def spoiled(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] = ()) -> PeftModel:
+        made = narrowed(model, dense, static)
         if static:
             tried.append(list(static))
             for holder in active_routings(made):  # so that what is skipped matters
                 holder.depth_route_branch["default"].down.weight.data.add_(1.0)
         return made
 
-    monkeypatch.setattr("hf_depthroute.fitting.router._narrowed", narrowed)
+    monkeypatch.setattr("hf_depthroute.fitting.narrowing.narrowed", spoiled)
     model = fit_router(build_base("qwen3"), fit_text(), keep=0.5, config=config)
     assert tried and model.peft_config["default"].static_layers is None
     with torch.no_grad():

@@ -159,7 +159,7 @@ def _load(options: BenchOptions, modes: tuple[str, ...] | None, positions: int) 
     from ..bench.suite import Given
     from ..bench.variants import dense_view, hold_adapter_in, wants_base_dtype
     from ..config.adapter import check_phases
-    from ..inference.calibration import set_phases
+    from ..inference.phases import set_phases
     from . import loading
 
     source = loading.find_source(options)

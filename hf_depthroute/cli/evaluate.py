@@ -125,8 +125,8 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
     tokenizer = source.tokenizer()
     try:
         from ..evaluation.harness import evaluate_tasks, scores
-        from ..inference.calibration import set_phases
         from ..inference.non_finite import finite_logits
+        from ..inference.phases import set_phases
     except ImportError as error:
         raise CliError('--tasks needs lm-eval: pip install "lm-eval[hf]"') from error
     if not options.debug:

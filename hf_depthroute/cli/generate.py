@@ -75,8 +75,9 @@ def generate(options: GenerateOptions) -> None:
     import transformers
 
     from ..data.prompts import PromptError, encode_prompt, has_chat_template
-    from ..inference.calibration import set_budget, set_phases
+    from ..inference.calibration import set_budget
     from ..inference.non_finite import finite_logits
+    from ..inference.phases import set_phases
 
     source = loading.find_source(options)
     _check_budgets(options, source.config)

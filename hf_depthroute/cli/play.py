@@ -47,7 +47,7 @@ def play(options: PlayOptions) -> None:
 
     loading.quiet(options.debug)
     from ..files.out_of_resources import disk_full
-    from ..inference.calibration import set_phases
+    from ..inference.phases import set_phases
     from ..play.page import make_page
 
     source = loading.find_source(options)

@@ -23,7 +23,8 @@ from lm_eval.tasks import TaskManager
 
 from ..adapter.base_check import allow_base_mismatch as allowed
 from ..files.hub import explained
-from ..inference.calibration import active_routings, set_budget, set_phases
+from ..inference.calibration import active_routings, set_budget
+from ..inference.phases import set_phases
 from ..inference.restoring import restored
 from ..routing.stack import state_of
 from ..routing.trace import RouteCounter

@@ -14,10 +14,10 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -27,19 +27,20 @@ from ..adapter.restoring import restoring
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
 from ..base.distributed import rows_of_all, sharing, world_size
-from ..base.readout import check_head, predicting, token_losses
+from ..base.readout import check_head
 from ..base.stack import stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
-from ..data.batches import labels_of, model_inputs, token_mask
+from ..data.batches import model_inputs, token_mask
 from ..files.versions import versions
-from ..inference.calibration import active_routings, calibrate_budgets, gated_routings, set_thresholds
+from ..inference.calibration import calibrate_budgets, gated_routings
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
 from ..routing.thresholds import Measured
-from ..routing.trace import count_routes, full_depth
+from ..routing.trace import full_depth
 from ..training.record import remember_training
 from .bar import FitBar
 from .layer_fits import FEWEST, Fits, LayerFit
+from .narrowing import Trial, layer_states, restore, row_losses, trial_of, without_gates, without_layers
 from .prompts import fit_prompts
 from .sensitivity import PRICED
 from .text import Batches, first_tokens, own_part, positions, split
@@ -140,27 +141,27 @@ def fit_router(
         bar = stack.enter_context(_bar(routed, rounds, progress, text, rated, held_out, last))
         fit = Fits(routed, own_part(text), own_part(rated), bar)
         own = own_part(held_out)
-        best: tuple[_Tried, dict[int, dict[str, Any]], dict[int, LayerFit]] | None = None
+        best: tuple[Trial, dict[int, dict[str, Any]], dict[int, LayerFit]] | None = None
         losses = []
         for number in range(rounds):
             bar.phase(f"round {number + 1} of {rounds}")
             fit.round(first=number == 0)
             bar.phase(f"thresholds {number + 1} of {rounds}")
             fit.calibrate(own)
-            found = _tried(routed, own)
+            found = trial_of(routed, own)
             losses.append(float(found.loss_R.mean()))
             if best is None or losses[-1] < float(best[0].loss_R.mean()):
-                best = found, _state(routed), copy.deepcopy(fit.layers)
+                best = found, layer_states(routed), copy.deepcopy(fit.layers)
         assert best is not None
         found, state, layers = best
-        _restore(routed, state)
+        restore(routed, state)
         bar.phase("layers to leave out")
         with full_depth(routed):
-            dense_R = rows_of_all(_row_losses(routed, own))
+            dense_R = rows_of_all(row_losses(routed, own))
         dense = [index for index, share in found.shares.items() if share >= DENSE]
         static = [index for index, share in found.shares.items() if share <= STATIC]
-        routed, found = _without_layers(routed, found, dense, own)
-        routed, found = _without_gates(routed, found, static, own)
+        routed, found = without_layers(routed, found, dense, own)
+        routed, found = without_gates(routed, found, static, own)
         bar.phase("other budgets")
         calibrate_budgets(routed, own_part(last), _BUDGETS)
         for index, layer in layers.items():
@@ -219,87 +220,3 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
     values = given.to_dict() | {"budget": budget, "budget_scope": "global", "selection": "threshold"}
     kept = {name: value for name, value in values.items() if name not in ("base_architecture", "library_version")}
     return DepthRouteConfig(**kept)
-
-
-def _row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
-    """The mean next-token loss of each row, nats, `[R]`."""
-    rows = [torch.empty(0, dtype=torch.float64)]
-    for batch in batches:
-        labels = labels_of(batch)
-        counted = predicting(labels, batch.get("attention_mask"))
-        logits = model(**batch, use_cache=False).logits[:, :-1]
-        losses = token_losses(logits[counted], labels[:, 1:][counted]).double()
-        sums = losses.new_zeros(counted.shape).masked_scatter(counted, losses).sum(1)
-        rows.append((sums / counted.sum(1).clamp(min=1)).cpu())
-    return torch.cat(rows)
-
-
-class _Tried(NamedTuple):
-    """The mean loss of each row of all processes, `[R]`, nats, and the share of each layer's tokens that ran."""
-
-    loss_R: torch.Tensor
-    shares: dict[int, float]
-
-
-def _tried(model: nn.Module, batches: Batches) -> _Tried:
-    with count_routes(model) as counter:
-        loss_R = rows_of_all(_row_losses(model, batches))
-    return _Tried(loss_R, counter.full_ratio())
-
-
-def _state(model: nn.Module) -> dict[int, dict[str, Any]]:
-    return {holder.layer_index: copy.deepcopy(holder.state_dict()) for holder in active_routings(model)}
-
-
-def _restore(model: nn.Module, state: Mapping[int, dict[str, Any]]) -> None:
-    """Give every layer what it held; of a layer that has become static, the gate is left out."""
-    for holder in active_routings(model):
-        if (held := state.get(holder.layer_index)) is not None:
-            holder.load_state_dict({name: held[name] for name in holder.state_dict()})
-
-
-def _narrowed(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] = ()) -> PeftModel:
-    """The model with the layers in `dense` not routed and those in `static` without gates.
-
-    The others hold what they held, and the budget that is left; where no other is left, the model stays as it is.
-    """
-    config = copy.deepcopy(active_routings(model)[0].active_config())
-    layers = cast("list[int]", config.layers)
-    gated = [index for index in layers if index not in (*dense, *static)]
-    if not gated or len(gated) == len(layers):
-        return model
-    config.budget = min(1.0, max(0.01, (config.budget * len(layers) - len(dense)) / len(gated)))
-    config.layers = [index for index in layers if index not in dense]
-    config.static_layers = [index for index in layers if index in static] or None
-    return _injected(model, config, _state(model))
-
-
-def _injected(model: PeftModel, config: DepthRouteConfig, state: Mapping[int, dict[str, Any]]) -> PeftModel:
-    """The base of `model` with another configuration of the adapter, and what its layers hold."""
-    routed = get_depth_routed_model(model.unload(), config)
-    _restore(routed, state)
-    return routed.eval()
-
-
-def _without_layers(model: PeftModel, found: _Tried, dense: Sequence[int], text: Batches) -> tuple[PeftModel, _Tried]:
-    """The model with the layers in `dense` not routed, with thresholds for what is left."""
-    narrowed = _narrowed(model, dense=dense)
-    if narrowed is model:
-        return model, found
-    set_thresholds(narrowed, text)
-    return narrowed, _tried(narrowed, text)
-
-
-def _without_gates(model: PeftModel, found: _Tried, static: Sequence[int], text: Batches) -> tuple[PeftModel, _Tried]:
-    """The model with the layers in `static` static, unless that costs more than noise."""
-    if not static or len(static) == len(found.shares):
-        return model, found
-    config, state = active_routings(model)[0].active_config(), _state(model)
-    narrowed = _narrowed(model, static=static)
-    set_thresholds(narrowed, text)
-    without = _tried(narrowed, text)
-    rise_R = without.loss_R - found.loss_R
-    error = float(rise_R.std()) / len(rise_R) ** 0.5 if len(rise_R) > 1 else 0.0
-    if float(rise_R.mean()) <= error:
-        return narrowed, without
-    return _injected(narrowed, config, state), found

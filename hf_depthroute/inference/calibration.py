@@ -1,4 +1,4 @@
-"""Thresholds from score quantiles: `calibrate`, `set_budget`, and the tables that training tracks; also `set_phases`.
+"""Thresholds from score quantiles: `calibrate`, `set_budget`, and the tables that training tracks.
 
 Shapes: B batch, T positions.
 """
@@ -17,7 +17,7 @@ from torch import nn
 
 from ..base.contexts import evaluating
 from ..base.distributed import each_of_all, rows_of_all
-from ..config.adapter import check_budget, check_phases
+from ..config.adapter import check_budget
 from ..data.batches import device_of, model_inputs, token_mask
 from ..parts.traits import traits_of
 from ..routing.stack import in_turn, routings, state_of
@@ -204,35 +204,6 @@ def _supported_budget(model: nn.Module, budget: float, caller: str) -> float:
     if budget < 1.0 and not is_calibrated(model):
         raise ValueError(f"{caller}: {NOT_FITTED}")
     return budget
-
-
-@in_turn
-def set_phases(model: nn.Module, phases: str) -> None:
-    """Change at run time what inference routes, without retraining; saved with the adapter.
-
-    With `"prefill"`, of every forward pass the last real tokens of each sequence run in full, one or as many as
-    `prompt_tail`, and the tokens before them are routed as with `"all"`. A decoding step, one token per sequence,
-    therefore runs as the base does, without gate and branch. Neither padding nor packing changes which tokens these
-    are, as long as the model is told of them. Where a prompt enters in chunks, the last tokens of each chunk run in
-    full; where more drafted tokens are verified at once, those before the last are routed. Training, calibration and
-    the loss of a text are the same with both.
-
-        set_phases(model, "prefill")
-
-    Args:
-        model: A model with one active depth-routed adapter.
-        phases: `"all"` or `"prefill"`.
-
-    Raises:
-        ConfigError: `phases` is neither, or is `"prefill"` for an adapter that decides about whole sequences, or for
-            target memory.
-        ValueError: No routed layer is active.
-    """
-    configs = [holder.active_config() for holder in active_routings(model)]
-    for config in configs:
-        check_phases(phases, config.granularity, config.target)
-    for config in configs:
-        config.phases = phases
 
 
 def is_calibrated(model: nn.Module) -> bool:

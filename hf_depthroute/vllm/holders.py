@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from ..adapter.base_check import check_base
 from ..config.rules import ConfigError
-from ..inference.calibration import is_calibrated, set_budget, set_phases
+from ..inference.calibration import is_calibrated, set_budget
+from ..inference.phases import set_phases
 from ..routing.holder import Routing
 from ..routing.stack import routings
 from ..routing.thresholds import NOT_FITTED

@@ -1,0 +1,109 @@
+"""Layers that need no router: those left out of the adapter, and those that lose their gates.
+
+Shapes: R rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from peft import PeftModel
+from torch import nn
+
+from ..adapter.tuner import get_depth_routed_model
+from ..base.distributed import rows_of_all
+from ..base.readout import predicting, token_losses
+from ..config.adapter import DepthRouteConfig
+from ..data.batches import labels_of
+from ..inference.calibration import active_routings, set_thresholds
+from ..routing.trace import count_routes
+from .text import Batches
+
+
+def row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
+    """The mean next-token loss of each row, nats, `[R]`."""
+    rows = [torch.empty(0, dtype=torch.float64)]
+    for batch in batches:
+        labels = labels_of(batch)
+        counted = predicting(labels, batch.get("attention_mask"))
+        logits = model(**batch, use_cache=False).logits[:, :-1]
+        losses = token_losses(logits[counted], labels[:, 1:][counted]).double()
+        sums = losses.new_zeros(counted.shape).masked_scatter(counted, losses).sum(1)
+        rows.append((sums / counted.sum(1).clamp(min=1)).cpu())
+    return torch.cat(rows)
+
+
+class Trial(NamedTuple):
+    """The mean loss of each row of all processes, `[R]`, nats, and the share of each layer's tokens that ran."""
+
+    loss_R: torch.Tensor
+    shares: dict[int, float]
+
+
+def trial_of(model: nn.Module, batches: Batches) -> Trial:
+    """One pass of this process's rows, with the thresholds as they are."""
+    with count_routes(model) as counter:
+        loss_R = rows_of_all(row_losses(model, batches))
+    return Trial(loss_R, counter.full_ratio())
+
+
+def layer_states(model: nn.Module) -> dict[int, dict[str, Any]]:
+    """A copy of what every routed layer holds, by its index."""
+    return {holder.layer_index: copy.deepcopy(holder.state_dict()) for holder in active_routings(model)}
+
+
+def restore(model: nn.Module, state: Mapping[int, dict[str, Any]]) -> None:
+    """Give every layer what it held; of a layer that has become static, the gate is left out."""
+    for holder in active_routings(model):
+        if (held := state.get(holder.layer_index)) is not None:
+            holder.load_state_dict({name: held[name] for name in holder.state_dict()})
+
+
+def narrowed(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] = ()) -> PeftModel:
+    """The model with the layers in `dense` not routed and those in `static` without gates.
+
+    The others hold what they held, and the budget that is left; where no other is left, the model stays as it is.
+    """
+    config = copy.deepcopy(active_routings(model)[0].active_config())
+    layers = cast("list[int]", config.layers)
+    gated = [index for index in layers if index not in (*dense, *static)]
+    if not gated or len(gated) == len(layers):
+        return model
+    config.budget = min(1.0, max(0.01, (config.budget * len(layers) - len(dense)) / len(gated)))
+    config.layers = [index for index in layers if index not in dense]
+    config.static_layers = [index for index in layers if index in static] or None
+    return _injected(model, config, layer_states(model))
+
+
+def _injected(model: PeftModel, config: DepthRouteConfig, state: Mapping[int, dict[str, Any]]) -> PeftModel:
+    """The base of `model` with another configuration of the adapter, and what its layers hold."""
+    routed = get_depth_routed_model(model.unload(), config)
+    restore(routed, state)
+    return routed.eval()
+
+
+def without_layers(model: PeftModel, found: Trial, dense: Sequence[int], text: Batches) -> tuple[PeftModel, Trial]:
+    """The model with the layers in `dense` not routed, with thresholds for what is left."""
+    fewer = narrowed(model, dense=dense)
+    if fewer is model:
+        return model, found
+    set_thresholds(fewer, text)
+    return fewer, trial_of(fewer, text)
+
+
+def without_gates(model: PeftModel, found: Trial, static: Sequence[int], text: Batches) -> tuple[PeftModel, Trial]:
+    """The model with the layers in `static` static, unless that costs more than noise."""
+    if not static or len(static) == len(found.shares):
+        return model, found
+    config, state = active_routings(model)[0].active_config(), layer_states(model)
+    fewer = narrowed(model, static=static)
+    set_thresholds(fewer, text)
+    without = trial_of(fewer, text)
+    rise_R = without.loss_R - found.loss_R
+    error = float(rise_R.std()) / len(rise_R) ** 0.5 if len(rise_R) > 1 else 0.0
+    if float(rise_R.mean()) <= error:
+        return fewer, without
+    return _injected(fewer, config, state), found
