@@ -5,6 +5,7 @@ Shapes: B batch, T positions, N tokens, d model width.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from peft import PeftModel
 
 from ..base.distributed import each_of_all, total
+from ..config.adapter import DepthRouteConfig
 from ..data.batches import token_mask
 from ..evaluation.roofline import count_work
 from ..execution.call import RoutedCall
@@ -29,6 +31,7 @@ from .sensitivity import text_gradients
 from .text import Batches
 
 _DRAWS = 4  # of the text behind a prompt, whose gradients price the options
+_NO_BUDGET = 1e-3  # sinks are few, and no budget says how many
 _PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
 
 
@@ -203,6 +206,28 @@ def options_of(holder: Routing) -> list[Option]:
     return [*found, Option("attention", "lowrank", low)]
 
 
+def config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRouteConfig:
+    """The adapter with these options; its target and branch are those of most layers, the others are patterns."""
+    (main, _), *_ = Counter(chosen.values()).most_common()
+    others = {index: option for index, option in chosen.items() if option != main}
+    return DepthRouteConfig(
+        layers=sorted(chosen),
+        target=main.target,
+        gate="sinks",
+        budget=_NO_BUDGET,
+        branch=main.branch,
+        branch_rank=main.rank,
+        target_pattern={i: o.target for i, o in others.items() if o.target != main.target} or None,
+        branch_pattern={i: o.branch for i, o in others.items() if o.branch != main.branch} or None,
+        rank_pattern={i: o.rank for i, o in others.items() if o.rank != main.rank} or None,
+        phases="prefill",
+        prompt_tail=given.prompt_tail,
+        seed=given.seed,
+        task_type=given.task_type,
+        modules_to_save=given.modules_to_save,
+    )
+
+
 def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> dict[int, Option]:
     """The option of each layer, or none, that together save `wanted` at the least predicted cost; `{}` if none do.
 
@@ -270,7 +295,3 @@ def prompts_of(batch: dict[str, torch.Tensor], tail: int) -> tuple[torch.Tensor,
     place, count = real.cumsum(1), real.sum(1, keepdim=True)
     last = (count * _PROMPT).long()  # the prompt's last token is the `last`-th real one
     return real & (place <= last - tail), real & (place >= last) & (place < count)
-
-
-def _rows(batches: Batches) -> int:
-    return sum(len(batch["input_ids"]) for batch in batches)

@@ -10,7 +10,6 @@ Shapes: B batch, T positions, N tokens, d model width.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -36,13 +35,11 @@ from ..training.record import remember_training
 from .bar import FitBar
 from .layer_walk import LayerWalk
 from .option_times import time_savings
-from .options import Option, Search, choose, fit_on, prompt_length, prompts_of, real_rows, rows_of
+from .options import Search, choose, config_of, fit_on, prompt_length, prompts_of, real_rows, rows_of
 from .sensitivity import PRICED
 from .text import Batches, first_tokens, own_part, positions, split
 
-_PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
 _OPTIONS = 3  # a layer's options take as long as so many passes through it
-_NO_BUDGET = 1e-3  # sinks are few, and no budget says how many
 _FOUND = ("target", "gate", "branch", "branch_rank", "static_layers", *PATTERNS)
 KEEP_OF = {"flops": "FLOPs of a prompt", "time": "time of a prompt"}
 _TAIL = 64  # tokens at the end of a prompt that run in full; of short prompts a quarter
@@ -135,7 +132,7 @@ def fit_prompts(
             most = sum(max(0.0, *(fit.saved for fit in fits.values())) for fits in found.values())
             raise ConfigError(f"keep={keep:g} is not reached: leaving out all that can be saves {most:.2f} of a prompt")
         branches = {index: search.branches[index][option] for index, option in chosen.items()}
-        routed = get_depth_routed_model(base, _config_of(chosen, given))
+        routed = get_depth_routed_model(base, config_of(chosen, given))
         for holder in active_routings(routed):
             held = holder.depth_route_branch[holder.active_name()]
             held.load_state_dict(branches[holder.layer_index].state_dict())
@@ -172,28 +169,6 @@ def _bar(model: PeftModel, text: Batches, held_out: Batches, shown: bool | None)
     fitted, held = positions(own_part(text)), positions(own_part(held_out))
     searched = _OPTIONS * (fitted + held)
     return FitBar(stack_of(model).layers, searched + 2 * fitted + 2 * held, searched, shown)
-
-
-def _config_of(chosen: Mapping[int, Option], given: DepthRouteConfig) -> DepthRouteConfig:
-    """The adapter's target and branch are those of most layers; the others are in the patterns."""
-    (main, _), *_ = Counter(chosen.values()).most_common()
-    others = {index: option for index, option in chosen.items() if option != main}
-    return DepthRouteConfig(
-        layers=sorted(chosen),
-        target=main.target,
-        gate="sinks",
-        budget=_NO_BUDGET,
-        branch=main.branch,
-        branch_rank=main.rank,
-        target_pattern={i: o.target for i, o in others.items() if o.target != main.target} or None,
-        branch_pattern={i: o.branch for i, o in others.items() if o.branch != main.branch} or None,
-        rank_pattern={i: o.rank for i, o in others.items() if o.rank != main.rank} or None,
-        phases="prefill",
-        prompt_tail=given.prompt_tail,
-        seed=given.seed,
-        task_type=given.task_type,
-        modules_to_save=given.modules_to_save,
-    )
 
 
 def _refit(model: PeftModel, text: Batches, tail: int, bar: FitBar) -> dict[int, float]:

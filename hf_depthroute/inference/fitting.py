@@ -80,18 +80,17 @@ def fit_branch(
         if branch.up.bias is not None:
             branch.up.bias.zero_()
     features = branch.features(x_Nd).float()
-    start = _start(branch, features, y_Nd, scale_N1)
     if branch.down.bias is not None:
-        features = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
-        start = torch.cat([start, torch.zeros_like(start[:1])])
-    features = features * scale_N1
-    weights = start + ridge_weights(*moments(features, y_Nd - features @ start), ridge).to(start)
+        features = F.pad(features, (0, 1), value=1.0)
+    gram, cross = moments(features * scale_N1, y_Nd)
+    start = _start(branch, gram, cross)
+    weights = start + ridge_weights(gram, cross - gram @ start, ridge)
     branch.down.weight.copy_(weights[:rank].T)
     if branch.down.bias is not None:
         branch.down.bias.copy_(weights[rank])
     square = total(y_Nd.double().square().sum())
-    missed = total((y_Nd - features @ weights).double().square().sum())
-    return float(missed / square) if square > 0 else 0.0
+    missed = square + (weights * (gram @ weights - 2 * cross)).sum()
+    return float((missed / square).clamp(min=0)) if square > 0 else 0.0
 
 
 def ridge_of(branch: Any, tokens: int, width: int) -> float:
@@ -100,17 +99,17 @@ def ridge_of(branch: Any, tokens: int, width: int) -> float:
     return max(least, 0.1 * width / tokens)
 
 
-def _start(branch: Any, features_Nr: torch.Tensor, y_Nd: torch.Tensor, scale_N1: torch.Tensor) -> torch.Tensor:
-    """The output `[r, d]` that least squares departs from no further than the text asks for.
+def _start(branch: Any, gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
+    """The output that least squares departs from no further than the text asks for, in the shape of `cross`.
 
     For neurons it is that of the FFN itself, times the factor that fits best; otherwise zero.
     """
     own_rd = branch.own_output() if isinstance(branch, NeuronBranch) else None
     if own_rd is None:
-        return torch.zeros_like(branch.down.weight.T)
-    given_Nd = features_Nr @ own_rd.to(features_Nr) * scale_N1
-    agreeing, square = (total((given_Nd * other).double().sum()) for other in (y_Nd, given_Nd))
-    return (own_rd * (agreeing / square.clamp(min=1e-30))).to(branch.down.weight)
+        return torch.zeros_like(cross)
+    own = F.pad(own_rd.to(cross), (0, 0, 0, len(cross) - len(own_rd)))  # of the bias nothing
+    agreeing, square = (own * cross).sum(), (own * (gram @ own)).sum()
+    return own * (agreeing / square.clamp(min=1e-30))
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from ..base.readable import is_readable, is_whole
 from .branches import MixedLinear, TensorMap, TransientCache, stamp
 
 NEURONS = ".neurons"  # the end of a branch's key of the indices, in a state dict
+_READ = 4096  # rows that tell which neurons matter
 _ROWS = 2048  # of the whole intermediate that exist at one time
 
 
@@ -76,7 +77,9 @@ class NeuronBranch(nn.Module):
 
     @torch.no_grad()
     def energy(self, x_Nd: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
-        """`sum_n weight_n h_nj^2 |W_down[:, j]|^2` of every neuron of the FFN, `[m]`."""
+        """`sum_n weight_n h_nj^2 |W_down[:, j]|^2` of every neuron of the FFN, `[m]`; of many rows, some are read."""
+        step = max(1, len(x_Nd) // _READ)
+        x_Nd, weight_N = x_Nd[::step], weight_N[::step]
         parts = zip(x_Nd.split(_ROWS), weight_N.split(_ROWS))
         energy_m = total(sum((w @ self._hidden(x, _called).float().square() for x, w in parts), torch.zeros(())))
         down: Any = self._base[1].down_proj

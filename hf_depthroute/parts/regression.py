@@ -16,14 +16,20 @@ from ..base.distributed import own_rows, rows_of_all, total
 _SINK = 5.0  # a token with this many times the median norm is an attention sink
 _RANGE = 20.0  # SiLU of minus this is nothing
 _PENALTY = 1e-2
+_ADDED = 1024  # rows in one float32 product
 _NEARLY_LINEAR = 0.1  # standard deviation of the input of a SiLU that is to be nearly linear
 ALWAYS = 100.0  # the score of a token that has to run in full, in standard deviations of the others'
 
 
 def moments(x_Nd: torch.Tensor, y_Nm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x^T x` `[d, d]` and `x^T y` `[d, m]`, float64."""
-    x = x_Nd.double()
-    return total(x.T @ x), total(x.T @ y_Nm.double())
+    """`x^T x` `[d, d]` and `x^T y` `[d, m]`, float64: float32 products of a few rows each are added up."""
+    width = x_Nd.shape[1]
+    gram = x_Nd.new_zeros(width, width, dtype=torch.float64)
+    cross = x_Nd.new_zeros(width, y_Nm.shape[1], dtype=torch.float64)
+    for x, y in zip(x_Nd.float().split(_ADDED), y_Nm.float().split(_ADDED)):
+        gram += x.T @ x
+        cross += x.T @ y
+    return total(gram), total(cross)
 
 
 def ridge_weights(gram_dd: torch.Tensor, cross_dm: torch.Tensor, penalty: float) -> torch.Tensor:
