@@ -36,7 +36,7 @@ from hf_depthroute import (
     record_routes,
     replay_routes,
 )
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace
 from hf_depthroute.training.forks import observe_prefix
 from hf_depthroute.training.losses import LossInputs, observe_exits, routing_losses
@@ -86,7 +86,7 @@ def step(
         if full_rows is not None:
             mask = torch.tensor(full_rows)[:, None].expand(batch["input_ids"].shape)
             fixed = RouteRecord(share(mask, rank, world), torch.empty(0), torch.empty(0), None, 0.5)
-            replayed = RouteTrace({holder.layer_index: fixed for holder in routings(model)})
+            replayed = RouteTrace({routing.layer_index: fixed for routing in routings_of(model)})
             stack.enter_context(replay_routes(wrapped, replayed))
         trace = stack.enter_context(record_routes(wrapped))
         prefix = None if sharded else stack.enter_context(observe_prefix(model))

@@ -36,7 +36,7 @@ import hf_depthroute
 from hf_depthroute.card import add_results, push_folder
 from hf_depthroute.cli import main
 from hf_depthroute.evaluation import evaluate_budgets
-from hf_depthroute.routing.holder import Routing
+from hf_depthroute.routing.routing import Routing
 
 BASE = "someone/tiny-llama"
 CONFIG = hf_depthroute.DepthRouteConfig(layers=[1, 3], budget=0.5)

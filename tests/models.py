@@ -34,8 +34,8 @@ from transformers import (
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.base.families import find_decoder, find_family
-from hf_depthroute.routing.holder import Routing
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.routing import Routing
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.thresholds import quantile_table
 from hf_depthroute.routing.trace import record_routes
 
@@ -236,21 +236,21 @@ def routed(
 def make_consequential(model: nn.Module, adapter_name: str = "default", seed: int = 0) -> None:
     """Give the active adapter random branches, scores with a standard deviation of one, and fitting thresholds."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    holders = [holder for holder in routings(model) if holder.adapter() == adapter_name]
+    routings = [routing for routing in routings_of(model) if routing.adapter() == adapter_name]
     training = model.training
     model.eval()
     with torch.no_grad():
-        for holder in holders:
-            if adapter_name in holder.depth_route_memory:
-                table = holder.depth_route_memory[adapter_name].table
+        for routing in routings:
+            if adapter_name in routing.depth_route_memory:
+                table = routing.depth_route_memory[adapter_name].table
                 table.copy_(torch.randn(table.shape, generator=generator))
-            if adapter_name in holder.depth_route_branch:
-                down = holder.depth_route_branch[adapter_name].down.weight
+            if adapter_name in routing.depth_route_branch:
+                down = routing.depth_route_branch[adapter_name].down.weight
                 down.copy_(0.5 * torch.randn(down.shape, generator=generator))
-            if holder.config(adapter_name).gate in ("linear", "halting"):  # they start with every token alike
-                weight = holder.depth_route_gate[adapter_name].score.weight
+            if routing.config(adapter_name).gate in ("linear", "halting"):  # they start with every token alike
+                weight = routing.depth_route_gate[adapter_name].score.weight
                 weight.copy_(torch.randn(weight.shape, generator=generator))
-        for fitted in holders:  # in layer order: a layer's scores depend on the decisions before it
+        for fitted in routings:  # in layer order: a layer's scores depend on the decisions before it
             scores = _scores(model, fitted)
             spread = scores.std()
             head = getattr(fitted.depth_route_gate[adapter_name], "score", None)
@@ -268,12 +268,12 @@ def make_consequential(model: nn.Module, adapter_name: str = "default", seed: in
     model.train(training)
 
 
-def _scores(model: nn.Module, holder: Routing) -> torch.Tensor:
+def _scores(model: nn.Module, routing: Routing) -> torch.Tensor:
     """Scores of one layer on a batch of random tokens."""
     with record_routes(model) as trace:
         model(tokens(8, 16, seed=99))
-    scores = trace[holder.layer_index].scores
-    return scores[:, :1] if holder.active_config().granularity == "sequence" else scores
+    scores = trace[routing.layer_index].scores
+    return scores[:, :1] if routing.active_config().granularity == "sequence" else scores
 
 
 def build_routed(family: str, kind: str = "mlp", attention: str = "sdpa", **fields: Any) -> PeftModel:
@@ -299,9 +299,9 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return getattr(find_decoder(base, family), family.layers)
 
 
-def adapter_parts(holder: Routing) -> set[str]:
-    """Names of the adapters that own anything in `holder`."""
+def adapter_parts(routing: Routing) -> set[str]:
+    """Names of the adapters that own anything in `routing`."""
     names: set[str] = set()
-    for group in (*holder.adapter_layer_names, *holder.other_param_names):
-        names |= set(getattr(holder, group))
+    for group in (*routing.adapter_layer_names, *routing.other_param_names):
+        names |= set(getattr(routing, group))
     return names

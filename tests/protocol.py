@@ -15,7 +15,7 @@ import torch
 from moe.routers import routers
 from peft import PeftModel
 
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import RouteTrace
 
 FREE_MARGIN = 1e-4
@@ -25,10 +25,10 @@ PINNED_BAR = 1e-5
 def thresholds(model: PeftModel) -> dict[int, float]:
     """The score threshold in force in every routed layer."""
     found = {}
-    for holder in routings(model):
-        plan = holder.plan(training=False)
+    for routing in routings_of(model):
+        plan = routing.plan(training=False)
         if plan is not None:
-            found[holder.layer_index] = float(plan.threshold)
+            found[routing.layer_index] = float(plan.threshold)
     return found
 
 
@@ -108,7 +108,7 @@ def pinned_experts(model: PeftModel, batch: int) -> Iterator[None]:
 
     base = model.get_base_model()
     found = routers(base) if hasattr(base.config, "num_experts_per_tok") else {}
-    gathered = {h.layer_index for h in routings(model) if h.active_config().target in ("ffn", "block")}
+    gathered = {h.layer_index for h in routings_of(model) if h.active_config().target in ("ffn", "block")}
     handles = [router.register_forward_hook(hook(index)) for index, router in found.items() if index not in gathered]
     try:
         yield

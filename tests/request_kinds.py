@@ -13,7 +13,7 @@ import torch
 from models import build_routed, tokens
 
 from hf_depthroute import draft_view, lossless_generate, record_routes, replay_routes, use_budget
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.trace import RouteTrace, full_depth
 
 Request = Callable[[], tuple[torch.Tensor, ...]]
@@ -83,7 +83,7 @@ def under(context: Callable[[], Any], run: Request) -> Request:
 
 def requests_of(model: Any) -> dict[str, Request]:
     """One request of every kind that the adapter of `model` allows."""
-    config = routings(model)[0].active_config()
+    config = routings_of(model)[0].active_config()
     made: dict[str, Request] = {
         "plain": lambda: generated(model, 1),
         "other text": lambda: generated(model, 2),

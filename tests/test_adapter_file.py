@@ -32,7 +32,7 @@ from hf_depthroute.adapter.files import (
 )
 from hf_depthroute.cli import main
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.routing.holder import Routing
+from hf_depthroute.routing.routing import Routing
 
 GATE = "base_model.model.model.layers.2.routing.depth_route_gate.hidden.weight"
 Damage = Callable[[Path], None]

@@ -13,7 +13,7 @@ from peft import PeftModel
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, tune_execution
 from hf_depthroute.inference import autotune
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import full_depth
 
 
@@ -40,8 +40,8 @@ def test_where_the_gate_costs_more_than_it_saves_the_base_runs(model: PeftModel)
     with full_depth(model):
         dense = logits(model, ids)
     assert not torch.equal(before, dense)
-    for holder in routings(model):
-        holder.depth_route_gate["default"].register_forward_pre_hook(slow(0.001))
+    for routing in routings_of(model):
+        routing.depth_route_gate["default"].register_forward_pre_hook(slow(0.001))
     choices = tune_execution(model, ids, steps=0, repeats=2)
     assert {choice.executor for choice in choices} == {"full"}
     assert all(choice.milliseconds["gathered"] > choice.milliseconds["full"] for choice in choices)
@@ -57,10 +57,10 @@ def test_steps_that_skip_count_beside_those_that_do_not(model: PeftModel, monkey
     """A layer that skips one token of four: its median step is a full one with a gate in front."""
 
     def timed(model: Any, layers: Any, *rest: Any) -> Any:
-        full = routings(model)[0].state.settings.executor == "full"
+        full = routings_of(model)[0].state.settings.executor == "full"
         for seconds in [1.0] * 4 if full else [1.1, 1.1, 1.1, 0.2]:
-            yield from (("decode", holder.layer_index, seconds) for holder in routings(model))
-        yield from (("prefill", holder.layer_index, 1.0 if full else 2.0) for holder in routings(model))
+            yield from (("decode", routing.layer_index, seconds) for routing in routings_of(model))
+        yield from (("prefill", routing.layer_index, 1.0 if full else 2.0) for routing in routings_of(model))
 
     monkeypatch.setattr(autotune, "_timed", timed)
     choices = tune_execution(model, tokens(1, 8), repeats=2)
@@ -71,8 +71,8 @@ def test_steps_that_skip_count_beside_those_that_do_not(model: PeftModel, monkey
 def test_decisions_can_be_kept(model: PeftModel) -> None:
     ids = tokens(4, 8)
     before = logits(model, ids)
-    for holder in routings(model):
-        holder.depth_route_gate["default"].register_forward_pre_hook(slow(0.001))
+    for routing in routings_of(model):
+        routing.depth_route_gate["default"].register_forward_pre_hook(slow(0.001))
     choices = tune_execution(model, ids, steps=1, repeats=1, keep_decisions=True)
     assert "full" not in {choice.executor for choice in choices}
     torch.testing.assert_close(logits(model, ids), before, atol=1e-5, rtol=1e-5)
@@ -100,8 +100,8 @@ def test_another_adapter_runs_as_before(model: PeftModel) -> None:
     before = logits(model, ids)
     model.set_adapter("default")
     own = logits(model, ids)
-    for holder in routings(model):
-        holder.depth_route_gate["default"].register_forward_pre_hook(slow(0.001))
+    for routing in routings_of(model):
+        routing.depth_route_gate["default"].register_forward_pre_hook(slow(0.001))
     assert {choice.executor for choice in tune_execution(model, ids, steps=0, repeats=1)} == {"full"}
     model.set_adapter("b")
     assert torch.equal(logits(model, ids), before)
@@ -109,14 +109,14 @@ def test_another_adapter_runs_as_before(model: PeftModel) -> None:
     model.set_adapter("default")
     assert not torch.equal(logits(model, ids), own)  # its own choice is still there
     model.delete_adapter("default")
-    assert all({key[0] for key in holder.tuned} == {"b"} for holder in routings(model))
+    assert all({key[0] for key in routing.tuned} == {"b"} for routing in routings_of(model))
 
 
 def test_padded_prompts_are_timed(model: PeftModel) -> None:
     mask = torch.ones(4, 8, dtype=torch.long)
     mask[0, :3] = 0
     choices = tune_execution(model, tokens(4, 8), mask, steps=2, repeats=1)
-    assert len(choices) == 2 * len(routings(model))
+    assert len(choices) == 2 * len(routings_of(model))
 
 
 @pytest.mark.parametrize("fields", [{"granularity": "sequence"}, {"gate": "exit"}])

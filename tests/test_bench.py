@@ -38,9 +38,9 @@ def measured():
     base = build_base("llama")
     view = dense_view(base)
     model = get_depth_routed_model(base, DepthRouteConfig(layers="last:2", budget=0.7))
-    holder = active_routings(model)[0]
-    holder.tuned = {(True, 9): "gathered"}
-    table = holder.active_quantiles().values.clone()
+    routing = active_routings(model)[0]
+    routing.tuned = {(True, 9): "gathered"}
+    table = routing.active_quantiles().values.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "_BUFFER_BYTES", {"cpu": 1 << 18})
         patch.setattr(timing, "_MATMUL_SIZE", {"cpu": 32})
@@ -129,10 +129,10 @@ def test_variants_run_what_their_names_say():
 
 def test_budget_thresholds_and_tuned_executors_are_restored(measured):
     model, table, _ = measured
-    holder = active_routings(model)[0]
-    assert holder.active_config().budget == 0.7
-    assert torch.equal(holder.active_quantiles().values, table)
-    assert holder.tuned == {(True, 9): "gathered"}
+    routing = active_routings(model)[0]
+    assert routing.active_config().budget == 0.7
+    assert torch.equal(routing.active_quantiles().values, table)
+    assert routing.tuned == {(True, 9): "gathered"}
 
 
 @pytest.mark.parametrize("mode", ["eager", "static"])
@@ -163,7 +163,7 @@ def test_passes_are_counted_over_all_steps():
                 any_row.setdefault(index, []).append(float(record.mask.any()))
     for index, shares in counter.shares().items():
         assert shares == pytest.approx((sum(rows[index]) / 5, sum(any_row[index]) / 5))
-    assert not any(holder.state.settings.recorders for holder in active_routings(model))
+    assert not any(routing.state.settings.recorders for routing in active_routings(model))
 
 
 # Roofline
@@ -176,7 +176,7 @@ def test_passes_are_counted_over_all_steps():
 @pytest.mark.parametrize("length, cached", [(16, 0), (1, 20)])
 def test_counted_flops_are_those_of_route_cost(family, kind, length, cached):
     model = build_routed(family, kind)
-    layers = [holder.layer_index for holder in active_routings(model)]
+    layers = [routing.layer_index for routing in active_routings(model)]
     shares = {index: (0.2 + 0.1 * index, 1.0) for index in layers}
     cost = route_cost(
         model, batch_size=2, length=length, cached=cached, full_ratio={i: r for i, (r, _) in shares.items()}
@@ -260,7 +260,7 @@ def test_without_its_ffns_the_base_runs_none_and_has_them_back_afterwards():
     base = dense_view(plain)
     model = get_depth_routed_model(plain, DepthRouteConfig(layers=[1, 2]))
     variants, ids = every_variant(model, base), tokens(2, 8)
-    routed = {holder.layer_index for holder in active_routings(model)}
+    routed = {routing.layer_index for routing in active_routings(model)}
     ran: list[int] = []
     for index, layer in enumerate(decoder_layers(base)):
         layer.mlp.register_forward_hook(lambda *_, index=index: ran.append(index))

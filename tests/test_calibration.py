@@ -19,7 +19,7 @@ from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, r
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import model_inputs
 from hf_depthroute.inference.calibration import calibrate_budgets, is_calibrated
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.state import RunSettings
 from hf_depthroute.routing.thresholds import TABLE_SIZE, ScoreQuantiles, quantile_table
 from hf_depthroute.routing.trace import RouteTrace
@@ -53,7 +53,7 @@ def run_ratio(model: PeftModel, batches: list[dict[str, torch.Tensor]]) -> dict[
 
 
 def tables(model: PeftModel) -> list[torch.Tensor]:
-    return [holder.depth_route_quantiles["default"].values.clone() for holder in routings(model)]
+    return [routing.depth_route_quantiles["default"].values.clone() for routing in routings_of(model)]
 
 
 # --- the quantile function ---------------------------------------------------------------------------------------
@@ -260,8 +260,8 @@ def test_calibrate_leaves_mode_and_weights_alone(training: bool) -> None:
     assert all(module.training is training for module in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
-    for holder in routings(model):
-        assert holder.state.settings == RunSettings()
+    for routing in routings_of(model):
+        assert routing.state.settings == RunSettings()
 
 
 def test_calibrate_marks_the_adapter_as_calibrated() -> None:
@@ -485,8 +485,8 @@ def test_calibrate_restores_the_model_when_a_forward_pass_fails() -> None:
     with pytest.raises(IndexError):
         calibrate(model, [{"input_ids": torch.tensor([[10**6]])}], 0.5)
     assert model.training
-    for holder in routings(model):
-        assert holder.state.settings == RunSettings()
+    for routing in routings_of(model):
+        assert routing.state.settings == RunSettings()
 
 
 def test_a_controllers_other_budgets_are_measured_at_each_of_them() -> None:
@@ -494,11 +494,11 @@ def test_a_controllers_other_budgets_are_measured_at_each_of_them() -> None:
     model = build_routed("llama", selection="controller")
     calibrate(model, text_batches(), budget=0.5)
     without = copy.deepcopy(model)
-    for holder in routings(without):
-        del holder.depth_route_controller["default"]
-    thresholds = [float(holder.depth_route_controller["default"].threshold) for holder in routings(model)]
+    for routing in routings_of(without):
+        del routing.depth_route_controller["default"]
+    thresholds = [float(routing.depth_route_controller["default"].threshold) for routing in routings_of(model)]
     for each in (model, without):
         calibrate_budgets(each, text_batches(), [0.2, 0.8])
-    for holder, other in zip(routings(model), routings(without)):
-        assert torch.equal(holder.active_quantiles().values, other.active_quantiles().values)
-    assert [float(holder.depth_route_controller["default"].threshold) for holder in routings(model)] == thresholds
+    for routing, other in zip(routings_of(model), routings_of(without)):
+        assert torch.equal(routing.active_quantiles().values, other.active_quantiles().values)
+    assert [float(routing.depth_route_controller["default"].threshold) for routing in routings_of(model)] == thresholds

@@ -102,8 +102,8 @@ def test_a_loop_without_the_routing_losses_is_warned() -> None:
     model, batch = build_routed("llama").train(), stacked(rows(2))
     with pytest.warns(UserWarning, match="trains routers without the routing losses"):
         model(**batch)
-    for holder in (module for module in model.modules() if hasattr(module, "depth_route_gate")):
-        holder.depth_route_gate.requires_grad_(False)
+    for routing in (module for module in model.modules() if hasattr(module, "depth_route_gate")):
+        routing.depth_route_gate.requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(**batch)

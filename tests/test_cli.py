@@ -30,7 +30,7 @@ from hf_depthroute import DepthRouteConfig, __version__, get_depth_routed_model
 from hf_depthroute.cli import errors, main
 from hf_depthroute.cli.loading import explained
 from hf_depthroute.cli.output import made
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import count_routes
 
 REPOSITORY = Path(__file__).parent.parent
@@ -180,7 +180,7 @@ def test_generate_takes_its_time_without_the_count(run: Run, adapter: Path, monk
     ratios, generate = [], peft.PeftModelForCausalLM.generate
 
     def spied(model: peft.PeftModel, **arguments: object) -> object:
-        assert not any(holder.state.settings.recorders for holder in routings(model))
+        assert not any(routing.state.settings.recorders for routing in routings_of(model))
         ids = generate(model, **arguments)
         with count_routes(model) as counter:
             assert torch.equal(generate(model, **arguments), ids)

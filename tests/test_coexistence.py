@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes
 from hf_depthroute.base.families import find_decoder, find_family
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 
 every_model = pytest.mark.parametrize(("family", "gate"), [(f, g) for f in FAMILY_NAMES for g in GATES])
 every_family = pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -131,7 +131,7 @@ def test_switching_lora_does_not_switch_routing_off(family: str) -> None:
     with record_routes(lora) as trace:
         assert not torch.equal(logits(lora), first)
     assert list(trace) == [1, 2, 3]
-    assert {holder.adapter() for holder in routings(lora)} == {"depth_route"}
+    assert {routing.adapter() for routing in routings_of(lora)} == {"depth_route"}
 
 
 def lora_with_head() -> tuple[PeftModel, torch.Tensor]:

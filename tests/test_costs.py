@@ -20,7 +20,7 @@ from hf_depthroute.execution import costs, executors
 from hf_depthroute.execution.costs import STEP_SECONDS, GatherCosts, gather_costs_of
 from hf_depthroute.inference import autotune
 from hf_depthroute.parts.targets import TARGETS
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import full_depth
 
 SPEED = Path(__file__).parents[1] / "recipes" / "speed"
@@ -49,7 +49,7 @@ def call_of(batch: int, length: int, sizes: tuple[int, int], **changes: Any) -> 
     return SimpleNamespace(
         stream=stream,
         plan=SimpleNamespace(**plan | changes),
-        holder=SimpleNamespace(width=sizes[0], ffn_width=sizes[1], state=state),
+        routing=SimpleNamespace(width=sizes[0], ffn_width=sizes[1], state=state),
         site=SimpleNamespace(supports_rows=lambda call: True, hides=lambda call: False),
         needs_both_paths=False,
     )
@@ -104,15 +104,15 @@ def test_tuning_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def timed(model: Any, layers: Any, ids: torch.Tensor, mask: Any, steps: int) -> Any:
         seconds = {"full": 1e3, "rows": 2.0 * ids.numel(), "gathered": 12.0 + ids.numel()}
-        each = seconds[routings(model)[0].state.settings.executor]
-        yield from (("prefill", holder.layer_index, each) for holder in routings(model))
+        each = seconds[routings_of(model)[0].state.settings.executor]
+        yield from (("prefill", routing.layer_index, each) for routing in routings_of(model))
 
     monkeypatch.setattr(autotune, "_timed", timed)
     tune_execution(model, tokens(1, 32), steps=0, repeats=1, executors=["rows", "gathered"])
-    holder = routings(model)[0]
-    measured = holder.state.gather_costs
-    assert not measured.pays(costs.chosen_flops(holder, (1, 11), 0.5))
-    assert measured.pays(costs.chosen_flops(holder, (1, 13), 0.5))
+    routing = routings_of(model)[0]
+    measured = routing.state.gather_costs
+    assert not measured.pays(costs.chosen_flops(routing, (1, 11), 0.5))
+    assert measured.pays(costs.chosen_flops(routing, (1, 13), 0.5))
 
 
 @pytest.fixture
@@ -164,8 +164,8 @@ def test_steps_that_may_pay_or_hold_decisions_stay_routed(monkeypatch: pytest.Mo
     assert not torch.allclose(stepped(model, static), full, atol=1e-4)
     tune_execution(model, tokens(1, 7), steps=1, repeats=1, keep_decisions=True, executors=["gathered"])
     assert not torch.allclose(stepped(model, DynamicCache()), full, atol=1e-4)
-    for holder in routings(model):
-        holder.forget_tuned("default")
+    for routing in routings_of(model):
+        routing.forget_tuned("default")
     assert torch.equal(stepped(model, DynamicCache()), full)
     monkeypatch.setattr(costs, "STEP_SECONDS", 0.0)
     assert not torch.allclose(stepped(model, DynamicCache()), full, atol=1e-4)

@@ -19,7 +19,7 @@ from hf_depthroute.execution.decode import DECODE_ROWS, AttentionStep, DecodeSte
 from hf_depthroute.parts.branches import rms_of
 from hf_depthroute.parts.gates import MLPGate
 from hf_depthroute.parts.joint import joint_maps
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.stack import routings_of, state_of
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="decoding steps are taken on CPUs")
 
@@ -67,11 +67,11 @@ def assert_steps_equal_the_general_pass(monkeypatch: pytest.MonkeyPatch, model: 
     torch.testing.assert_close(fast, general, atol=1e-5, rtol=1e-5)
     with monkeypatch.context() as patch:  # one map after the other, it is the same to the bit
         patch.setattr(step_weights, "joint_maps", lambda *parts: None)
-        for holder in routings(model):
-            holder.derived.clear()
+        for routing in routings_of(model):
+            routing.derived.clear()
         assert torch.equal(decoded(model, batch), general)
-    for holder in routings(model):
-        holder.derived.clear()
+    for routing in routings_of(model):
+        routing.derived.clear()
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -104,9 +104,9 @@ def test_skipped_tokens_look_their_n_grams_up(
     model = build_routed("llama", kind, gate=gate, **MEMORY)
     assert_steps_equal_the_general_pass(monkeypatch, model, batch)
     before = decoded(model, batch)
-    for holder in routings(model):
+    for routing in routings_of(model):
         with torch.no_grad():
-            holder.depth_route_memory["default"].table.zero_()
+            routing.depth_route_memory["default"].table.zero_()
     assert not torch.equal(decoded(model, batch), before)
 
 
@@ -135,15 +135,15 @@ def test_take_the_stream_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_maps_in_one_product_are_those_of_gate_and_branch(dtype: torch.dtype, gate: str, batch: int) -> None:
     model = routed(build_base("llama", dtype=dtype), "mlp", gate=gate)
-    holder = routings(model)[0]
-    one, branch = holder.depth_route_gate["default"], holder.depth_route_branch["default"]
-    norm: Any = holder.norm_in_front("ffn")
+    routing = routings_of(model)[0]
+    one, branch = routing.depth_route_gate["default"], routing.depth_route_branch["default"]
+    norm: Any = routing.norm_in_front("ffn")
     with torch.no_grad():
         norm.weight.copy_(torch.rand(norm.weight.shape) + 0.5)
         branch.norm.weight.copy_(torch.rand(norm.weight.shape) + 0.5)
         for weight in (*one.parameters(), *branch.parameters()):
             weight.copy_(weight.to(dtype) if weight.ndim == 1 else torch.randn(weight.shape).to(dtype) * 0.3)
-        a = torch.randn(batch, 1, holder.width).to(dtype)
+        a = torch.randn(batch, 1, routing.width).to(dtype)
         joint = joint_maps(rms_of(norm), one, branch)
         assert joint is not None
         scores, maps = joint.scores(a)
@@ -205,8 +205,8 @@ def test_a_gate_that_inherits_its_maps_scores_by_itself(monkeypatch: pytest.Monk
         frozen = property()  # not there, as far as `hasattr` can tell
 
     model = build_routed("llama", "mlp")
-    for holder in routings(model):
-        holder.depth_route_gate["default"].__class__ = Turned
+    for routing in routings_of(model):
+        routing.depth_route_gate["default"].__class__ = Turned
     with counted_steps(monkeypatch) as taken:
         fast = decoded(model)
     assert taken and torch.equal(fast, decoded(model, general=True))
@@ -214,7 +214,7 @@ def test_a_gate_that_inherits_its_maps_scores_by_itself(monkeypatch: pytest.Monk
 
 def test_follow_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_routed("llama", "mlp")
-    gate: Any = routings(model)[0].depth_route_gate["default"]
+    gate: Any = routings_of(model)[0].depth_route_gate["default"]
     outputs = [decoded(model)]
     with torch.no_grad():
         norm = decoder_layers(model)[1].post_attention_layernorm  # its weight is folded into the gate's
@@ -267,17 +267,17 @@ def test_the_predictor_decides_the_steps_that_the_gate_does_not(
 ) -> None:
     model = build_routed(family, target, causal_rule="predictor")
     ids = tokens(4, 12, seed=4)
-    for holder in routings(model):  # a token in two, where gate and predictor differ
+    for routing in routings_of(model):  # a token in two, where gate and predictor differ
         with torch.no_grad(), record_routes(model) as trace:
             model(input_ids=ids)
-        head = holder.depth_route_predictor["default"].score
+        head = routing.depth_route_predictor["default"].score
         with torch.no_grad():
-            head.bias -= trace[holder.layer_index].extras["predicted"].flatten().quantile(0.5)
+            head.bias -= trace[routing.layer_index].extras["predicted"].flatten().quantile(0.5)
     assert_steps_equal_the_general_pass(monkeypatch, model)
     decided = decoded(model)
-    for holder in routings(model):
-        holder.depth_route_predictor["default"].score.bias.data -= 100  # nothing runs in full
-        holder.derived.clear()
+    for routing in routings_of(model):
+        routing.depth_route_predictor["default"].score.bias.data -= 100  # nothing runs in full
+        routing.derived.clear()
     assert not torch.equal(decoded(model), decided)
 
 
@@ -289,8 +289,8 @@ def test_sequences_that_are_decided_alike_take_steps(
     monkeypatch: pytest.MonkeyPatch, target: str, threshold: float, batch: int, family: str
 ) -> None:
     model = build_routed(family, target, granularity="sequence")
-    for holder in routings(model):
-        holder.config("default").threshold = threshold
+    for routing in routings_of(model):
+        routing.config("default").threshold = threshold
     with counted_steps(monkeypatch) as taken:
         fast = decoded(model, batch)
     assert len(taken) == 8 * 3
@@ -331,8 +331,8 @@ def test_sequences_that_differ_and_caches_that_hold_all_keys_run_the_general_pas
 @pytest.mark.parametrize("target", ["attention", "block"])
 def test_a_skipped_token_is_seen_by_later_ones_and_costs_no_query(target: str) -> None:
     model = build_routed("llama", target, branch="none")
-    for holder in routings(model):
-        holder.config("default").threshold = torch.inf
+    for routing in routings_of(model):
+        routing.config("default").threshold = torch.inf
     ids, layer, calls = tokens(1, 9, seed=4), decoder_layers(model)[2], []
     for name in ("q_proj", "k_proj", "o_proj"):
         layer.self_attn._modules[name].register_forward_hook(lambda *args, name=name: calls.append(name))
@@ -375,7 +375,7 @@ def test_hooks_on_the_adapter_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
     model: PeftModel = build_routed("llama", "mlp")
     decoded(model)
     seen: list[torch.Size] = []
-    gate: Any = routings(model)[0].depth_route_gate["default"]
+    gate: Any = routings_of(model)[0].depth_route_gate["default"]
     handle = gate.hidden.register_forward_hook(lambda module, args, out: seen.append(out.shape))
     with counted_steps(monkeypatch) as taken:
         decoded(model)

@@ -16,7 +16,7 @@ from hf_depthroute import calibrate, record_routes, set_budget
 from hf_depthroute.execution import step_weights
 from hf_depthroute.parts.branches import MixedLinear
 from hf_depthroute.parts.gates import JEPAGate
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 
 
 @pytest.fixture(params=GATES)
@@ -110,13 +110,13 @@ def test_a_kept_plan_follows_budget_threshold_and_table(model: PeftModel, monkey
     set_budget(model, 0.2)
     fifth = share()
     assert fifth < half
-    config = routings(model)[0].config("default")
+    config = routings_of(model)[0].config("default")
     config.threshold = -torch.inf
-    assert share() == len(routings(model))
+    assert share() == len(routings_of(model))
     config.threshold = None
     assert share() == fifth
-    for holder in routings(model):
-        holder.active_quantiles().set(torch.full_like(holder.active_quantiles().values, torch.inf))
+    for routing in routings_of(model):
+        routing.active_quantiles().set(torch.full_like(routing.active_quantiles().values, torch.inf))
     assert share() == 0
 
 
@@ -215,16 +215,16 @@ NOT_COUNTED = [
 
 def targets_of(model: PeftModel) -> dict[str, tuple[Any, str]]:
     """A tensor of each kind that something is prepared from."""
-    holder = routings(model)[0]
-    gate, branch = holder.depth_route_gate["default"], holder.depth_route_branch["default"]
+    routing = routings_of(model)[0]
+    gate, branch = routing.depth_route_gate["default"], routing.depth_route_branch["default"]
     maps = [module for module in gate.modules() if isinstance(module, MixedLinear)]
     return {
         "gate": (maps[0], "weight"),
         "score": (gate.score, "weight"),
         "branch": (branch.down, "weight"),
         "branch's norm": (branch.norm, "weight"),
-        "base's norm": (holder.norm_in_front("ffn"), "weight"),
-        "table": (holder.active_quantiles(), "values"),
+        "base's norm": (routing.norm_in_front("ffn"), "weight"),
+        "table": (routing.active_quantiles(), "values"),
     }
 
 

@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hf_depthroute import draft_view, lossless_generate, set_budget
 from hf_depthroute.cli import errors, main
 from hf_depthroute.inference.drafting import DraftCounter, _Draft
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.state import RunSettings
 from hf_depthroute.routing.trace import count_routes, full_depth, record_routes
 
@@ -89,7 +89,7 @@ def test_other_kinds_of_routing_draft_too(fields: dict[str, Any]) -> None:
 def test_static_experts_keep_their_layers_lists_when_a_block_is_left_out() -> None:
     model = routed(build_base("olmoe"), "experts", gate="none", layers=[1, 2, 3], dropped_experts=[[0], [1, 2], [3]])
     draft = draft_view(model, drop=[0, 2])
-    (config,) = {id(h.active_config()): h.active_config() for h in routings(draft)}.values()
+    (config,) = {id(h.active_config()): h.active_config() for h in routings_of(draft)}.values()
     assert (config.layers, config.dropped_experts) == ([0, 1], [[0], [3]])
     ids = tokens(1, 6, seed=3)
     assert torch.equal(drafted_output(model, ids, draft)[0], full_output(model, ids))
@@ -203,9 +203,9 @@ def test_training_the_model_moves_the_view_along() -> None:
     model = build_routed("llama")
     draft = draft_view(model)
     with torch.no_grad():
-        for holder in routings(model):
-            holder.depth_route_branch["default"].down.weight.mul_(2)
-            holder.depth_route_quantiles["default"].values.add_(0.5)
+        for routing in routings_of(model):
+            routing.depth_route_branch["default"].down.weight.mul_(2)
+            routing.depth_route_quantiles["default"].values.add_(0.5)
     assert torch.equal(logits(draft), logits(model))
 
 
@@ -235,10 +235,10 @@ def test_a_dropped_block_leaves_the_stream_as_it_is(family: str) -> None:
 def test_the_draft_that_is_left_numbers_its_routed_layers_anew() -> None:
     model = build_routed("llama", layers=[1, 3])
     draft = draft_view(model, drop=[0, 2])
-    assert [holder.layer_index for holder in routings(draft)] == [0, 1]
-    assert routings(draft)[0].active_config().layers == [0, 1]
-    assert [holder.layer_index for holder in routings(model)] == [1, 3]
-    assert routings(model)[0].active_config().layers == [1, 3]
+    assert [routing.layer_index for routing in routings_of(draft)] == [0, 1]
+    assert routings_of(draft)[0].active_config().layers == [0, 1]
+    assert [routing.layer_index for routing in routings_of(model)] == [1, 3]
+    assert routings_of(model)[0].active_config().layers == [1, 3]
 
 
 def test_a_view_of_an_offloaded_model_reads_the_same_weights() -> None:
@@ -322,7 +322,7 @@ def test_several_sequences_are_refused() -> None:
     model = build_routed("llama")
     with pytest.raises(ValueError, match="batch_size = 1"):
         lossless_generate(model, tokens(2, 6), draft=draft_view(model), **GREEDY)
-    assert all(holder.state.settings == RunSettings() for holder in routings(model))
+    assert all(routing.state.settings == RunSettings() for routing in routings_of(model))
     assert not model.get_base_model()._forward_pre_hooks
 
 

@@ -28,9 +28,9 @@ def batch(rows: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def state(model: PeftModel) -> list[object]:
     found: list[object] = [model.training]
-    for holder in active_routings(model):
-        found += [holder.config(holder.adapter()).budget, holder.state.settings]
-        found += [t.tolist() for t in holder.depth_route_quantiles.state_dict().values()]
+    for routing in active_routings(model):
+        found += [routing.config(routing.adapter()).budget, routing.state.settings]
+        found += [t.tolist() for t in routing.depth_route_quantiles.state_dict().values()]
     return found
 
 
@@ -141,8 +141,8 @@ def test_budget_one_has_the_dense_loss(model: PeftModel) -> None:
 
 def test_calibration_text_sets_the_share(model: PeftModel) -> None:
     with torch.no_grad():
-        for holder in active_routings(model):
-            holder.depth_route_quantiles["default"].values.add_(100)  # no score reaches these
+        for routing in active_routings(model):
+            routing.depth_route_quantiles["default"].values.add_(100)  # no score reaches these
     blocks = [batch(8, 16)]
     assert evaluate_budgets(model, blocks, None, [0.5])[2].full_ratio == 0.0
     assert evaluate_budgets(model, blocks, blocks, [0.5])[2].full_ratio == pytest.approx(0.5, abs=0.02)

@@ -15,7 +15,7 @@ from hf_depthroute.execution import attention, sites
 from hf_depthroute.execution.call import RoutedCall
 from hf_depthroute.execution.executors import EXECUTORS
 from hf_depthroute.execution.gathered import cpu_slice
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.stack import routings_of, state_of
 
 
 class Chosen:
@@ -56,7 +56,7 @@ def test_row_of_another_package_is_chosen_by_its_name_and_equals_masked(
     found = logits(model, "chosen")
     assert chosen.layers == [layer for layer in decoder_layers(model) if "routing" in layer._modules]
     assert torch.equal(found, logits(model, "masked"))
-    assert len(chosen.layers) == len(routings(model))
+    assert len(chosen.layers) == len(routings_of(model))
 
 
 def test_auto_takes_the_first_row_that_supports_the_call(chosen: Chosen) -> None:
@@ -67,7 +67,7 @@ def test_auto_takes_the_first_row_that_supports_the_call(chosen: Chosen) -> None
     rows = {name: EXECUTORS.pop(name) for name in list(EXECUTORS) if name != "chosen"}
     EXECUTORS.update(rows)
     assert torch.equal(logits(model, "auto"), expected)
-    assert len(chosen.layers) == len(routings(model))
+    assert len(chosen.layers) == len(routings_of(model))
 
 
 def test_call_that_a_row_does_not_support_runs_as_auto_says(chosen: Chosen) -> None:
@@ -88,7 +88,7 @@ def test_tuning_times_the_rows_that_support_the_prompts(chosen: Chosen) -> None:
     assert {choice.executor for choice in tuned} == {"chosen"}
     chosen.layers.clear()
     logits(model, "auto", tokens(2, 4))
-    assert len(chosen.layers) == len(routings(model))
+    assert len(chosen.layers) == len(routings_of(model))
 
 
 def test_name_that_is_not_in_the_table_is_refused() -> None:
@@ -115,14 +115,14 @@ def test_the_ffn_is_called_in_slices_of_its_width(family: str, monkeypatch: pyte
         return 4
 
     monkeypatch.setattr(sites, "cpu_slice", four)
-    ffn = getattr(decoder_layers(model)[1], routings(model)[0].family.ffn)
+    ffn = getattr(decoder_layers(model)[1], routings_of(model)[0].family.ffn)
     ffn.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[:-1].numel()))
     sliced = logits(model, "gathered")
     with record_routes(model) as trace:
         logits(model, "gathered")
     chosen = int(trace[1].mask.sum())
-    inner = max(weight.numel() for weight in ffn.parameters()) // routings(model)[0].width
-    assert set(widths) == {inner} and inner > routings(model)[0].width
+    inner = max(weight.numel() for weight in ffn.parameters()) // routings_of(model)[0].width
+    assert set(widths) == {inner} and inner > routings_of(model)[0].width
     assert max(rows) == 4 and sum(rows) == 2 * chosen
     torch.testing.assert_close(sliced, whole, atol=1e-5, rtol=1e-5)
 

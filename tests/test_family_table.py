@@ -19,7 +19,7 @@ from test_invariants_execution import assert_only_decided_rows_ran, counted_rows
 from hf_depthroute import record_routes, replay_routes, set_budget
 from hf_depthroute.base.families import FAMILIES, find_family
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.trace import RouteTrace
 from hf_depthroute.training.losses import routing_losses
 
@@ -56,7 +56,7 @@ def run(model: Any, **inputs: Any) -> tuple[torch.Tensor, RouteTrace]:
 
 @contextmanager
 def without_branches(model: PeftModel) -> Iterator[None]:
-    branches: list[Any] = [holder.depth_route_branch["default"].down for holder in routings(model)]
+    branches: list[Any] = [routing.depth_route_branch["default"].down for routing in routings_of(model)]
     kept = [branch.state_dict() for branch in branches]
     kept = [{name: value.clone() for name, value in values.items()} for values in kept]
     for branch in branches:
@@ -237,8 +237,8 @@ def test_gradients_reach_the_gate_and_the_branch(family: str, target: str) -> No
         terms = routing_losses(trace, lm=loss)
         assert all(bool(torch.isfinite(term)) for term in terms.values())
         sum(terms.values()).backward()
-        for holder in routings(model):
-            for group in (holder.depth_route_gate, holder.depth_route_branch):
+        for routing in routings_of(model):
+            for group in (routing.depth_route_gate, routing.depth_route_branch):
                 gradients = [p.grad for p in group.parameters()]
                 assert all(g is not None and bool(torch.isfinite(g).all()) for g in gradients)
                 assert any(bool(g.any()) for g in gradients if g is not None)

@@ -12,7 +12,7 @@ from text_models import save_base, write_text
 from transformers import AutoModelForCausalLM
 
 from hf_depthroute.inference.non_finite import NonFiniteError, finite_logits, first_non_finite_layer
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 
 PROMPT = ("--prompt", "the cat sat on the mat", "--max-new-tokens", 4)
 
@@ -25,8 +25,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def overflowing(base: Path, layer: int = 2, part: str = "branch") -> torch.nn.Module:
     """The adapter's branch (or gate) in `layer` holds 1e38, which a file may."""
     model = routed(AutoModelForCausalLM.from_pretrained(base), budget=0.25)
-    holder = next(h for h in routings(model) if h.layer_index == layer)
-    group = holder.depth_route_branch if part == "branch" else holder.depth_route_gate
+    routing = next(h for h in routings_of(model) if h.layer_index == layer)
+    group = routing.depth_route_branch if part == "branch" else routing.depth_route_gate
     with torch.no_grad():
         for parameter in group["default"].parameters():
             parameter.fill_(1e38)

@@ -30,7 +30,7 @@ from hf_depthroute.fitting.options import Option, StaticFit, choose, options_of,
 from hf_depthroute.fitting.prompts import fit_prompts
 from hf_depthroute.fitting.sensitivity import stream_gradients, stream_metrics, text_gradients
 from hf_depthroute.inference.calibration import active_routings
-from hf_depthroute.routing.trace import routings
+from hf_depthroute.routing.trace import routings_of
 from hf_depthroute.training.record import remembered
 
 TEXT = [{"input_ids": part} for part in tokens(20, 60, seed=5).split(4)]
@@ -51,7 +51,7 @@ def found(model: Any) -> dict[str, Any]:
 def prompt_flops(model: Any, length: int) -> float:
     """The share of a prompt's FLOPs that is left, as it is counted elsewhere."""
     in_full = model.peft_config["default"].prompt_tail / length
-    shares = {holder.layer_index: (in_full, 1.0) for holder in active_routings(model)}
+    shares = {routing.layer_index: (in_full, 1.0) for routing in active_routings(model)}
     routed = count_work(model, batch=1, length=length, shares=shares).total_flops
     with model.disable_adapter():
         return routed / count_work(model, batch=1, length=length).total_flops
@@ -133,8 +133,8 @@ def test_what_is_kept_may_be_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch
 def seconds_of(model: Any, ids: torch.Tensor) -> dict[int, float]:
     """A made-up clock: four layers of a second each, and what each target saves of it in a layer that has it."""
     saved = {"ffn": 0.5, "block": 0.9, "attention": -0.1}
-    holders = routings(model) if isinstance(model, PeftModel) else []
-    targets = {holder.layer_index: holder.active_config().target_of(holder.layer_index) for holder in holders}
+    routings = routings_of(model) if isinstance(model, PeftModel) else []
+    targets = {routing.layer_index: routing.active_config().target_of(routing.layer_index) for routing in routings}
     return {index: 1.0 - saved.get(targets.get(index, ""), 0.0) for index in range(4)}
 
 
@@ -152,7 +152,7 @@ def test_the_time_of_every_option_is_measured_and_the_base_stays_as_it_is(monkey
     assert [saved[option] for option in options] == pytest.approx([0.125, 0.225, -0.025])
     assert torch.equal(base(tokens(2, 9)).logits, expected)
     with pytest.raises(ValueError, match="no routed layer"):
-        routings(base)
+        routings_of(base)
 
 
 def test_a_layer_is_timed_from_its_beginning_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_a_base_whose_times_are_not_measured_to_the_end_is_as_before(
         fit_router(base, TEXT, 0.6, config, keep_of="time")
     assert torch.equal(base(tokens(2, 9)).logits, expected)
     with pytest.raises(ValueError, match="no routed layer"):
-        routings(base)
+        routings_of(base)
 
 
 def test_a_lower_share_costs_more() -> None:
@@ -300,7 +300,7 @@ def test_padding_changes_nothing() -> None:
     plain, other = (fit_router(build_base("llama"), text, 0.6, config) for text in (TEXT, padded))
     assert found(plain)["divergence"] == pytest.approx(found(other)["divergence"], rel=0.02)
     bounds = [
-        [float(holder.depth_route_gate["default"].log_bound) for holder in active_routings(model)]
+        [float(routing.depth_route_gate["default"].log_bound) for routing in active_routings(model)]
         for model in (plain, other)
     ]
     assert bounds[0] == pytest.approx(bounds[1], abs=1e-3)
@@ -323,9 +323,9 @@ def test_only_the_layers_that_may_be_are_routed() -> None:
 
 def test_attention_that_would_be_computed_all_the_same_is_no_option() -> None:
     model = fitted(0.9, "falcon")
-    for holder in active_routings(model):
-        targets = {option.target for option in options_of(holder)}
-        assert targets == ({"ffn"} if holder.family.queries is None else {"ffn", "attention", "block"})
+    for routing in active_routings(model):
+        targets = {option.target for option in options_of(routing)}
+        assert targets == ({"ffn"} if routing.family.queries is None else {"ffn", "attention", "block"})
 
 
 @pytest.mark.parametrize(

@@ -192,8 +192,8 @@ def test_the_better_round_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoiled(fits: Fits, first: bool) -> None:
         fit_round(fits, first)
         if not first:
-            for holder in fits.holders.values():
-                holder.depth_route_branch["default"].down.weight.add_(1.0)
+            for routing in fits.routings.values():
+                routing.depth_route_branch["default"].down.weight.add_(1.0)
 
     monkeypatch.setattr(Fits, "round", spoiled)
     model = fit_router(build_base("qwen3"), text(), keep=0.5, config=DepthRouteConfig(layers="all", gate="affine"))
@@ -209,8 +209,8 @@ def test_the_better_round_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_budget_is_held(scope: str) -> None:
     base = build_base("llama")
     model = get_depth_routed_model(base, DepthRouteConfig(layers="all", budget_scope=scope))
-    for holder in active_routings(model):  # what a layer skips has to matter to the next one's scores
-        branch = holder.depth_route_branch["default"]
+    for routing in active_routings(model):  # what a layer skips has to matter to the next one's scores
+        branch = routing.depth_route_branch["default"]
         branch.down.weight.data.copy_(torch.randn(branch.down.weight.shape, generator=torch.Generator().manual_seed(2)))
     batches = text(64)
     calibrate(model, batches, 0.5)

@@ -8,7 +8,7 @@ from models import FAMILY_NAMES, build_base, decoder_layers, tokens
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes
 from hf_depthroute.inference.fitting import fit_branches, fit_memory
 from hf_depthroute.parts.memory import NgramMemory, suffixes
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import full_depth
 
 BATCHES = [{"input_ids": tokens(8, 16, seed=seed)} for seed in (5, 6)]
@@ -22,7 +22,7 @@ def build(family="llama", layers=(1, 3), **fields):
 
 
 def branches(model):
-    return {holder.layer_index: holder.depth_route_branch["default"] for holder in routings(model)}
+    return {routing.layer_index: routing.depth_route_branch["default"] for routing in routings_of(model)}
 
 
 @torch.no_grad()

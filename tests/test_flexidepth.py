@@ -33,7 +33,7 @@ from hf_depthroute.adapter.files import AdapterMismatchError
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.parts.flexidepth import BottleneckGate
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.stack import routings_of, state_of
 
 DEPTH, BOTTLENECK, BRANCH = 6, 8, 8
 ROUTED = [3, 4, 5]
@@ -187,10 +187,10 @@ def test_it_would_fail_with_another_reading_of_the_paper(saved: Path, model: Any
             if field == "gate":  # the paths are chosen, and not scaled
                 patch.setattr(BottleneckGate, "scales_ffn", False)
             else:  # the branch reads the stream
-                for holder in routings(model):
-                    patch.setattr(holder.depth_route_branch["default"], "normed", lambda a: a)
-            for holder in routings(model):
-                holder.forget_prepared()
+                for routing in routings_of(model):
+                    patch.setattr(routing.depth_route_branch["default"], "normed", lambda a: a)
+            for routing in routings_of(model):
+                routing.forget_prepared()
             assert gap(model(ids).logits, wanted) > 100 * LONGEST, value
 
 
@@ -400,10 +400,10 @@ def test_preset_is_of_the_papers_sizes() -> None:
     config, _ = preset("flexidepth")
     assert config.routed_layers(32) == list(range(16, 32))
     model = get_depth_routed_model(LlamaForCausalLM(config_of_base()), config)
-    holder = routings(model)[0]
-    gate: Any = holder.depth_route_gate["default"]
-    branch: Any = holder.depth_route_branch["default"]
-    assert [h.layer_index for h in routings(model)] == ROUTED
+    routing = routings_of(model)[0]
+    gate: Any = routing.depth_route_gate["default"]
+    branch: Any = routing.depth_route_branch["default"]
+    assert [h.layer_index for h in routings_of(model)] == ROUTED
     assert gate.enc.weight.shape == (WIDTH // 16, WIDTH) and branch.gate.weight.shape == (128 // 16, WIDTH)
     assert route_cost(model).flops_routed < route_cost(model).flops_dense
 

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes, replay_routes, set_budget
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.calibration import use_selection
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 
 # Fields of an adapter, by what the literature calls it.
 METHODS: dict[str, dict[str, Any]] = {
@@ -57,11 +57,11 @@ def shared(method: str) -> PeftModel:
 
 def center_predictors(model: PeftModel) -> None:
     """Let each predictor choose about half of the tokens."""
-    for holder in routings(model):
+    for routing in routings_of(model):
         with torch.no_grad(), record_routes(model) as trace:
             model(tokens(8, 16, seed=99))
-        head = holder.depth_route_predictor["default"].score
-        head.bias.data -= trace[holder.layer_index].predicted.median()
+        head = routing.depth_route_predictor["default"].score
+        head.bias.data -= trace[routing.layer_index].predicted.median()
 
 
 @every_method
@@ -166,7 +166,7 @@ def test_halting_gate_has_the_papers_size() -> None:
         assert sum(p.numel() for p in base.parameters()) == 4_788_480
         model = get_depth_routed_model(base, DepthRouteConfig(gate="halting", target="block", branch="none"))
     assert model.get_nb_trainable_parameters()[0] == 82_565
-    assert [holder.layer_index for holder in routings(model)] == [1, 2, 3, 4, 5]
+    assert [routing.layer_index for routing in routings_of(model)] == [1, 2, 3, 4, 5]
 
 
 def test_halting_is_soft_in_training_as_in_the_paper() -> None:
@@ -177,7 +177,7 @@ def test_halting_is_soft_in_training_as_in_the_paper() -> None:
         model.train()
         found = model(ids).logits
         states = base(ids, output_hidden_states=True).hidden_states[3]
-        layer, gate = base.model.layers[3], routings(model)[0].depth_route_gate["default"]
+        layer, gate = base.model.layers[3], routings_of(model)[0].depth_route_gate["default"]
         active = torch.sigmoid(gate(states)["scores"])[..., None]
         handle = layer.self_attn.register_forward_hook(lambda _, __, out: (active * out[0], out[1]))
         other = layer.mlp.register_forward_hook(lambda _, __, out: active * out)
@@ -211,8 +211,8 @@ def test_gumbel_noise_is_in_training_only() -> None:
 
 def test_global_budget_holds_the_mean_and_not_every_layer() -> None:
     model = build_routed("llama", "plain", **METHODS["global budget"])
-    for place, holder in enumerate(routings(model)):  # layers that differ in what they score
-        holder.depth_route_gate["default"].score.bias.data += 1.5 * place
+    for place, routing in enumerate(routings_of(model)):  # layers that differ in what they score
+        routing.depth_route_gate["default"].score.bias.data += 1.5 * place
     shares = calibrate(model, [{"input_ids": tokens(8, 16, seed)} for seed in range(8)], budget=0.5)
     assert abs(sum(shares.values()) / len(shares) - 0.5) < 0.02
     assert max(shares.values()) - min(shares.values()) > 0.3

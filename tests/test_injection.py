@@ -28,9 +28,9 @@ from models import (
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.routing import holder
-from hf_depthroute.routing.holder import Routing
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing import routing
+from hf_depthroute.routing.routing import Routing
+from hf_depthroute.routing.stack import routings_of
 
 every_model = pytest.mark.parametrize(("family", "kind"), COVERING)
 every_family = pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -135,7 +135,7 @@ def test_delete_adapter_leaves_no_weights(family: str, kind: str) -> None:
     model.add_adapter("second", DepthRouteConfig(**KINDS[kind], layers=[0, 1]))
     model.delete_adapter("default")
     assert not [key for key in model.state_dict() if ".default." in key]
-    assert not any("default" in adapter_parts(holder) for holder in routings(model))
+    assert not any("default" in adapter_parts(routing) for routing in routings_of(model))
     assert list(model.peft_config) == ["second"]
     model.delete_adapter("second")
     assert not [key for key in model.state_dict() if "depth_route_" in key]
@@ -185,7 +185,7 @@ def test_an_injection_that_fails_half_way_is_undone(part: str, beside: bool, mon
     model: Any = routed(base, adapter_name="first", layers=[0, 2]) if beside else base
     trains = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
     before, expected = fingerprint(model), logits(model)
-    config, make, made = DepthRouteConfig(layers=[1, 2, 3]), getattr(holder, part), []
+    config, make, made = DepthRouteConfig(layers=[1, 2, 3]), getattr(routing, part), []
 
     def fail_in_the_second_layer(*args: Any, **kwargs: Any) -> Any:
         made.append(args)
@@ -194,7 +194,7 @@ def test_an_injection_that_fails_half_way_is_undone(part: str, beside: bool, mon
         return make(*args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        patch.setattr(holder, part, fail_in_the_second_layer)
+        patch.setattr(routing, part, fail_in_the_second_layer)
         get_depth_routed_model(base, config, adapter_name="second")
     assert torch.equal(logits(model), expected)
     assert not any(".second." in name for name, _ in model.named_parameters())
@@ -216,7 +216,7 @@ def test_copies_that_do_not_fit_into_memory_undo_an_injection(monkeypatch: pytes
     assert all(parameter.requires_grad for parameter in base.parameters())
 
 
-def test_a_deleted_adapter_leaves_no_empty_holder_to_transformers(tmp_path: Path) -> None:
+def test_a_deleted_adapter_leaves_no_empty_routing_to_transformers(tmp_path: Path) -> None:
     base = build_base("llama")
     base.add_adapter(DepthRouteConfig(layers=[0, 1]), "first")
     base.delete_adapter("first")

@@ -17,7 +17,7 @@ from hf_depthroute import calibrate, calibrate_budgets, fit_router, tune_executi
 from hf_depthroute.adapter import loading
 from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.inference.importance import layer_importance
-from hf_depthroute.routing.holder import Routing
+from hf_depthroute.routing.routing import Routing
 
 BATCHES = [{"input_ids": tokens(2, 8, seed)} for seed in range(2)]
 
@@ -38,7 +38,7 @@ def interrupted(model: nn.Module, at: int, error: type[BaseException]) -> Iterat
 
 def state_of(model: nn.Module) -> dict[str, Any]:
     """Everything of a model that somebody could find changed."""
-    holders = [module for module in model.modules() if isinstance(module, Routing)]
+    routings = [module for module in model.modules() if isinstance(module, Routing)]
     found: dict[str, Any] = {
         "classes": [type(module) for module in model.modules()],
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
@@ -46,10 +46,10 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "trains": [parameter.requires_grad for parameter in model.parameters()],
         "tensors": {name: value.clone() for name, value in model.state_dict().items()},
         "attributes": [sorted(vars(module)) for module in model.modules() if not isinstance(module, Routing)],
-        "settings": [holder.state.settings for holder in holders],
-        "tuned": [dict(holder.tuned) for holder in holders],
-        "measured": [holder.active_quantiles().measured for holder in holders],
-        "configs": [holder.active_config().to_dict() for holder in holders],
+        "settings": [routing.state.settings for routing in routings],
+        "tuned": [dict(routing.tuned) for routing in routings],
+        "measured": [routing.active_quantiles().measured for routing in routings],
+        "configs": [routing.active_config().to_dict() for routing in routings],
     }
     return found
 

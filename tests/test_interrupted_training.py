@@ -16,7 +16,7 @@ from training import adapter_state, assert_same_tensors, make_trainer, rows
 from transformers import Trainer, TrainerCallback
 
 from hf_depthroute import DepthRouteCallback, DepthRouteTrainer
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.state import RunSettings
 
 STEPS = 4
@@ -88,7 +88,7 @@ def interrupted(place: str, trainer: Any, error: type[BaseException], patch: pyt
 
 def in_force(model: nn.Module) -> dict[str, Any]:
     """Everything that a training run changes for its time."""
-    states = [holder.state for holder in routings(model)]
+    states = [routing.state for routing in routings_of(model)]
     return {
         "scheduled": [(state.scheduled_budget, state.scheduled_temperature) for state in states],
         "settings": [state.settings for state in states],
@@ -105,8 +105,8 @@ def test_whatever_ends_a_training_ends_what_it_put_in_force(
 ) -> None:
     model = build_routed("llama")
     before = in_force(model)
-    assert before["scheduled"] == [(None, None)] * len(routings(model))
-    assert before["settings"] == [RunSettings()] * len(routings(model))
+    assert before["scheduled"] == [(None, None)] * len(routings_of(model))
+    assert before["settings"] == [RunSettings()] * len(routings_of(model))
     trainer, _ = make_trainer(model, rows(8), tmp_path, cls, eval_dataset=rows(2), **FIELDS)
     if place in EVENTS:
         trainer.add_callback(Raise(place, error, after=0 if place == "train_begin" else 1))

@@ -21,7 +21,7 @@ from hf_depthroute.base.families import find_decoder, find_family
 from hf_depthroute.base.projections import STYLES
 from hf_depthroute.execution.gathered import gathered_update
 from hf_depthroute.execution.masked import masked_update
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import RouteTrace
 
 every_model = pytest.mark.parametrize(("family", "kind"), MODELS)
@@ -41,17 +41,17 @@ def counted_rows(model: PeftModel) -> Iterator[dict[str, dict[int, int]]]:
     Of an FFN, its rows; of an attention, the rows of its query and of its output projection; of experts, the pairs.
     """
     base = model.get_base_model()
-    holders = routings(model)
+    routings = routings_of(model)
     counts: dict[str, dict[int, int]] = {
-        kind: {holder.layer_index: 0 for holder in holders} for kind in ("computed", "decided", "all")
+        kind: {routing.layer_index: 0 for routing in routings} for kind in ("computed", "decided", "all")
     }
     handles = []
     modules = 1
-    for holder in holders:
-        counters = _counted_modules(decoder_layers(model)[holder.layer_index], holder)
+    for routing in routings:
+        counters = _counted_modules(decoder_layers(model)[routing.layer_index], routing)
         modules = len(counters)
 
-        def count(_: nn.Module, inputs: tuple[torch.Tensor, ...], i: int = holder.layer_index) -> None:
+        def count(_: nn.Module, inputs: tuple[torch.Tensor, ...], i: int = routing.layer_index) -> None:
             counts["computed"][i] += inputs[0].shape[:-1].numel()
 
         handles += [module.register_forward_pre_hook(count) for module in counters]
@@ -70,14 +70,14 @@ def counted_rows(model: PeftModel) -> Iterator[dict[str, dict[int, int]]]:
                 handle.remove()
 
 
-def _counted_modules(layer: nn.Module, holder: Any) -> list[nn.Module]:
-    family, target = holder.family, holder.active_config().target
+def _counted_modules(layer: nn.Module, routing: Any) -> list[nn.Module]:
+    family, target = routing.family, routing.active_config().target
     ffn, attention = getattr(layer, family.ffn), getattr(layer, family.attention)
     if target == "ffn":
         return [ffn]
     if target == "experts":
         # The innermost module. Its hook runs after the one that leaves pairs out, which is registered per call.
-        return [_AfterOthers(holder.experts_of(layer))]
+        return [_AfterOthers(routing.experts_of(layer))]
     queries = {} if family.queries is None else STYLES[family.queries].weights(attention)
     projections = [getattr(attention, name) for name, part in queries.items() if part == 1]
     return projections + ([ffn] if target == "block" else [])
@@ -181,8 +181,8 @@ def test_gathered_forward_and_gradients_equal_masked(family: str, kind: str) -> 
     model, ids = build_routed(family, kind), tokens(3, 12)
     with record_routes(model) as trace:
         gathered = model(ids).logits
-    for holder in routings(model):  # a gate without an input gradient: what is left is the gradient of the paths
-        holder.depth_route_gate["default"].register_forward_pre_hook(lambda _, inputs: (inputs[0].detach(),))
+    for routing in routings_of(model):  # a gate without an input gradient: what is left is the gradient of the paths
+        routing.depth_route_gate["default"].register_forward_pre_hook(lambda _, inputs: (inputs[0].detach(),))
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad and "_branch." in name}
     direction = torch.randn(gathered.shape, generator=torch.Generator().manual_seed(3)) / gathered.numel()
 
@@ -253,8 +253,8 @@ def test_norms_get_what_gpus_have_one_kernel_for(
 ) -> None:
     """Input and weights of one dtype: CUDA has no layer norm of two, and several kernels for an RMS norm of two."""
     model, seen = routed(build_base(family, dtype=torch.bfloat16)), []
-    for holder in routings(model):
-        holder.depth_route_branch.to(adapter_dtype)
+    for routing in routings_of(model):
+        routing.depth_route_branch.to(adapter_dtype)
     for name in ("layer_norm", "rms_norm"):
         plain = getattr(nn.functional, name)
 

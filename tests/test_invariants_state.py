@@ -9,7 +9,7 @@ from peft import PeftModel
 
 from hf_depthroute import DepthRouteConfig, record_routes, replay_routes, set_budget
 from hf_depthroute.inference.calibration import use_selection
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.state import RunSettings
 
 pytestmark = pytest.mark.parametrize(("family", "kind"), MODELS)
@@ -45,8 +45,8 @@ def test_state_is_restored_after_an_exception(family: str, kind: str) -> None:
     with pytest.raises(KeyboardInterrupt), use_selection(model, "topk"):
         raise KeyboardInterrupt
     assert torch.equal(logits(model), routed_logits)
-    for holder in routings(model):
-        assert holder.state.settings == RunSettings()
+    for routing in routings_of(model):
+        assert routing.state.settings == RunSettings()
 
 
 def test_unloaded_model_equals_base(family: str, kind: str) -> None:

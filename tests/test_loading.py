@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_depthroute  # noqa: F401  registers the method with PEFT
 from hf_depthroute.adapter.files import AdapterMismatchError, tensors_hash
-from hf_depthroute.routing.holder import Routing
+from hf_depthroute.routing.routing import Routing
 
 # "gate", "routing" and "depth_route" also occur in the keys themselves.
 NAMES = ("default", "x", "gate", "routing", "depth_route", "A-b_9")

@@ -11,7 +11,7 @@ from models import FAMILY_NAMES, GATES, build_routed, tokens
 from torch import nn
 
 from hf_depthroute.execution.masked import masked_update
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes, replay_routes
 from hf_depthroute.training.losses import LOSSES, diagnostics, mean_probability, routing_losses, token_mean
 
@@ -185,14 +185,14 @@ def test_targets_of_the_jepa_loss_get_no_gradient() -> None:
 
 def test_jepa_targets_are_the_projected_stream_after_either_path() -> None:
     model = build_routed("llama", "jepa", layers=[3]).train()
-    [holder], seen = routings(model), {}
+    [routing], seen = routings_of(model), {}
     layer = model.get_base_model().model.layers[3]
     layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: seen.update(a=args[0].detach()))
     layer.mlp.register_forward_hook(lambda _, __, out: seen.update(ffn=out.detach()))
     with record_routes(model) as trace:
         model(tokens(2, 8))
-    weight = holder.depth_route_target["default"].weight
-    cheap = seen["a"] + holder.depth_route_branch["default"](seen["a"])
+    weight = routing.depth_route_target["default"].weight
+    cheap = seen["a"] + routing.depth_route_branch["default"](seen["a"])
     torch.testing.assert_close(trace[3].z_full, F.linear(seen["a"] + seen["ffn"], weight))
     torch.testing.assert_close(trace[3].z_cheap, F.linear(cheap, weight))
     torch.testing.assert_close(weight @ weight.T, torch.eye(weight.shape[0]), atol=1e-5, rtol=0)
@@ -263,7 +263,7 @@ def test_the_gradient_of_p_is_the_first_order_effect_of_the_other_path() -> None
         return F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
     layer, eps = model.get_base_model().transformer.h[3], 1e-6
-    [holder] = routings(model)
+    [routing] = routings_of(model)
     seen: dict[str, torch.Tensor] = {}
     hooks = [
         layer.ln_2.register_forward_pre_hook(lambda _, args: seen.update(a=args[0].detach())),
@@ -274,7 +274,7 @@ def test_the_gradient_of_p_is_the_first_order_effect_of_the_other_path() -> None
     for hook in hooks:
         hook.remove()
     gradient = torch.autograd.grad(loss, trace[3].probs)[0]
-    difference = seen["ffn"] - holder.depth_route_branch["default"](seen["a"]).detach()
+    difference = seen["ffn"] - routing.depth_route_branch["default"](seen["a"]).detach()
 
     for b, t in ((0, 0), (0, 5), (1, 3)):
         shift = torch.zeros_like(difference)

@@ -17,7 +17,7 @@ from training import make_trainer, rows, step_logs
 
 from hf_depthroute.base.stack import stack_of
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.thresholds import BudgetController
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes
 from hf_depthroute.training import objective as objective_module
@@ -215,7 +215,7 @@ def test_exit_loss_is_logged_by_the_trainer(tmp_path: Path) -> None:
 
 
 class Controlled:
-    """What `RoutingObjective` reads of a holder for its controller, without a model."""
+    """What `RoutingObjective` reads of a routing for its controller, without a model."""
 
     def __init__(self, layer_index: int, scope: str, selection: str) -> None:
         self.layer_index = layer_index
@@ -233,16 +233,16 @@ class Controllers:
     """Two layers with a controller each, and the objective that moves them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, scope: str = "layer", selection: str = "controller") -> None:
-        self.holders: list[Any] = [Controlled(0, scope, selection), Controlled(1, scope, selection)]
-        monkeypatch.setattr(objective_module, "active_routings", lambda model: self.holders)
+        self.routings: list[Any] = [Controlled(0, scope, selection), Controlled(1, scope, selection)]
+        monkeypatch.setattr(objective_module, "active_routings", lambda model: self.routings)
         self.objective = RoutingObjective(RoutingArguments(controller_step=0.01), nn.Module())
 
     def see(self, trace: RouteTrace) -> None:
-        for holder in self.holders:
-            self.objective._count(holder, trace[holder.layer_index])
+        for routing in self.routings:
+            self.objective._count(routing, trace[routing.layer_index])
 
     def thresholds(self) -> list[float]:
-        return [h.controller.threshold.item() for h in self.holders]
+        return [h.controller.threshold.item() for h in self.routings]
 
 
 def loads(shares: tuple[float, float], budget: float = 0.5) -> RouteTrace:
@@ -299,8 +299,8 @@ def test_other_selections_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> No
 def test_training_holds_the_budget_by_the_controller_alone(tmp_path: Path, scope: str) -> None:
     config = {"selection": "controller", "budget": 0.25, "budget_scope": scope}
     model = build_routed("llama", layers=[1, 3], **config)
-    for holder in routings(model):
-        holder.active_controller().threshold.fill_(-1.0)  # too many scores are above
+    for routing in routings_of(model):
+        routing.active_controller().threshold.fill_(-1.0)  # too many scores are above
     examples, step = rows(64, padding=(0, 5)), 0.05
     trainer, _ = make_trainer(
         model, examples, tmp_path, budget_weight=0.0, alive_weight=0.0, controller_step=step,
@@ -311,7 +311,7 @@ def test_training_holds_the_budget_by_the_controller_alone(tmp_path: Path, scope
     shares = [average([log[f"full_ratio/layer_{i}"] for i in (1, 3)]) for log in logs]
     assert shares[0] > 0.5
     assert average(shares[-16:]) == pytest.approx(0.25, abs=0.05)
-    thresholds = [holder.active_controller().threshold.item() for holder in routings(model)]
+    thresholds = [routing.active_controller().threshold.item() for routing in routings_of(model)]
     assert (thresholds[0] == thresholds[1]) or scope == "layer"
     steps = [(value + 1) / step for value in thresholds]
     assert steps == pytest.approx([round(count) for count in steps], abs=1e-3) and min(steps) > 5
@@ -330,14 +330,14 @@ def test_the_trainer_looks_at_the_paths_only_for_a_loss_by_them(tmp_path: Path, 
 
 def test_what_the_cheap_path_misses_is_how_far_its_update_is_from_the_full_one() -> None:
     model, seen = build_routed("llama").train(), {}
-    holder = routings(model)[0]
-    layer = stack_of(model).layers[holder.layer_index]
-    parts = {"full": layer.mlp, "cheap": holder.depth_route_branch["default"]}
+    routing = routings_of(model)[0]
+    layer = stack_of(model).layers[routing.layer_index]
+    parts = {"full": layer.mlp, "cheap": routing.depth_route_branch["default"]}
     for name, part in parts.items():
         part.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
     with state_of(model).override(observed=("missed",)), record_routes(model) as trace:
         model(tokens(2, 8))
-    torch.testing.assert_close(trace[holder.layer_index].missed, (seen["full"] - seen["cheap"]).norm(dim=-1))
+    torch.testing.assert_close(trace[routing.layer_index].missed, (seen["full"] - seen["cheap"]).norm(dim=-1))
 
 
 def test_the_predictor_learns_in_training(tmp_path: Path) -> None:

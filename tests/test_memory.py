@@ -65,8 +65,8 @@ from hf_depthroute.execution import memory as execution_memory
 from hf_depthroute.inference.calibration import use_selection
 from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.parts.memory import EARLIER, MISSING, NgramMemory, continued, suffixes
-from hf_depthroute.routing.holder import Routing
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.routing import Routing
+from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace
 from hf_depthroute.training.losses import LOSSES
 from hf_depthroute.training.oracle import exact_utility, utility_labels
@@ -200,9 +200,9 @@ def test_the_layer_is_given_what_the_formula_says(family: str) -> None:
         layer.__dict__["_base_forward"] = lambda h, i=index, f=base, **kw: read.update({i: h}) or f(h, **kw)
     with torch.no_grad(), record_routes(model) as trace:
         model(ids)
-    for holder in routings(model.requires_grad_(False)):
-        index = holder.layer_index
-        gate, memory = holder.depth_route_gate["default"], holder.depth_route_memory["default"]
+    for routing in routings_of(model.requires_grad_(False)):
+        index = routing.layer_index
+        gate, memory = routing.depth_route_gate["default"], routing.depth_route_memory["default"]
         ngrams = torch.tensor([naive_suffixes(row, 3, [True] * 6, [False] * 6) for row in ids.tolist()])
         e = memory.table[memory.slots(ngrams)].flatten(-2)
         h, k, v = seen[index], e @ gate.key.weight.T, e @ memory.value.weight.T
@@ -872,9 +872,9 @@ def test_two_memories_and_another_adapter_switch() -> None:
     model.add_adapter("two", config(layers=[2, 3], ngram_order=2))
     model.add_adapter("skips", DepthRouteConfig(layers=[1, 2], budget=1.0))
     with torch.no_grad():
-        for holder in routings(model):
-            if "two" in holder.depth_route_memory:
-                nn.init.normal_(holder.depth_route_memory["two"].table)
+        for routing in routings_of(model):
+            if "two" in routing.depth_route_memory:
+                nn.init.normal_(routing.depth_route_memory["two"].table)
     model.set_adapter("two")
     assert gap(logits(model.eval()), first) > 1e-3
     model.set_adapter("skips")

@@ -43,7 +43,7 @@ from hf_depthroute.card import make_card
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.autotune import _supported
 from hf_depthroute.parts.memory import MISSING, NgramMemory, suffixes
-from hf_depthroute.routing.holder import Routing
+from hf_depthroute.routing.routing import Routing
 from hf_depthroute.routing.stack import state_of
 from hf_depthroute.routing.trace import RouteTrace
 from hf_depthroute.training.oracle import utility_labels
@@ -62,9 +62,9 @@ def config(**fields: Any) -> DepthRouteConfig:
     return DepthRouteConfig(**SMALL | fields)
 
 
-def holder_of(model: PeftModel, index: int) -> Routing:
-    holder: Routing = decoder_layers(model)[index].routing
-    return holder
+def routing_of(model: PeftModel, index: int) -> Routing:
+    routing: Routing = decoder_layers(model)[index].routing
+    return routing
 
 
 def nobody(model: PeftModel, ids: torch.Tensor) -> RouteTrace:
@@ -123,7 +123,7 @@ def test_products_are_those_of_plain_integers() -> None:
 @pytest.mark.parametrize("order", [1, 3])
 def test_a_skipped_token_gets_what_the_formula_says(target: str, order: int) -> None:
     model, ids = branch_model(layers=[1], target=target, ngram_order=order), tokens(2, 6)
-    layer, holder = decoder_layers(model)[1], holder_of(model, 1)
+    layer, routing = decoder_layers(model)[1], routing_of(model, 1)
     trace = nobody(model, ids)
     for executor in ("gathered", "rows", "masked"):
         seen: dict[str, torch.Tensor] = {}
@@ -140,7 +140,7 @@ def test_a_skipped_token_gets_what_the_formula_says(target: str, order: int) -> 
             model(ids)
         for hook in hooks:
             hook.remove()
-        branch, memory = holder.depth_route_branch["default"], holder.depth_route_memory["default"]
+        branch, memory = routing.depth_route_branch["default"], routing.depth_route_memory["default"]
         with torch.no_grad():
             stream = seen["h"] + seen["attended"] if target == "ffn" else seen["h"]
             variance = stream.square().mean(-1, keepdim=True)
@@ -165,8 +165,8 @@ def test_every_way_to_run_it_gives_the_same(family: str, target: str) -> None:
     for executor in ("gathered", "rows", "masked"):
         with state_of(model).override(executor=executor), torch.no_grad():
             assert gap(model(ids).logits, expected) < 1e-5, executor
-    for holder in (holder_of(model, 1), holder_of(model, 2)):
-        holder.depth_route_memory["default"].table.data.zero_()
+    for routing in (routing_of(model, 1), routing_of(model, 2)):
+        routing.depth_route_memory["default"].table.data.zero_()
     with torch.no_grad(), replay_routes(model, trace):
         assert gap(model(ids).logits, expected) > 1e-3
 
@@ -174,7 +174,7 @@ def test_every_way_to_run_it_gives_the_same(family: str, target: str) -> None:
 def test_rows_are_looked_up_for_skipped_tokens_only() -> None:
     model, ids = branch_model(layers=[1]), tokens(3, 12)
     looked_up: list[torch.Tensor] = []
-    memory = holder_of(model, 1).depth_route_memory["default"]
+    memory = routing_of(model, 1).depth_route_memory["default"]
     slots = memory.slots
     memory.slots = lambda ngrams: looked_up.append(ngrams) or slots(ngrams)
     with torch.no_grad(), record_routes(model) as trace:
@@ -427,10 +427,10 @@ def test_gradients_of_inference_reach_table_and_input(target: str, executor: str
         model = branch_model(target=target, layers=[1, 2])
         embeddings = model.get_input_embeddings().weight.requires_grad_(True)
         for index in (1, 2):  # what was computed densely has a gradient for its gate too
-            holder_of(model, index).depth_route_gate["default"].requires_grad_(False)
+            routing_of(model, index).depth_route_gate["default"].requires_grad_(False)
         with state_of(model).override(executor=chosen):
             model(tokens(2, 8)).logits.square().mean().backward()
-        memory = holder_of(model, 1).depth_route_memory["default"]
+        memory = routing_of(model, 1).depth_route_memory["default"]
         found.append((memory.table.grad, memory.value.weight.grad, embeddings.grad))
         assert all(float(grad.abs().max()) > 0 for grad in found[-1])
     assert all(gap(one, two) < 1e-5 for one, two in zip(*found))
@@ -659,5 +659,5 @@ def test_occupancy_is_counted_from_the_shortest_order_on() -> None:
     grams = {tuple(row) for row in suffixes(ids, 3).clamp(min=MISSING).flatten(0, 1).tolist()}
     use = slot_use(model, [{"input_ids": ids}])[2]
     assert use.lookups == 4 * sum(len({gram[:order] for gram in grams}) for order in (1, 2, 3))
-    memory = holder_of(model, 2).depth_route_memory["default"]
+    memory = routing_of(model, 2).depth_route_memory["default"]
     assert use.hit == len(memory.slots(suffixes(ids, 3)).unique())

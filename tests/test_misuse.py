@@ -25,7 +25,7 @@ from hf_depthroute import (
 )
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.inference.calibration import is_calibrated
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.thresholds import NOT_FITTED
 from hf_depthroute.training.losses import routing_losses
 
@@ -76,18 +76,18 @@ def test_the_plain_loop_tracks_the_thresholds(gate: str, silent: None) -> None:
 
 def test_a_validation_of_the_losses_moves_no_threshold() -> None:
     model, batch = build_routed("llama").train(), stacked(rows(4))
-    before = [holder.active_quantiles().values.clone() for holder in routings(model)]
+    before = [routing.active_quantiles().values.clone() for routing in routings_of(model)]
     for mode, gradients in ((False, True), (False, False), (True, False)):
         with record_routes(model.train(mode)) as trace, torch.set_grad_enabled(gradients):
             routing_losses(trace, lm=model(**batch).loss)
-    assert all(torch.equal(a, h.active_quantiles().values) for a, h in zip(before, routings(model)))
+    assert all(torch.equal(a, h.active_quantiles().values) for a, h in zip(before, routings_of(model)))
 
 
 def test_set_budget_refuses_thresholds_that_were_never_fitted() -> None:
     model = fresh(budget=0.5).eval()
     with pytest.raises(ValueError, match=r"set_budget: .*never fitted.*call calibrate"):
         set_budget(model, 0.1)
-    assert routings(model)[0].active_config().budget == 0.5
+    assert routings_of(model)[0].active_config().budget == 0.5
     set_budget(model, 1.0)  # everything, whatever the scores
     calibrate(model, text_batches(1))
     set_budget(model, 0.1)
@@ -144,8 +144,8 @@ def test_evaluation_training_and_frozen_gates_are_not_taken_for_it(silent: None)
     with torch.no_grad():
         model(**batch)
     loop(model.train(), 1)
-    for holder in routings(model.eval()):
-        holder.depth_route_gate.requires_grad_(False)
+    for routing in routings_of(model.eval()):
+        routing.depth_route_gate.requires_grad_(False)
     loop(model, 1, with_losses=False)  # a branch, say, on the decisions of inference
 
 

@@ -20,7 +20,7 @@ from hf_depthroute.base.families import find_family
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.parts.neurons import NeuronBranch, neurons_of
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.stack import routings_of, state_of
 
 TEXT = [{"input_ids": tokens(8, 32, seed=seed)} for seed in (5, 6)]
 
@@ -30,7 +30,7 @@ def build(**fields: Any) -> Any:
 
 
 def branches(model: Any) -> list[Any]:
-    return [holder.depth_route_branch["default"] for holder in routings(model)]
+    return [routing.depth_route_branch["default"] for routing in routings_of(model)]
 
 
 @pytest.mark.parametrize("family", [*FAMILY_NAMES, *EXTENDED])

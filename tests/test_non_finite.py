@@ -12,7 +12,7 @@ from training import adapter_state, assert_same_tensors, make_trainer, rows
 from transformers import Trainer, TrainerCallback
 
 from hf_depthroute import DepthRouteCallback, DepthRouteTrainer
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.training.objective import NonFiniteLossError
 
 
@@ -33,8 +33,8 @@ def poisoned(layer: int, value: float) -> Any:
     """From now on the scores of `layer` are `value`."""
 
     def act(model: Any) -> None:
-        holder = next(h for h in routings(model) if h.layer_index == layer)
-        gate: Any = holder.depth_route_gate["default"]
+        routing = next(h for h in routings_of(model) if h.layer_index == layer)
+        gate: Any = routing.depth_route_gate["default"]
         gate.register_forward_hook(lambda module, args, out: {**out, "scores": out["scores"] * value})
 
     return act

@@ -16,7 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_depthroute.base import readout
 from hf_depthroute.inference.calibration import use_selection
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes, replay_routes
 from hf_depthroute.training.forks import divergence_from_dense, observe_prefix
 from hf_depthroute.training.oracle import (
@@ -271,7 +271,7 @@ def test_an_oracle_changes_nothing(gate: str) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(layer._forward_pre_hooks for layer in decoder_layers(model))
-    assert not any(holder.state.settings.recorders for holder in routings(model))
+    assert not any(routing.state.settings.recorders for routing in routings_of(model))
 
 
 def test_forks_run_without_dropout() -> None:

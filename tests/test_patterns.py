@@ -17,7 +17,7 @@ from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_route
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.fitting import fit_branches
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.stack import routings_of, state_of
 
 PATTERNS: dict[str, Any] = {
     "target_pattern": {1: "attention", 2: "block"},
@@ -32,9 +32,9 @@ def build(**fields: Any) -> Any:
 
 def test_each_layer_holds_the_branch_that_its_patterns_name() -> None:
     model = build()
-    kinds = [type(holder.depth_route_branch["default"]).__name__ for holder in routings(model)]
+    kinds = [type(routing.depth_route_branch["default"]).__name__ for routing in routings_of(model)]
     assert kinds == ["NeuronBranch", "LowRankBranch", "LowRankBranch"]
-    ranks = [holder.depth_route_branch["default"].down.in_features for holder in routings(model)]
+    ranks = [routing.depth_route_branch["default"].down.in_features for routing in routings_of(model)]
     assert ranks == [16, 4, 6]  # a branch of another kind has the default of its kind
     assert model.peft_config["default"].rank_pattern == {1: 4, 2: 6}
     assert "target block in 2" in str(model.print_trainable_parameters.__self__) or "block per token" in str(model)

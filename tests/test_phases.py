@@ -28,7 +28,7 @@ from hf_depthroute.adapter.injection import last_tokens_of
 from hf_depthroute.bench import bench
 from hf_depthroute.cli.serve import change_config, link_model
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.trace import RouteTrace, count_routes
 
 PROMPT, STEPS = 7, 3
@@ -107,8 +107,8 @@ def test_the_last_tokens_of_a_prompt_run_in_full(case: str, tail: int) -> None:
     expected = by_hand(model, ids, PROMPT, tail) if tail < PROMPT else None
     set_phases(model, "prefill")
     one = decoded(model, ids, PROMPT)
-    for holder in routings(model):
-        holder.active_config().prompt_tail = tail
+    for routing in routings_of(model):
+        routing.active_config().prompt_tail = tail
     found = decoded(model, ids, PROMPT)
     if expected is None:  # the whole prompt
         with model.disable_adapter():
@@ -297,7 +297,8 @@ def test_a_chunk_of_a_prompt_runs_its_last_token_in_full(case: str) -> None:
 def test_a_decoding_step_asks_neither_gate_nor_branch(case: str) -> None:
     model, ids, asked = build(case), tokens(2, PROMPT + 1), []
     set_phases(model, "prefill")
-    parts = [m for h in routings(model) for group in (h.depth_route_gate, h.depth_route_branch) for m in group.values()]
+    groups = [group for h in routings_of(model) for group in (h.depth_route_gate, h.depth_route_branch)]
+    parts = [part for group in groups for part in group.values()]
     for part in parts:
         part.register_forward_pre_hook(lambda *_: asked.append(1))
     with torch.no_grad():
@@ -380,7 +381,8 @@ def test_calibration_is_the_same(fields: dict[str, Any]) -> None:
     for phases in ("all", "prefill"):
         model = build_routed("llama", "mlp", **fields)
         set_phases(model, phases)
-        found.append((calibrate(model, [batch], 0.4), [holder.active_quantiles().values for holder in routings(model)]))
+        ratios = calibrate(model, [batch], 0.4)
+        found.append((ratios, [routing.active_quantiles().values for routing in routings_of(model)]))
     (ratios, tables), (other_ratios, other_tables) = found
     assert ratios == other_ratios
     assert all(map(torch.equal, tables, other_tables))
@@ -477,6 +479,6 @@ def test_a_served_adapter_has_the_phases_that_were_asked_for(adapter: Path, tmp_
     link_model(tmp_path / "base", adapter, served)
     change_config(served / "adapter_config.json", phases="prefill")
     model: Any = AutoModelForCausalLM.from_pretrained(served)
-    assert {holder.active_config().phases for holder in routings(model)} == {"prefill"}
+    assert {routing.active_config().phases for routing in routings_of(model)} == {"prefill"}
     assert (adapter / "adapter_config.json").read_bytes() == before
     assert len(decoder_layers(model)) == len(decoder_layers(AutoModelForCausalLM.from_pretrained(tmp_path / "base")))

@@ -15,7 +15,7 @@ from training import adapter_state
 
 from hf_depthroute import DepthRouteConfig
 from hf_depthroute.base.contexts import evaluating
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import count_routes, record_routes
 
 trl = pytest.importorskip("trl")
@@ -215,4 +215,4 @@ def test_an_adapter_of_anothers_configuration_is_a_copy_of_it() -> None:
     assert not any(p.requires_grad for name, p in model.named_parameters() if ".default." in name)
     model.set_adapter("default")
     model.add_adapter("fresh", DepthRouteConfig(layers=[1, 2, 3]))
-    assert all(int(holder.depth_route_quantiles["fresh"].updates) == 0 for holder in routings(model))
+    assert all(int(routing.depth_route_quantiles["fresh"].updates) == 0 for routing in routings_of(model))

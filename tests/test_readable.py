@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_depthroute.base.readable import is_readable, is_watched
 from hf_depthroute.execution.attention import supports_subset
-from hf_depthroute.routing.holder import HOLDER
+from hf_depthroute.routing.routing import ROUTING
 from hf_depthroute.routing.stack import state_of
 
 FAMILIES = ("llama", "qwen3", "phi3", "gpt2", "gpt_neox", "stablelm")
@@ -84,7 +84,7 @@ WAYS: tuple[Callable[[nn.Module], Any], ...] = (hooked, hooked_before, with_its_
 def parts_of(model: nn.Module) -> dict[str, nn.Module]:
     """The base's modules inside one routed layer, by name."""
     layer, called = decoder_layers(model)[LAYER], set()
-    modules = {name: m for name, m in layer.named_modules() if name and not name.startswith(HOLDER)}
+    modules = {name: m for name, m in layer.named_modules() if name and not name.startswith(ROUTING)}
     handles = [m.register_forward_hook(lambda *_, name=name: called.add(name)) for name, m in modules.items()]
     outputs(model, "masked")
     for handle in handles:

@@ -165,9 +165,9 @@ def small():
 
 def test_scores_are_those_of_the_evaluated_text(small):
     batches = [{"input_ids": tokens(3, 16, seed)} for seed in (1, 2)]
-    before = [holder.active_config().budget for holder in active_routings(small)]
+    before = [routing.active_config().budget for routing in active_routings(small)]
     found = collect_scores(small, batches, [0.25, 0.5])
-    assert [holder.active_config().budget for holder in active_routings(small)] == before
+    assert [routing.active_config().budget for routing in active_routings(small)] == before
     set_budget(small, 0.25)
     with torch.no_grad():
         traces = []

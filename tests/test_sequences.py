@@ -334,13 +334,13 @@ def test_calibration_holds_the_share_of_sequences() -> None:
 
 def test_long_prompt_in_float16_and_bad_padding_are_decided_on_the_mean_of_real_tokens() -> None:
     model = build_routed("llama", "mlp", target="ffn", granularity="sequence", gate_input="residual")
-    layer, holder = decoder_layers(model)[1], decoder_layers(model)[1].routing
-    plan = holder.plan(training=False)
+    layer, routing = decoder_layers(model)[1], decoder_layers(model)[1].routing
+    plan = routing.plan(training=False)
     stream = torch.full((1, 2000, 32), 100.0, dtype=torch.float16)  # its sum is above the largest float16
     stream[:, 1500:] = torch.nan
     real = torch.arange(2000)[None] < 1500
     scores = decide_sequences(layer, plan, stream, real, {}).scores
-    expected = holder.score(plan, stream[:, :1])["scores"]
+    expected = routing.score(plan, stream[:, :1])["scores"]
     assert torch.isfinite(scores).all()
     assert torch.equal(scores[:, :1], expected)
 

@@ -14,17 +14,17 @@ from protocol import gap
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.parts.baseline_gates import SinkGate
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.stack import routings_of, state_of
 
 
 def build(target: str = "ffn", **fields: Any) -> Any:
     """A model in which about half of the tokens count as sinks."""
     model = build_routed("llama", gate="sinks", target=target, layers=[1, 2], **fields)
-    for holder in routings(model):
+    for routing in routings_of(model):
         with torch.no_grad(), record_routes(model) as trace:
             model(tokens(2, 12, seed=3))
-        gate: Any = holder.depth_route_gate["default"]
-        gate.log_bound += trace[holder.layer_index].scores.median()
+        gate: Any = routing.depth_route_gate["default"]
+        gate.log_bound += trace[routing.layer_index].scores.median()
     return model
 
 

@@ -18,7 +18,7 @@ from hf_depthroute.base import stack as stack_module
 from hf_depthroute.base.stack import kept_stack, stack_of
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.drafting import draft_view
-from hf_depthroute.routing.stack import RoutedStack, routings
+from hf_depthroute.routing.stack import RoutedStack, routings_of
 from hf_depthroute.routing.trace import full_depth
 
 
@@ -45,7 +45,7 @@ def test_an_injection_looks_for_the_decoder_once_and_nothing_after_it_does(famil
     with record_routes(model), full_depth(model):
         model(tokens(2, 8))
     model.generate(tokens(1, 4), max_new_tokens=2)
-    assert [holder.layer_index for holder in routings(model)] == [0, 2]
+    assert [routing.layer_index for routing in routings_of(model)] == [0, 2]
     assert len(found) == 1
 
 
@@ -58,10 +58,10 @@ def test_the_wrapper_the_base_and_the_decoder_give_one_answer() -> None:
 
 def test_a_second_adapter_adds_its_layers_and_shares_the_settings() -> None:
     model: Any = build_routed("llama", layers=[1])
-    state = routings(model)[0].state
+    state = routings_of(model)[0].state
     model.add_adapter("other", DepthRouteConfig(layers=[3]))
-    assert [holder.layer_index for holder in routings(model)] == [1, 3]
-    assert all(holder.state is state for holder in routings(model))
+    assert [routing.layer_index for routing in routings_of(model)] == [1, 3]
+    assert all(routing.state is state for routing in routings_of(model))
 
 
 def through_a_file(model: nn.Module) -> Any:
@@ -75,10 +75,10 @@ def through_a_file(model: nn.Module) -> Any:
 def test_a_copy_of_a_model_has_its_own(copied: Callable[[Any], Any]) -> None:
     model = build_routed("llama")
     other = copied(model)
-    assert set(routings(other)).isdisjoint(routings(model))
-    assert set(routings(other)) <= set(other.modules())
+    assert set(routings_of(other)).isdisjoint(routings_of(model))
+    assert set(routings_of(other)) <= set(other.modules())
     assert stack_of(other).decoder in set(other.modules())
-    assert routings(other)[0].state is not routings(model)[0].state
+    assert routings_of(other)[0].state is not routings_of(model)[0].state
     assert torch.equal(logits(other), logits(model))
 
 
@@ -96,7 +96,7 @@ def test_unloading_leaves_nothing_behind() -> None:
     assert kept_stack(base) is None
     assert set(base.model.__dict__) == before
     with pytest.raises(ValueError, match="no routed layer"):
-        routings(base)
+        routings_of(base)
 
 
 def test_a_draft_without_some_layers_knows_which_are_left() -> None:
@@ -104,9 +104,9 @@ def test_a_draft_without_some_layers_knows_which_are_left() -> None:
     draft = draft_view(model, drop=[1])
     kept = kept_stack(draft)
     assert isinstance(kept, RoutedStack)
-    assert [holder.layer_index for holder in kept.routed] == [1, 2]  # numbered anew
+    assert [routing.layer_index for routing in kept.routed] == [1, 2]  # numbered anew
     assert len(kept.layers) == 3
-    assert [holder.layer_index for holder in routings(model)] == [1, 2, 3]
+    assert [routing.layer_index for routing in routings_of(model)] == [1, 2, 3]
 
 
 def test_layers_that_another_library_wraps_are_still_known_to_be_routed() -> None:
@@ -117,4 +117,4 @@ def test_layers_that_another_library_wraps_are_still_known_to_be_routed() -> Non
     for index, layer in enumerate(layers):
         layers[index] = checkpoint_wrapper(layer)
     assert torch.equal(logits(model), alone)
-    assert len(routings(model)) == 3
+    assert len(routings_of(model)) == 3

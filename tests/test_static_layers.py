@@ -46,7 +46,7 @@ from hf_depthroute.inference.drafting import draft_view
 from hf_depthroute.inference.fitting import fit_branches
 from hf_depthroute.report.collect import RunReport, Sample, collect_scores, collect_tokens, count_costs
 from hf_depthroute.report.run_page import render_page
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import RouteTrace, count_routes
 from hf_depthroute.training.log_lines import log_line
 from hf_depthroute.training.oracle import exact_utility, utility_labels
@@ -65,9 +65,9 @@ def forced(model: PeftModel, family: str = "llama", kind: str = "mlp", **fields:
     """The same adapter with gates in all layers, of which the static ones' let nothing run in full."""
     twin = build_routed(family, kind, **({"layers": STATIC["layers"]} | fields))
     twin.load_state_dict(model.state_dict(), strict=False)
-    for holder in routings(twin):
-        if holder.layer_index in STATIC["static_layers"]:
-            holder.active_quantiles().set(torch.full_like(holder.active_quantiles().values, 1e30))
+    for routing in routings_of(twin):
+        if routing.layer_index in STATIC["static_layers"]:
+            routing.active_quantiles().set(torch.full_like(routing.active_quantiles().values, 1e30))
     return twin.eval()
 
 
@@ -141,7 +141,7 @@ def test_attention_is_left_out_with_its_keys_and_values(family: str, kind: str) 
     twin = build_routed(family, kind, layers=[0, 1, 2])
     twin.load_state_dict(model.state_dict(), strict=False)
     for index in (0, 2):
-        table = routings(twin)[index].active_quantiles()
+        table = routings_of(twin)[index].active_quantiles()
         table.set(torch.full_like(table.values, 1e30))
     ids = tokens(3, 12)
     with torch.no_grad():
@@ -155,11 +155,11 @@ def test_a_static_layer_has_no_gate() -> None:
     model = build(kind="jepa", selection="controller")
     names = [name for name, _ in model.named_parameters() if ".2.routing." in name]
     assert names and all(".depth_route_branch." in name for name in names)
-    gated, static = routings(model)[0], routings(model)[1]
+    gated, static = routings_of(model)[0], routings_of(model)[1]
     assert gated.active_controller() is not None and static.active_controller() is None
     assert not static.projections
     first = build(kind="jepa", static_layers=[1])  # the projection of all layers is in the first that has a gate
-    assert [len(holder.depth_route_target) for holder in routings(first)] == [0, 1, 0]
+    assert [len(routing.depth_route_target) for routing in routings_of(first)] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -270,7 +270,7 @@ def test_the_budget_is_that_of_the_layers_with_gates(fields: dict[str, Any]) -> 
 
 def test_a_table_that_was_never_fitted_matters_only_where_there_is_a_gate() -> None:
     model = build()
-    table = routings(model)[1].active_quantiles()
+    table = routings_of(model)[1].active_quantiles()
     table.updates.zero_()
     assert is_calibrated(model)
     set_budget(model, 0.4)
@@ -305,19 +305,19 @@ def test_bench_and_the_page_count_it_as_skipped(kind: str) -> None:
 def test_executors_are_chosen_for_gates_only() -> None:
     model = build()
     assert {choice.layer for choice in tune_execution(model, tokens(2, 8), steps=2, repeats=1)} == {1, 3}
-    assert not routings(model)[1].tuned
+    assert not routings_of(model)[1].tuned
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_what_was_tuned_before_leaves_a_static_layer_static(again: bool) -> None:
     model = build(static_layers=None)
-    for holder in routings(model):
-        holder.tuned = dict.fromkeys(itertools.product(("default", "b"), (False, True), range(20)), "full")
+    for routing in routings_of(model):
+        routing.tuned = dict.fromkeys(itertools.product(("default", "b"), (False, True), range(20)), "full")
     model.add_adapter("b", DepthRouteConfig(**STATIC))
     model.set_adapter("b")
     if again:
         tune_execution(model, tokens(2, 8), steps=2, repeats=1, keep_decisions=True)
-        assert {key[0] for key in routings(model)[1].tuned} == {"default"}
+        assert {key[0] for key in routings_of(model)[1].tuned} == {"default"}
     with torch.no_grad(), record_routes(model) as trace:
         model(tokens(2, 8))
     assert not trace[2].mask.any()
@@ -407,14 +407,14 @@ def test_a_card_and_the_lines_name_the_static_layers(capsys: pytest.CaptureFixtu
     assert "not calibrated" not in card
     model.print_trainable_parameters()
     assert "3 of 4 layers (1-3), static 2: ffn per token" in capsys.readouterr().out
-    assert "gate none" in repr(routings(model)[1]) and "gate mlp" in repr(routings(model)[0])
+    assert "gate none" in repr(routings_of(model)[1]) and "gate mlp" in repr(routings_of(model)[0])
 
 
 def test_a_draft_that_leaves_blocks_out_keeps_what_is_static() -> None:
     model, ids = build(layers="all", static_layers=[1, 3]), tokens(1, 6, seed=3)
-    config = routings(draft_view(model, drop=[0, 2]))[0].active_config()
+    config = routings_of(draft_view(model, drop=[0, 2]))[0].active_config()
     assert (config.layers, config.static_layers) == ([0, 1], [0, 1])
-    config = routings(draft_view(model, drop=[1, 3]))[0].active_config()
+    config = routings_of(draft_view(model, drop=[1, 3]))[0].active_config()
     assert (config.layers, config.static_layers) == ([0, 1], None)
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
@@ -563,8 +563,8 @@ def test_a_fit_keeps_a_gate_whose_loss_is_felt(monkeypatch: pytest.MonkeyPatch) 
         made = narrowed(model, dense, static)
         if static:
             tried.append(list(static))
-            for holder in active_routings(made):  # so that what is skipped matters
-                holder.depth_route_branch["default"].down.weight.data.add_(1.0)
+            for routing in active_routings(made):  # so that what is skipped matters
+                routing.depth_route_branch["default"].down.weight.data.add_(1.0)
         return made
 
     monkeypatch.setattr("hf_depthroute.fitting.narrowing.narrowed", spoiled)
@@ -572,7 +572,7 @@ def test_a_fit_keeps_a_gate_whose_loss_is_felt(monkeypatch: pytest.MonkeyPatch) 
     assert tried and model.peft_config["default"].static_layers is None
     with torch.no_grad():
         assert torch.equal(model(tokens(2, 9)).logits, plain(tokens(2, 9)).logits)
-    assert all(holder.active_quantiles().measured is not None for holder in gated_routings(model))
+    assert all(routing.active_quantiles().measured is not None for routing in gated_routings(model))
 
 
 def test_a_fit_keeps_the_gates_where_nothing_else_would_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -601,4 +601,4 @@ def test_adapters_without_the_field_stay_what_they_were() -> None:
     saved = DepthRouteConfig(layers=[1, 2]).to_dict()
     assert DepthRouteConfig(**saved).static_layers is None
     model = routed(build_base("llama"))
-    assert [holder.layer_index for holder in gated_routings(model)] == [1, 2, 3]
+    assert [routing.layer_index for routing in gated_routings(model)] == [1, 2, 3]

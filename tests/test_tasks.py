@@ -32,7 +32,7 @@ from hf_depthroute import (
 from hf_depthroute.adapter.files import WEIGHTS_NAME, AdapterMismatchError
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.evaluation.perplexity import mean_loss
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 
 AUTO: dict[str, tuple[Any, type[PeftModel]]] = {
     "SEQ_CLS": (AutoModelForSequenceClassification, peft.PeftModelForSequenceClassification),
@@ -69,8 +69,8 @@ def test_a_model_without_lm_head_is_routed_saved_and_loaded(
     config = DepthRouteConfig(layers=LAYERS, gate="mlp", **({"task_type": task} if given else {}))
     model = peft.get_peft_model(base, config).eval()
     assert type(model) is AUTO[task][1] and model.peft_config["default"].task_type == task
-    for index, holder in enumerate(routings(model)):
-        for parameter in holder.parameters():
+    for index, routing in enumerate(routings_of(model)):
+        for parameter in routing.parameters():
             torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(index))
     heads = [(name, p) for name, p in model.named_parameters() if "modules_to_save" in name]
     assert bool(heads) == (task != "FEATURE_EXTRACTION") and all(parameter.requires_grad for _, parameter in heads)

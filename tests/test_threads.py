@@ -18,7 +18,7 @@ from request_kinds import ROUTED, build, generated, requests_of, run_together
 from hf_depthroute import calibrate, calibrate_budgets, record_routes, set_budget, set_phases, use_budget
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing import plan
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.state import RunSettings, RunState
 from hf_depthroute.routing.trace import full_depth
 from hf_depthroute.training.losses import routing_losses
@@ -43,7 +43,7 @@ def test_requests_with_settings_of_their_own_get_what_they_get_alone(name: str) 
     for _ in range(4):
         model.train().eval()  # what was prepared for decoding is dropped, as in a fresh process
         assert run_together(requests, alone) == []
-    assert all(holder.state.settings == RunSettings() for holder in routings(model))
+    assert all(routing.state.settings == RunSettings() for routing in routings_of(model))
     assert torch.equal(generated(model, 1)[0], alone["plain"][0])
 
 
@@ -155,12 +155,12 @@ def other_adapter(model: Any, budget: float) -> None:
 
 def what_is_in_force(model: Any) -> list[Any]:
     """Of every layer, with every module's mode."""
-    parts = [holder.state_dict() for holder in routings(model)]
+    parts = [routing.state_dict() for routing in routings_of(model)]
     buffers = [
         value.tolist() for part in parts for name, value in part.items() if "quantiles" in name or "contr" in name
     ]
     configs = [(config.budget, config.phases) for config in model.peft_config.values()]
-    active = [holder.active_adapters for holder in routings(model)]
+    active = [routing.active_adapters for routing in routings_of(model)]
     return [buffers, configs, model.active_adapter, active, [module.training for module in model.modules()]]
 
 
@@ -296,9 +296,9 @@ def test_blocks_of_one_thread_nest_and_close_in_any_order() -> None:
 def test_layers_share_one_state_and_copies_have_their_own() -> None:
     model = build_routed("llama")
     other = copy.deepcopy(model)
-    assert len({id(holder.state) for holder in routings(model)}) == 1
-    assert len({id(holder.state) for holder in routings(other)}) == 1
-    assert routings(model)[0].state is not routings(other)[0].state
+    assert len({id(routing.state) for routing in routings_of(model)}) == 1
+    assert len({id(routing.state) for routing in routings_of(other)}) == 1
+    assert routings_of(model)[0].state is not routings_of(other)[0].state
     with full_depth(model):
         assert torch.equal(copy.deepcopy(model)(tokens(1, 4)).logits, other(tokens(1, 4)).logits)
 

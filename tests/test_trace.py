@@ -14,7 +14,7 @@ from models import FAMILY_NAMES, GATES, build_base, build_routed, tokens
 from torch import nn
 
 from hf_depthroute import record_routes, replay_routes
-from hf_depthroute.routing.stack import routings, state_of
+from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.state import RunSettings
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace
 
@@ -144,7 +144,7 @@ def test_two_recorders_that_close_out_of_order_do_not_disturb_each_other() -> No
         model(ids)
     second.__exit__(None, None, None)
     assert (len(one), len(two)) == (0, 3)
-    assert all(not holder.state.settings.recorders for holder in routings(model))
+    assert all(not routing.state.settings.recorders for routing in routings_of(model))
 
 
 def test_after_the_block_nothing_is_recorded() -> None:
@@ -164,8 +164,8 @@ def test_an_exception_restores_the_state() -> None:
             model(ids)
             with replay_routes(model, trace):
                 raise RuntimeError("inside")
-        for holder in routings(model):
-            assert holder.state.settings == RunSettings()
+        for routing in routings_of(model):
+            assert routing.state.settings == RunSettings()
         assert torch.equal(model(ids).logits, plain)
 
 

@@ -34,7 +34,7 @@ from hf_depthroute import (
 )
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.calibration import is_calibrated
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import RouteTrace
 from hf_depthroute.training.checkpoints import fault_of
 from hf_depthroute.training.losses import LOSSES, mean_probability, routing_losses
@@ -204,8 +204,8 @@ def test_a_backward_pass_after_the_recording_block_recomputes_the_same_forward()
     with record_routes(model) as trace:
         lm = model(**batch).loss
     loss = sum(routing_losses(trace, lm).values())
-    for holder in routings(model):  # what a schedule does between the passes
-        holder.state.scheduled_budget, holder.state.scheduled_temperature = 1.0, 9.0
+    for routing in routings_of(model):  # what a schedule does between the passes
+        routing.state.scheduled_budget, routing.state.scheduled_temperature = 1.0, 9.0
     loss.backward()
     assert_same_tensors(gradients(plain), gradients(model))
 
@@ -328,8 +328,8 @@ def test_the_callback_leaves_nothing_behind(tmp_path: Path) -> None:
     model.train()
     loss = model(**batch).loss
     model.eval()
-    for holder in routings(model):
-        state = holder.state
+    for routing in routings_of(model):
+        state = routing.state
         assert (state.settings.recorders, state.scheduled_budget, state.scheduled_temperature) == ((), None, None)
     fresh = build_routed("llama").train()
     fresh.load_state_dict(model.state_dict())
@@ -354,7 +354,7 @@ def test_training_again_after_an_exception_counts_the_losses_once(tmp_path: Path
     model.zero_grad()
     trainer.train()
     assert_same_tensors(kept.steps[0], kept.steps[1])
-    assert all(not holder.state.settings.recorders for holder in routings(model))
+    assert all(not routing.state.settings.recorders for routing in routings_of(model))
 
 
 # --- invariant 13: what trains ------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ class KeepPlans(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for mode, kept in ((True, self.training), (False, self.inference)):
-            plans = {(p.budget, p.temperature) for p in (h.plan(mode) for h in routings(kwargs["model"]))}
+            plans = {(p.budget, p.temperature) for p in (h.plan(mode) for h in routings_of(kwargs["model"]))}
             assert len(plans) == 1
             kept.append(plans.pop())
 
@@ -449,7 +449,7 @@ def test_budget_and_temperature_follow_their_schedules(tmp_path: Path) -> None:
     ratios = [entry["full_ratio/layer_2"] for entry in step_logs(trainer)]
     assert ratios == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
     assert model.peft_config["default"].budget == 0.5
-    assert all(holder.plan(True).budget == 0.5 for holder in routings(model))
+    assert all(routing.plan(True).budget == 0.5 for routing in routings_of(model))
 
 
 def test_the_scheduled_budget_is_the_target_of_the_budget_loss(tmp_path: Path) -> None:
@@ -457,8 +457,8 @@ def test_the_scheduled_budget_is_the_target_of_the_budget_loss(tmp_path: Path) -
     trainer, _ = make_trainer(model, examples, tmp_path, budget_start=0.9, budget_schedule_steps=10)
     trainer.train()
     fresh = build_routed("llama").train()
-    for holder in routings(fresh):
-        holder.state.scheduled_budget = 0.9
+    for routing in routings_of(fresh):
+        routing.state.scheduled_budget = 0.9
     with record_routes(fresh) as trace:
         fresh(**stacked(examples))
     expected = (mean_probability(trace) - 0.9).square().mean().item()
@@ -553,9 +553,9 @@ def test_the_evaluation_loss_is_the_lm_loss_alone_under_the_threshold_rule(
     assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-6)
     during = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(during) == 3 and during[-1] == during[-2] == metrics["eval_loss"]
-    for holder in routings(model):
-        record = trace[holder.layer_index]
-        threshold = holder.depth_route_quantiles["default"](0.5)
+    for routing in routings_of(model):
+        record = trace[routing.layer_index]
+        threshold = routing.depth_route_quantiles["default"](0.5)
         assert torch.equal(record.mask, (record.scores >= threshold) & record.real)
 
 

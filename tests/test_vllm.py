@@ -23,9 +23,9 @@ from hf_depthroute import DepthRouteConfig, get_depth_routed_model, set_budget
 from hf_depthroute.adapter.files import AdapterMismatchError
 from hf_depthroute.base.families import UnsupportedModelError
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.routing.holder import HOLDER
-from hf_depthroute.vllm.holders import load_holders
+from hf_depthroute.routing.routing import ROUTING
 from hf_depthroute.vllm.limits import check_adapter, check_base_config, check_engine, check_request_budgets
+from hf_depthroute.vllm.routings import load_routings
 from hf_depthroute.vllm.settings import Settings, settings_of
 from hf_depthroute_vllm import ARCHITECTURE
 
@@ -44,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(saved: Path, **settings: Any) -> dict[int, Any]:
     base = saved / "base"
     files = sorted(base.glob("*.safetensors"))
-    return load_holders(Settings(str(saved / "adapter"), **settings), AutoConfig.from_pretrained(base), files)
+    return load_routings(Settings(str(saved / "adapter"), **settings), AutoConfig.from_pretrained(base), files)
 
 
 def test_vllm_finds_the_plugin_and_nothing_else_imports_vllm() -> None:
@@ -52,7 +52,7 @@ def test_vllm_finds_the_plugin_and_nothing_else_imports_vllm() -> None:
     assert project["project"]["entry-points"]["vllm.general_plugins"] == {"depth_route": "hf_depthroute_vllm:register"}
     code = (
         "import sys, hf_depthroute_vllm; light = set(sys.modules); "
-        "import hf_depthroute.vllm.holders, hf_depthroute.cli; "
+        "import hf_depthroute.vllm.routings, hf_depthroute.cli; "
         "print('hf_depthroute' in light, 'torch' in light, 'vllm' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -93,7 +93,7 @@ def test_budgets_of_requests_are_refused_where_nothing_follows_them(saved: Path)
         get_depth_routed_model(base, DepthRouteConfig()).save_pretrained(saved / "untrained")
         files = sorted((saved / "base").glob("*.safetensors"))
         settings = Settings(str(saved / "untrained"), request_budgets=True)
-        load_holders(settings, AutoConfig.from_pretrained(saved / "base"), files)
+        load_routings(settings, AutoConfig.from_pretrained(saved / "base"), files)
 
 
 @pytest.mark.parametrize(
@@ -216,35 +216,35 @@ def test_settings_that_nobody_wrote_are_refused(given: Any) -> None:
         settings_of(SimpleNamespace(depth_route=given))
 
 
-def test_holders_are_what_peft_loads_whatever_the_default_dtype_and_mode(saved: Path) -> None:
+def test_routings_are_what_peft_loads_whatever_the_default_dtype_and_mode(saved: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(saved / "base")
     model = PeftModel.from_pretrained(base, str(saved / "adapter")).eval()
-    expected = {index: layer.routing for index, layer in enumerate(decoder_layers(model)) if HOLDER in layer._modules}
+    expected = {index: layer.routing for index, layer in enumerate(decoder_layers(model)) if ROUTING in layer._modules}
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.inference_mode(), torch.device("meta"):
-            holders = load(saved)
+            routings = load(saved)
             assert torch.get_default_dtype() == torch.bfloat16
     finally:
         torch.set_default_dtype(torch.float32)
-    assert holders.keys() == expected.keys()
+    assert routings.keys() == expected.keys()
     x = torch.randn(1, 7, 32)
-    for index, holder in holders.items():
-        for (name, here), (other, there) in zip(holder.state_dict().items(), expected[index].state_dict().items()):
+    for index, routing in routings.items():
+        for (name, here), (other, there) in zip(routing.state_dict().items(), expected[index].state_dict().items()):
             assert name == other and torch.equal(here, there) and here.dtype == there.dtype, name
-        assert not any(p.requires_grad or p.is_inference() for p in holder.parameters())
-        plans = [one.plan(False, (1, 7)) for one in (holder, expected[index])]
+        assert not any(p.requires_grad or p.is_inference() for p in routing.parameters())
+        plans = [one.plan(False, (1, 7)) for one in (routing, expected[index])]
         assert torch.equal(plans[0].threshold, plans[1].threshold)
-        assert torch.equal(holder.score(plans[0], x)["scores"], expected[index].score(plans[1], x)["scores"])
+        assert torch.equal(routing.score(plans[0], x)["scores"], expected[index].score(plans[1], x)["scores"])
 
 
 def test_the_budget_is_set_as_set_budget_sets_it(saved: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(saved / "base")
     model = PeftModel.from_pretrained(base, str(saved / "adapter")).eval()
     set_budget(model, 0.25)
-    for index, holder in load(saved, budget=0.25).items():
+    for index, routing in load(saved, budget=0.25).items():
         expected = decoder_layers(model)[index].routing
-        assert torch.equal(holder.plan(False, (1, 1)).threshold, expected.plan(False, (1, 1)).threshold)
+        assert torch.equal(routing.plan(False, (1, 1)).threshold, expected.plan(False, (1, 1)).threshold)
     with pytest.raises(ConfigError, match=r"budget=1\.5"):
         load(saved, budget=1.5)
 
@@ -260,13 +260,13 @@ def test_another_base_is_refused_by_its_files_before_they_are_loaded(saved: Path
 def test_files_without_a_weight_of_the_base_are_refused(saved: Path) -> None:
     config = AutoConfig.from_pretrained(saved / "base")
     with pytest.raises(AdapterMismatchError, match="is in the base's safetensors files"):
-        load_holders(Settings(str(saved / "adapter")), config, [])
+        load_routings(Settings(str(saved / "adapter")), config, [])
 
 
 def test_an_adapter_that_is_not_there_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama")
     with pytest.raises(ConfigError, match=r"no adapter_config\.json in it, on this machine"):
-        load_holders(Settings(str(tmp_path)), config, [])
+        load_routings(Settings(str(tmp_path)), config, [])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "gpt_neox", "falcon"])

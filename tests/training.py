@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from hf_depthroute import DepthRouteTrainer, DepthRouteTrainingArguments
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import RouteTrace, record_routes
 from hf_depthroute.training.losses import routing_losses
 
@@ -92,9 +92,9 @@ def step_logs(trainer: Trainer) -> list[dict[str, float]]:
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every tensor of the adapter: parameters, the frozen projection, and the quantile tables."""
     return {
-        f"{holder.layer_index}.{name}": value.clone()
-        for holder in routings(model)
-        for name, value in holder.state_dict().items()
+        f"{routing.layer_index}.{name}": value.clone()
+        for routing in routings_of(model)
+        for name, value in routing.state_dict().items()
     }
 
 

@@ -27,12 +27,12 @@ _ROWS: dict[int, int] = {}
 def watch(model: Any) -> None:
     """Count the rows that enter the MLPs of routed layers."""
     from hf_depthroute.base.families import find_decoder, row_of
-    from hf_depthroute.routing.holder import HOLDER
+    from hf_depthroute.routing.routing import ROUTING
 
     family = row_of(model.config)
     _ROWS.clear()
     for index, layer in enumerate(getattr(find_decoder(model.model, family), family.layers)):
-        if HOLDER in layer._modules:
+        if ROUTING in layer._modules:
             _ROWS[index] = 0
 
             def count(module: Any, args: Any, index: int = index) -> None:

@@ -18,7 +18,7 @@ from ..parts.memory import embedding_width, hash_count
 from ..parts.neurons import neurons_of
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
-from ..routing.holder import Routing
+from ..routing.routing import Routing
 from .base_check import check_base
 from .files import PEFT_TYPE
 from .modules_to_save import check_modules_to_save

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..files.shown import reason
 from ..parts.flexidepth import EPSILON, BottleneckGate
-from ..routing.holder import Routing
-from ..routing.stack import routings
+from ..routing.routing import Routing
+from ..routing.stack import routings_of
 from .base_check import check_base, describe_base
 from .files import AdapterMismatchError, read_config
 from .tensor_rules import fault_of_values
@@ -100,8 +100,8 @@ def convert_flexidepth(checkpoint: str | Path, out: str | Path, base: str | None
             branch_rank=widths["r"],
         )
         routed = get_depth_routed_model(model, config)
-        for holder in routings(routed):
-            _fill(folder, holder, files)
+        for routing in routings_of(routed):
+            _fill(folder, routing, files)
     saved: Any = routed.peft_config["default"]
     saved.base_architecture = describe_base(model, sorted(folder.glob("*.safetensors")))
     if Path(base).is_dir():
@@ -198,16 +198,16 @@ def _check_tensors(
     return layers, letters
 
 
-def _fill(folder: Path, holder: Routing, files: Mapping[str, Any]) -> None:
+def _fill(folder: Path, routing: Routing, files: Mapping[str, Any]) -> None:
     """Copy the tensors of a layer into its gate and branch."""
     parts: dict[str, Any] = {
-        "gate": holder.depth_route_gate["default"],
-        "branch": holder.depth_route_branch["default"],
+        "gate": routing.depth_route_gate["default"],
+        "branch": routing.depth_route_branch["default"],
     }
     assert isinstance(parts["gate"], BottleneckGate)
     tensors = {name: (part, own) for name, (part, own, _) in _TENSORS.items()}
     for stored, (part, own) in (tensors | _BRANCH_NORM).items():
-        name = f"model.layers.{holder.layer_index}.{stored}"
+        name = f"model.layers.{routing.layer_index}.{stored}"
         value = files[name].get_tensor(name).float()
         if fault := fault_of_values(name, value):
             raise _fault(folder, f"tensor {name} {fault}; download it again")

@@ -20,8 +20,8 @@ from ..execution.costs import unrouted_steps
 from ..execution.decode import decode_steps, decodes, run_base
 from ..execution.layer import routed_forward
 from ..parts.selection import tail_mask
-from ..routing.holder import HOLDER, Routing
 from ..routing.misuse import warn_of_training
+from ..routing.routing import ROUTING, Routing
 from ..routing.stack import RoutedStack
 
 Forward = Callable[..., Any]
@@ -51,7 +51,7 @@ def leave(model: nn.Module) -> None:
     stack = stack_of(model)
     for layer in stack.layers:
         if hasattr(layer, "_depth_route_base"):
-            layer._modules.pop(HOLDER, None)
+            layer._modules.pop(ROUTING, None)
             _set_class(layer, layer._depth_route_base)
         _unhook(layer, _receive)
     _unhook(stack.decoder, _hand_down)
@@ -82,8 +82,8 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if decoder.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         warn_of_training(decoder, active, inputs)
     if not torch.compiler.is_compiling() and starts_prompt(kwargs, inputs.shape[1]):
-        for holder in active:  # a training or averaging library may have written weights in a way of its own
-            holder.forget_prepared()
+        for routing in active:  # a training or averaging library may have written weights in a way of its own
+            routing.forget_prepared()
     real = token_mask_of(args, kwargs)
     last, ids, starts = None, None, None
     steps: Mapping[nn.Module, Step] | None = None
@@ -95,7 +95,7 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if decodes(decoder, inputs) and (real is None or real.all()):
         steps = decode_steps(stack.layers, inputs.shape[0])
     unrouted = unrouted_steps(stack.layers, inputs, kwargs)
-    if unrouted and not any(holder.state.settings.recorders for holder in active):
+    if unrouted and not any(routing.state.settings.recorders for routing in active):
         steps = dict.fromkeys(unrouted, run_base)
     context = ForwardContext(real, last, ids, starts, steps, unrouted)
     if not family.passes_keywords:
@@ -121,9 +121,9 @@ def _splits_a_packed_row(active: dict[Routing, DepthRouteConfig], inputs: torch.
 
 
 def _active(stack: RoutedStack) -> dict[Routing, DepthRouteConfig]:
-    """The holders of the layers that are routed now, each with its adapter's configuration."""
-    named = [(holder, holder.adapter()) for holder in stack.routed]
-    return {holder: holder.config(name) for holder, name in named if name is not None}
+    """The routings of the layers that are routed now, each with its adapter's configuration."""
+    named = [(routing, routing.adapter()) for routing in stack.routed]
+    return {routing: routing.config(name) for routing, name in named if name is not None}
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

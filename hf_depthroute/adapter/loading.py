@@ -22,14 +22,14 @@ from transformers import PreTrainedModel
 from ..config.adapter import DepthRouteConfig
 from ..config.fields import MEMORY_FIELDS, RoutingFields
 from ..parts.neurons import NEURONS
-from ..routing.holder import HOLDER, Routing
+from ..routing.routing import ROUTING, Routing
 from .files import AdapterMismatchError, read_tensors, tensors_hash
 from .injection import leave
 from .modules_to_save import key_in_file, unwrap
 from .tensor_rules import WRAPPER, fault_of_values
 
 PREFIX = "depth_route_"
-_OWN_KEY = re.compile(rf"\.{HOLDER}\.{PREFIX}[a-z]+\.")
+_OWN_KEY = re.compile(rf"\.{ROUTING}\.{PREFIX}[a-z]+\.")
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}  # one for another
 _SETTINGS = ("budget", "phases", "selection")  # may be others than when the adapter was saved
 _SEEN_IN_TENSORS = ("layers", "static_layers", "branch_rank", "rank_pattern", "gate_hidden", "modules_to_save")
@@ -111,13 +111,13 @@ def check_same(config: DepthRouteConfig, saved: DepthRouteConfig) -> None:
 def discard(model: nn.Module, adapter_name: str) -> None:
     """Take out an adapter that could not be loaded; without another one, the model is as it was before."""
     base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
-    holders = [module for module in base.modules() if isinstance(module, Routing)]
-    for holder in holders:
-        holder.delete_adapter(adapter_name)
+    routings = [module for module in base.modules() if isinstance(module, Routing)]
+    for routing in routings:
+        routing.delete_adapter(adapter_name)
     unwrap(base, adapter_name)
     configs = getattr(base, "peft_config", {})
     configs.pop(adapter_name, None)
-    if not any(len(holder.depth_route_gate) for holder in holders):
+    if not any(len(routing.depth_route_gate) for routing in routings):
         leave(base)
         unguard(base)
     if not configs:
@@ -163,6 +163,6 @@ def _kept_in_place(model: nn.Module, device_map: Mapping[str, Any] | None) -> di
 
     Otherwise the parts of a layer on disk would be left at their first values: nothing would fetch them from there.
     """
-    parts = {name: holder for name, holder in model.named_modules() if isinstance(holder, Routing)}
-    places = {name: next(holder.parameters()).device for name, holder in parts.items() if [*holder.parameters()]}
+    parts = {name: routing for name, routing in model.named_modules() if isinstance(routing, Routing)}
+    places = {name: next(routing.parameters()).device for name, routing in parts.items() if [*routing.parameters()]}
     return {**(device_map or {}), **places}

@@ -13,7 +13,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from ..config.adapter import ConfigError, DepthRouteConfig
-from ..routing.holder import Routing
+from ..routing.routing import Routing
 
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 
@@ -32,8 +32,8 @@ def check_modules_to_save(model: nn.Module, layers: Iterable[nn.Module], names: 
 
 def matching(model: nn.Module, name: str) -> dict[str, nn.Module]:
     """The base's modules whose names end with `name`, by name: no part of a router, such as a gate's `score`."""
-    holders = [path for path, module in model.named_modules() if isinstance(module, Routing)]
-    inside = tuple(f"{path}." for path in holders)
+    routings = [path for path, module in model.named_modules() if isinstance(module, Routing)]
+    inside = tuple(f"{path}." for path in routings)
     found = {path: module for path, module in model.named_modules(remove_duplicate=False) if path.endswith(name)}
     return {path: module for path, module in found.items() if not path.startswith(inside)}
 

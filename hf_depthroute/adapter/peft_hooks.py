@@ -32,7 +32,7 @@ from transformers.integrations import PeftAdapterMixin
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..files.shown import reason, say
 from ..routing.description import routed_lines
-from ..routing.holder import Routing
+from ..routing.routing import Routing
 from ..routing.stack import one_change
 from .base_check import check_base
 from .checks import add_of_same_method
@@ -259,10 +259,10 @@ def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
 
 def _copied_by_routed(model: Any) -> list[str] | None:
     """`modules_to_save` of a routed adapter of the model; None if there are none."""
-    for holder in [module for module in model.modules() if isinstance(module, Routing)]:
-        for name in holder.depth_route_gate:
-            if holder.config(name).modules_to_save:
-                return holder.config(name).modules_to_save
+    for routing in [module for module in model.modules() if isinstance(module, Routing)]:
+        for name in routing.depth_route_gate:
+            if routing.config(name).modules_to_save:
+                return routing.config(name).modules_to_save
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
-from ..routing.holder import Routing
+from ..routing.routing import Routing
 from .loading import discard
 
 P = ParamSpec("P")

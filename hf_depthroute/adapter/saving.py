@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from ..files.out_of_resources import disk_full
 from ..files.shown import reason
 from ..files.staged import sync, write_json
-from ..routing.stack import routings
+from ..routing.stack import routings_of
 from ..routing.thresholds import NOT_FITTED, ScoreQuantiles
 from .base_check import remember_base
 from .files import (
@@ -85,10 +85,10 @@ def save_whole(
 
 def _warn_of_thresholds(model: Any) -> None:
     """Warn if an adapter is about to be saved whose gates train and whose thresholds were never fitted."""
-    for holder in routings(model):
-        for name, table in holder.depth_route_quantiles.items():
-            trained = any(parameter.requires_grad for parameter in holder.depth_route_gate[name].parameters())
-            if trained and holder.config(name).takes_budget() and not cast(ScoreQuantiles, table).fitted():
+    for routing in routings_of(model):
+        for name, table in routing.depth_route_quantiles.items():
+            trained = any(parameter.requires_grad for parameter in routing.depth_route_gate[name].parameters())
+            if trained and routing.config(name).takes_budget() and not cast(ScoreQuantiles, table).fitted():
                 warnings.warn(f"adapter {name!r} is saved as it is: {NOT_FITTED}", stacklevel=5)
                 return
 
@@ -99,7 +99,7 @@ def staged_save(folder: Path) -> Iterator[Path]:
     created = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with alone_in(folder):
-        finish(folder)  # of processes that were killed: the holder of the lock is alone
+        finish(folder)  # of processes that were killed: the routing of the lock is alone
         for leftover in folder.glob(f"{STAGE_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))

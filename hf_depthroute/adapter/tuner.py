@@ -23,7 +23,7 @@ from ..config.adapter import ConfigError, DepthRouteConfig, register_peft_type
 from ..parts.scores import default_hidden
 from ..parts.targets import TARGETS
 from ..parts.traits import traits_of
-from ..routing.holder import HOLDER, Routing
+from ..routing.routing import ROUTING, Routing
 from ..routing.stack import RoutedStack
 from ..routing.state import RunState
 from ..routing.trace import full_depth
@@ -78,7 +78,7 @@ class DepthRouteModel(BaseTuner):
     """The tuner of a depth-routed `PeftModel`.
 
     Every decoder layer's class is switched to one subclass; layers that are routed get one child, `routing`
-    (`hf_depthroute.routing.holder.Routing`), that holds all adapter state. Base weights and their names do not change.
+    (`hf_depthroute.routing.routing.Routing`), that holds all adapter state. Base weights and their names do not change.
     """
 
     prefix = PREFIX
@@ -163,28 +163,28 @@ class DepthRouteModel(BaseTuner):
     def _fill(self, model: nn.Module, name: str, config: DepthRouteConfig, stack: Stack) -> None:
         """Add the adapter's parts to the layers that it routes, and connect what reads elsewhere."""
         gate = traits_of(config.gate)
-        holders: list[Routing] = []
+        routings: list[Routing] = []
         owner: Routing | None = None
         family, layers = stack.family, stack.layers
         state = stack.state if isinstance(stack, RoutedStack) else RunState()
-        _drop_empty_holders(layers)
+        _drop_empty_routings(layers)
         for index in cast("list[int]", config.layers):
             layer = layers[index]
-            if HOLDER not in layer._modules:
-                setattr(layer, HOLDER, Routing(index, family, layer, self.peft_config, state).train(layer.training))
-            holder: Routing = getattr(layer, HOLDER)
-            holder.peft_configs = self.peft_config
-            holder.add_adapter(name, config)
+            if ROUTING not in layer._modules:
+                setattr(layer, ROUTING, Routing(index, family, layer, self.peft_config, state).train(layer.training))
+            routing: Routing = getattr(layer, ROUTING)
+            routing.peft_configs = self.peft_config
+            routing.add_adapter(name, config)
             if gate.predicts_outcomes and config.gate_of(index) == config.gate:
-                owner = owner or holder
-                holder.add_projection(name, config, owner)
+                owner = owner or routing
+                routing.add_projection(name, config, owner)
             if gate.reads_logits and config.gate_of(index) == config.gate:
-                cast(Any, holder.depth_route_gate[name]).connect(ReadOut(model))
-            if gate.exits and holders:
-                holder.follow(name, holders[-1])
-            holders.append(holder)
-            self.targeted_module_names.append(f"{index}.{HOLDER}")
-        routed = tuple(cast(Routing, layer._modules[HOLDER]) for layer in layers if HOLDER in layer._modules)
+                cast(Any, routing.depth_route_gate[name]).connect(ReadOut(model))
+            if gate.exits and routings:
+                routing.follow(name, routings[-1])
+            routings.append(routing)
+            self.targeted_module_names.append(f"{index}.{ROUTING}")
+        routed = tuple(cast(Routing, layer._modules[ROUTING]) for layer in layers if ROUTING in layer._modules)
         RoutedStack(family, stack.decoder, routed, state).keep()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,12 +253,12 @@ class DepthRouteModel(BaseTuner):
         raise RuntimeError("depth-routed adapters are injected by inject_adapter")
 
 
-def _drop_empty_holders(layers: Any) -> None:
-    """Take out what deleted adapters left: transformers asks the first holder which adapter is active."""
+def _drop_empty_routings(layers: Any) -> None:
+    """Take out what deleted adapters left: transformers asks the first routing which adapter is active."""
     for layer in layers:
-        holder = layer._modules.get(HOLDER)
-        if holder is not None and not holder.depth_route_gate:
-            del layer._modules[HOLDER]
+        routing = layer._modules.get(ROUTING)
+        if routing is not None and not routing.depth_route_gate:
+            del layer._modules[ROUTING]
 
 
 def _copy_adapter(model: nn.Module, source: str, name: str) -> None:

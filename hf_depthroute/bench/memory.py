@@ -58,8 +58,8 @@ def measure_memory(variants: Variants, workload: Workload) -> dict[str, Any]:
         `decode_bytes`. The last two are peaks above the weights; prefill's includes the KV cache that it makes, and
         decode's is above the cache that was there.
     """
-    holders = active_routings(variants.model)
-    adapter = module_bytes(holders)
+    routings = active_routings(variants.model)
+    adapter = module_bytes(routings)
     rows = {}
     device = workload.input_ids.device
     prompt, following = workload.input_ids[:, : workload.prompt], workload.input_ids[:, workload.prompt :]

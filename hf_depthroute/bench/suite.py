@@ -181,9 +181,9 @@ def measure(case: Case, given: Given, peaks: Peaks) -> Result:
 
 def setting_of(model: Any) -> dict[str, Any]:
     """A description of a routed model: its routed layers, its size and its dtype."""
-    holders = active_routings(model)
-    config = holders[0].active_config()
-    setting = {"routed_layers": [h.layer_index for h in holders], "target": config.target, "gate": config.gate}
+    routings = active_routings(model)
+    config = routings[0].active_config()
+    setting = {"routed_layers": [h.layer_index for h in routings], "target": config.target, "gate": config.gate}
     if config.phases != "all":
         setting["phases"] = config.phases
     return setting | size_of(model)

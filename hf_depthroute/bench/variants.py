@@ -81,7 +81,7 @@ class Variants:
         self._budget, self._saved = self.config.budget, _thresholds(model)
         # All thresholds are found now: calibration must not run between timed rounds.
         self._tables = {1.0: self._saved}
-        self._tuned_before = [holder.tuned for holder in active_routings(model)]
+        self._tuned_before = [routing.tuned for routing in active_routings(model)]
         self._tuned: dict[float, list[dict[tuple[str, bool, int], str]]] = {}
         self.chosen: dict[float, dict[str, int]] = {}  # by budget: how many layers took which executor
         self._set_tuned(None)
@@ -145,12 +145,12 @@ class Variants:
         choices = tune_execution(self.model, prompts, steps=8 if decodes else 0, repeats=3)
         wanted = "decode" if decodes else "prefill"
         self.chosen[budget] = dict(Counter(choice.executor for choice in choices if choice.step == wanted))
-        self._tuned[budget] = [holder.tuned for holder in active_routings(self.model)]
+        self._tuned[budget] = [routing.tuned for routing in active_routings(self.model)]
         self._set_tuned(None)
 
     def _set_tuned(self, tuned: list[dict[tuple[str, bool, int], str]] | None) -> None:
-        for index, holder in enumerate(active_routings(self.model)):
-            holder.tuned = {} if tuned is None else tuned[index]
+        for index, routing in enumerate(active_routings(self.model)):
+            routing.tuned = {} if tuned is None else tuned[index]
 
     def _use(self, budget: float) -> None:
         if budget != self._current:
@@ -164,10 +164,10 @@ class _Nothing(nn.Module):
 
 
 @contextmanager
-def _without_ffns(base: nn.Module, holders: Sequence[Any]) -> Iterator[None]:
-    family = holders[0].family
+def _without_ffns(base: nn.Module, routings: Sequence[Any]) -> Iterator[None]:
+    family = routings[0].family
     layers = stack_of(base).layers
-    ffns = [(layers[holder.layer_index], family.ffn) for holder in holders]
+    ffns = [(layers[routing.layer_index], family.ffn) for routing in routings]
     kept = [getattr(layer, name) for layer, name in ffns]
     try:
         for layer, name in ffns:
@@ -180,14 +180,14 @@ def _without_ffns(base: nn.Module, holders: Sequence[Any]) -> Iterator[None]:
 
 def hold_adapter_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep the adapter's weights in the base's dtype, as `autocast_adapter_dtype=False` does when one is loaded."""
-    for holder in active_routings(model):
-        for group in holder.adapter_layer_names:
-            getattr(holder, group).to(dtype)
+    for routing in active_routings(model):
+        for group in routing.adapter_layer_names:
+            getattr(routing, group).to(dtype)
 
 
 def adapter_dtype(model: nn.Module) -> str:
     """The dtype of the adapter's weights, such as `"float32"`."""
-    weights = (p for holder in active_routings(model) for p in holder.parameters())
+    weights = (p for routing in active_routings(model) for p in routing.parameters())
     return str(next(weights).dtype).removeprefix("torch.")
 
 
@@ -233,8 +233,8 @@ def _set_thresholds(model: nn.Module, saved: list[dict[str, torch.Tensor]]) -> N
 
 def _states(model: nn.Module) -> list[dict[str, torch.Tensor]]:
     found = []
-    for holder in active_routings(model):
-        controller = holder.active_controller()
-        modules = (holder.active_quantiles(), *(() if controller is None else (controller,)))
+    for routing in active_routings(model):
+        controller = routing.active_controller()
+        modules = (routing.active_quantiles(), *(() if controller is None else (controller,)))
         found.append({f"{i}.{name}": value for i, m in enumerate(modules) for name, value in m.named_buffers()})
     return found

@@ -18,7 +18,7 @@ from ..base.stack import stack_of
 from ..config.adapter import DepthRouteConfig, check_budget
 from ..inference.calibration import active_routings
 from ..parts.traits import traits_of
-from ..routing.holder import Routing
+from ..routing.routing import Routing
 from .roofline import (
     attention_sizes,
     branch_weights,
@@ -88,39 +88,39 @@ def route_cost(
         ValueError: No routed adapter is active.
         ConfigError: `budget` is out of range.
     """
-    holders = active_routings(model)
+    routings = active_routings(model)
     stack = stack_of(model)
     family, layers = stack.family, stack.layers
     config = text_config(model.config)
     if full_ratio is None:
         full_ratio = {}
-        for holder in holders:
-            share, always = _share(holder, holder.active_config(), budget), in_full(holder, length)
-            full_ratio[holder.layer_index] = always + (1 - always) * share
-    shares = {holder.layer_index: (full_ratio[holder.layer_index], 1.0) for holder in holders}
+        for routing in routings:
+            share, always = _share(routing, routing.active_config(), budget), in_full(routing, length)
+            full_ratio[routing.layer_index] = always + (1 - always) * share
+    shares = {routing.layer_index: (full_ratio[routing.layer_index], 1.0) for routing in routings}
     sizes: dict[str, Any] = {"batch": batch_size, "length": length, "cached": cached, "logits": logits_to_keep}
     dense = count_work(model, **sizes).total_flops
     work = count_work(model, **sizes, shares=shares)
     ideal = work.total_flops - work.flops["router"]
 
-    adapter = {id(p): p for h in holders for p in h.parameters()}
+    adapter = {id(p): p for h in routings for p in h.parameters()}
     everything = {id(p): p for p in model.parameters()}
     dtype_bytes = next(p.element_size() for p in everything.values() if id(p) not in adapter)
     per_token = float(batch_size * attention_sizes(config)[1] * dtype_bytes)
     windows = windows_of(config, cached + length + 1)  # of the next token, which meets itself
     kv_bytes = per_token * sum(window - 1 for window in windows)
     ratios, gates, branches = [], 0.0, 0.0
-    for holder in holders:
-        if runs_full(holder, length):
+    for routing in routings:
+        if runs_full(routing, length):
             ratios.append(1.0)
             continue
-        share, layer = full_ratio[holder.layer_index], layers[holder.layer_index]
-        part = sum(m.left_out * m.per_token for m in matrices(layer, config, family, holder)) + memory_weights(holder)
-        gate, branch = gate_weights(holder, length), (1 - share) * branch_weights(holder, config)
+        share, layer = full_ratio[routing.layer_index], layers[routing.layer_index]
+        part = sum(m.left_out * m.per_token for m in matrices(layer, config, family, routing)) + memory_weights(routing)
+        gate, branch = gate_weights(routing, length), (1 - share) * branch_weights(routing, config)
         ratios.append(share + (branch + gate) / max(part, 1.0))
         gates, branches = gates + 2.0 * gate, branches + 2.0 * branch
-        if skips_sequences(holder, config):
-            kv_bytes -= (1 - share) * per_token * (windows[holder.layer_index] - 1)
+        if skips_sequences(routing, config):
+            kv_bytes -= (1 - share) * per_token * (windows[routing.layer_index] - 1)
     return RouteCost(
         flops_dense=dense,
         flops_routed=work.total_flops,
@@ -130,7 +130,7 @@ def route_cost(
         parameters_adapter=sum(p.numel() for p in adapter.values()),
         parameters_trainable=sum(p.numel() for p in adapter.values() if p.requires_grad),
         kv_bytes=round(kv_bytes),
-        remark=_remark(holders[0], (dense - ideal) / (batch_size * length), gates, branches, work.total_flops / dense),
+        remark=_remark(routings[0], (dense - ideal) / (batch_size * length), gates, branches, work.total_flops / dense),
     )
 
 
@@ -141,11 +141,11 @@ def cost_remark(model: nn.Module) -> str | None:
     return route_cost(model).remark
 
 
-def _remark(holder: Routing, saved: float, gates: float, branches: float, ratio: float) -> str | None:
+def _remark(routing: Routing, saved: float, gates: float, branches: float, ratio: float) -> str | None:
     """Why an adapter that leaves something out costs more than it saves, from FLOPs of one token over all layers."""
     if saved == 0 or saved > gates + branches:
         return None
-    config = holder.active_config()
+    config = routing.active_config()
     branch = ("branch_rank", "memory_width") if config.branch == "memory" else ("branch_rank",)
     names = traits_of(config.gate).sizes if gates >= branches else branch
     smaller = ", ".join(f"{name} (now {getattr(config, name)})" for name in names)
@@ -157,12 +157,12 @@ def _remark(holder: Routing, saved: float, gates: float, branches: float, ratio:
     )
 
 
-def _share(holder: Routing, config: DepthRouteConfig, budget: float | None) -> float:
+def _share(routing: Routing, config: DepthRouteConfig, budget: float | None) -> float:
     """The share that runs full when nothing was measured."""
     if budget is not None:
-        return check_budget(budget) if config.gate_of(holder.layer_index) == config.gate else 0.0
-    if not holder.active_gate().static:
-        return holder.budget()
+        return check_budget(budget) if config.gate_of(routing.layer_index) == config.gate else 0.0
+    if not routing.active_gate().static:
+        return routing.budget()
     if config.dropped_experts is None:
         return 0.0
-    return 1 - len(config.experts_dropped_in(holder.layer_index)) / holder.num_experts
+    return 1 - len(config.experts_dropped_in(routing.layer_index)) / routing.num_experts

@@ -24,7 +24,7 @@ from ..inference.calibration import active_routings
 from ..parts.gates import MLPGate
 from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
-from ..routing.holder import HOLDER, Routing
+from ..routing.routing import ROUTING, Routing
 
 PARTS = ("attention projections", "attention core", "ffn", "router", "head")
 
@@ -104,19 +104,19 @@ class Matrix:
         return self.weight.numel() * (self.chosen / len(self.weight) if self.weight.ndim == 3 else 1)
 
 
-def matrices(layer: Any, config: Any, family: Family | None = None, holder: Routing | None = None) -> list[Matrix]:
+def matrices(layer: Any, config: Any, family: Family | None = None, routing: Routing | None = None) -> list[Matrix]:
     """The weights of a decoder layer, or of any module, without those of its router; norms do not count.
 
     Args:
         layer: The module.
         config: The base model's.
         family: The base's family, to tell the attention from the rest.
-        holder: The layer's router, where one is on.
+        routing: The layer's router, where one is on.
     """
-    parts: dict[str, float] = {} if holder is None else _left_out(layer, config, holder)
+    parts: dict[str, float] = {} if routing is None else _left_out(layer, config, routing)
     found = []
     for name, weight in layer.named_parameters():
-        if name.startswith(f"{HOLDER}.") or "norm" in name or weight.ndim not in (2, 3):  # a norm of heads is 2-d
+        if name.startswith(f"{ROUTING}.") or "norm" in name or weight.ndim not in (2, 3):  # a norm of heads is 2-d
             continue
         left_out = max((share for prefix, share in parts.items() if name.startswith(f"{prefix}.")), default=0.0)
         inside = family is not None and name.startswith(f"{family.attention}.")
@@ -125,14 +125,14 @@ def matrices(layer: Any, config: Any, family: Family | None = None, holder: Rout
     return found
 
 
-def _left_out(layer: Any, config: Any, holder: Routing) -> dict[str, float]:
+def _left_out(layer: Any, config: Any, routing: Routing) -> dict[str, float]:
     """By the name of a child, how much of it the cheap path leaves out."""
-    family, target = holder.family, holder.active_target()
+    family, target = routing.family, routing.active_target()
     parts = {family.ffn: 1.0} if target.skips_ffn else {}
     if target.per_pair:
         parts[f"{family.ffn}.{family.experts}"] = 1.0
-    if skips_attention(holder, config):
-        if skips_sequences(holder, config):
+    if skips_attention(routing, config):
+        if skips_sequences(routing, config):
             return parts | {family.attention: 1.0}
         assert family.queries is not None
         queries = STYLES[family.queries].weights(getattr(layer, family.attention))
@@ -140,50 +140,50 @@ def _left_out(layer: Any, config: Any, holder: Routing) -> dict[str, float]:
     return parts
 
 
-def skips_sequences(holder: Routing, config: Any) -> bool:
+def skips_sequences(routing: Routing, config: Any) -> bool:
     """Whether a skipped attention leaves its keys and values out of the KV cache that `generate` makes.
 
     `config` is the base model's. A layer with a sliding window holds every sequence, and so does flex attention.
     """
-    routing = holder.active_config()
-    whole = routing.granularity == "sequence" or (holder.active_gate().static and routing.phases == "all")
-    if not (whole and holder.active_target().skips_attention) or config._attn_implementation == "flex_attention":
+    adapter = routing.active_config()
+    whole = adapter.granularity == "sequence" or (routing.active_gate().static and adapter.phases == "all")
+    if not (whole and routing.active_target().skips_attention) or config._attn_implementation == "flex_attention":
         return False
-    return can_skip(cache_layer(DynamicCache(config=config), holder.layer_index))
+    return can_skip(cache_layer(DynamicCache(config=config), routing.layer_index))
 
 
-def runs_full(holder: Routing, length: int) -> bool:
+def runs_full(routing: Routing, length: int) -> bool:
     """Whether a layer runs as the base's, without gate and branch, in a pass of `length` new tokens."""
-    return in_full(holder, length) == 1.0
+    return in_full(routing, length) == 1.0
 
 
-def in_full(holder: Routing, length: int) -> float:
+def in_full(routing: Routing, length: int) -> float:
     """The share of `length` new tokens that run in full whatever their scores: the last ones of `phases="prefill"`."""
-    config = holder.active_config()
+    config = routing.active_config()
     return min(1.0, config.last_in_full / length) if config.phases == "prefill" else 0.0
 
 
-def skips_attention(holder: Routing, config: Any) -> bool:
+def skips_attention(routing: Routing, config: Any) -> bool:
     """Whether the cheap path saves the attention: per token only where the family's projections are known."""
-    target, queries_known = holder.active_target(), holder.family.queries is not None
-    return target.skips_attention and (queries_known or skips_sequences(holder, config))
+    target, queries_known = routing.active_target(), routing.family.queries is not None
+    return target.skips_attention and (queries_known or skips_sequences(routing, config))
 
 
-def gate_weights(holder: Routing, length: int) -> float:
+def gate_weights(routing: Routing, length: int) -> float:
     """Weights that the gate and the exits' predictor multiply a token with, in sequences of `length`."""
-    name, config = holder.active_name(), holder.active_config()
-    gates = [group[name] for group in (holder.depth_route_gate, holder.depth_route_predictor) if name in group]
+    name, config = routing.active_name(), routing.active_config()
+    gates = [group[name] for group in (routing.depth_route_gate, routing.depth_route_predictor) if name in group]
     weights = float(sum(cast(MLPGate, gate).weights_per_token() for gate in gates))
     return weights / length if config.granularity == "sequence" else weights
 
 
-def branch_weights(holder: Routing, config: Any) -> float:
+def branch_weights(routing: Routing, config: Any) -> float:
     """Weights of the cheap branch, its memory's included; `config` is the base model's."""
-    name, recalls = holder.active_name(), holder.active_config().branch == "memory"
-    branches = [holder.depth_route_branch[name]] if name in holder.depth_route_branch else []
+    name, recalls = routing.active_name(), routing.active_config().branch == "memory"
+    branches = [routing.depth_route_branch[name]] if name in routing.depth_route_branch else []
     weights = sum(matrix.per_token for branch in branches for matrix in matrices(branch, config))
     weights += sum(_borrowed(branch) for branch in branches)
-    return weights + (_memory_weights(holder) if recalls else 0.0)
+    return weights + (_memory_weights(routing) if recalls else 0.0)
 
 
 def _borrowed(branch: nn.Module) -> int:
@@ -191,16 +191,16 @@ def _borrowed(branch: nn.Module) -> int:
     return branch.borrowed_weights() if isinstance(branch, NeuronBranch) else 0
 
 
-def memory_weights(holder: Routing) -> float:
+def memory_weights(routing: Routing) -> float:
     """Weights that the memory of target memory multiplies a token with, without its gate's; 0 of another target."""
-    return 0.0 if holder.active_config().branch == "memory" else _memory_weights(holder)
+    return 0.0 if routing.active_config().branch == "memory" else _memory_weights(routing)
 
 
-def _memory_weights(holder: Routing) -> float:
-    name = holder.active_name()
-    if name not in holder.depth_route_memory:
+def _memory_weights(routing: Routing) -> float:
+    name = routing.active_name()
+    if name not in routing.depth_route_memory:
         return 0.0
-    return float(cast(NgramMemory, holder.depth_route_memory[name]).weights_per_token())
+    return float(cast(NgramMemory, routing.depth_route_memory[name]).weights_per_token())
 
 
 def attention_sizes(config: Any) -> tuple[float, int]:
@@ -257,22 +257,22 @@ def count_work(
     """
     stack = stack_of(model)
     family, layers = stack.family, stack.layers
-    holders = {} if shares is None else {h.layer_index: h for h in active_routings(model) if not runs_full(h, length)}
+    routings = {} if shares is None else {h.layer_index: h for h in active_routings(model) if not runs_full(h, length)}
     work = Work()
     config = text_config(model.config)
-    size = next(p for n, p in layers[0].named_parameters() if f"{HOLDER}." not in n).element_size()
+    size = next(p for n, p in layers[0].named_parameters() if f"{ROUTING}." not in n).element_size()
     tokens, trains = batch * length, trained_from is not None
     per_pair, cached_values = attention_sizes(config)
     windows = windows_of(config, cached + length)
     for index, layer in enumerate(layers):
         again = 2.0 if trained_from is not None and index >= trained_from else 1.0
-        holder = holders.get(index)
-        rows, passes = (1.0, 1.0) if holder is None or shares is None else shares[index]
-        for matrix in matrices(layer, config, family, holder):
+        routing = routings.get(index)
+        rows, passes = (1.0, 1.0) if routing is None or shares is None else shares[index]
+        for matrix in matrices(layer, config, family, routing):
             flops, moved = _product(matrix, tokens, rows, passes)
             work.add(matrix.part, again * flops, again * size * moved)
-        skips = holder is not None and skips_attention(holder, config)
-        whole = holder is not None and skips_sequences(holder, config)
+        skips = routing is not None and skips_attention(routing, config)
+        whole = routing is not None and skips_sequences(routing, config)
         share = rows if skips else 1.0
         read = share if length == 1 or whole or not skips else passes
         held = min(cached, windows[index]) + length
@@ -281,8 +281,8 @@ def count_work(
         twice = 2 * again - 1
         pairs = batch * query_key_pairs(length, cached, windows[index])
         work.add("attention core", twice * share * pairs * per_pair, twice * size * moved)
-        if holder is not None:
-            _count_router(work, holder, config, tokens, length, 1.0 if trains else 1 - rows, again)
+        if routing is not None:
+            _count_router(work, routing, config, tokens, length, 1.0 if trains else 1 - rows, again)
     again = 2.0 if trains else 1.0
     kept, width, vocabulary = batch * logits, config.hidden_size, config.vocab_size
     moved = size * (width * vocabulary + kept * (width + vocabulary))
@@ -303,27 +303,27 @@ def _product(matrix: Matrix, tokens: int, rows: float, passes: float) -> tuple[f
 
 
 def _count_router(
-    work: Work, holder: Routing, config: Any, tokens: int, length: int, cheap: float, again: float
+    work: Work, routing: Routing, config: Any, tokens: int, length: int, cheap: float, again: float
 ) -> None:
     """The gate and target memory on every token, the branch on the share `cheap`; weights are read on every pass."""
-    name = holder.active_name()
-    for group in (holder.depth_route_gate, holder.depth_route_predictor, holder.depth_route_branch):
+    name = routing.active_name()
+    for group in (routing.depth_route_gate, routing.depth_route_predictor, routing.depth_route_branch):
         if name not in group:
             continue
         module = group[name]
         held = sum(p.numel() * p.element_size() for p in module.parameters())
-        if group is holder.depth_route_branch:
+        if group is routing.depth_route_branch:
             borrowed = _borrowed(module)
             met, seen = sum(matrix.per_token for matrix in matrices(module, config)) + borrowed, tokens * cheap
             held += borrowed * next(p.element_size() for p in module.parameters())
         else:
             met = float(cast(MLPGate, module).weights_per_token())
-            seen = tokens / length if holder.active_config().granularity == "sequence" else tokens
+            seen = tokens / length if routing.active_config().granularity == "sequence" else tokens
         width = next(p.element_size() for p in module.parameters()) if held else 4
-        work.add("router", again * 2.0 * seen * met, again * (held + 2 * width * seen * holder.width))
-    if name in holder.depth_route_memory:
-        memory = cast(NgramMemory, holder.depth_route_memory[name])
+        work.add("router", again * 2.0 * seen * met, again * (held + 2 * width * seen * routing.width))
+    if name in routing.depth_route_memory:
+        memory = cast(NgramMemory, routing.depth_route_memory[name])
         met, size = memory.weights_per_token(), memory.table.element_size()
-        seen = tokens * cheap if holder.active_config().branch == "memory" else tokens
-        moved = size * (met + seen * (memory.value.in_features + holder.width))  # of the table, the rows looked up
+        seen = tokens * cheap if routing.active_config().branch == "memory" else tokens
+        moved = size * (met + seen * (memory.value.in_features + routing.width))  # of the table, the rows looked up
         work.add("router", again * 2.0 * seen * met, again * moved)

@@ -52,8 +52,8 @@ def slot_use(model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[st
     Raises:
         ValueError: No such adapter is active, or a batch has no `input_ids`.
     """
-    holders = active_routings(model)
-    config = holders[0].active_config()
+    routings = active_routings(model)
+    config = routings[0].active_config()
     if not config.has_memory:
         raise ValueError(f"slot_use: target={config.target!r} has no table of slots, nor has branch={config.branch!r}")
     seen_GN = torch.empty(0, config.ngram_order, dtype=torch.int64)
@@ -66,8 +66,8 @@ def slot_use(model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[st
             seen_GN, pending = torch.cat([seen_GN, *pending]).unique(dim=0), []
     seen_GN = torch.cat([seen_GN, *pending]).unique(dim=0)
     found = {}
-    for holder in holders:
-        memory = cast(NgramMemory, holder.depth_route_memory[holder.active_name()])
+    for routing in routings:
+        memory = cast(NgramMemory, routing.depth_route_memory[routing.active_name()])
         hit = lookups = collided = 0
         for place, order in enumerate(range(shortest_order(config), config.ngram_order + 1)):
             ngrams_GN = torch.full_like(seen_GN, MISSING)
@@ -78,5 +78,5 @@ def slot_use(model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[st
                 hit, lookups = hit + len(counts), lookups + len(slots_G)
                 collided += int(counts[counts > 1].sum())
         trained = int(memory.table.ne(0).any(dim=-1).sum())
-        found[holder.layer_index] = SlotUse(len(memory.table), trained, hit, lookups, collided)
+        found[routing.layer_index] = SlotUse(len(memory.table), trained, hit, lookups, collided)
     return found

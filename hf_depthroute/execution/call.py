@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..base.families import Family
-from ..routing.holder import Routing
 from ..routing.plan import RoutePlan
+from ..routing.routing import Routing
 from .context import ForwardContext
 from .masked import masked_update
 
@@ -42,11 +42,11 @@ class Decision:
     probs: Tensor | None = None
 
 
-def without_scores(holder: Routing, plan: RoutePlan, x: Tensor, mask: Tensor, probs: Tensor | None = None) -> Decision:
+def without_scores(routing: Routing, plan: RoutePlan, x: Tensor, mask: Tensor, probs: Tensor | None = None) -> Decision:
     """A decision that was not made on these tokens: scores and extras are NaN, and so are the probs that are not given.
 
     Args:
-        holder: The layer's adapter state.
+        routing: The layer's adapter state.
         plan: How it routes.
         x: `[B, T, d]`. Where extras are recorded, the gate is asked about one token, for their shapes.
         mask: Bool `[B, T]`.
@@ -55,7 +55,7 @@ def without_scores(holder: Routing, plan: RoutePlan, x: Tensor, mask: Tensor, pr
     nothing = torch.full(x.shape[:2], torch.nan, device=x.device)
     extras = dict.fromkeys(plan.extras, nothing)
     if plan.recorders and plan.gate.outputs:
-        shapes = {name: value.shape[2:] for name, value in holder.score(plan, x[:, :1]).items()}
+        shapes = {name: value.shape[2:] for name, value in routing.score(plan, x[:, :1]).items()}
         extras |= {name: nothing.new_full((*x.shape[:2], *shapes[name]), torch.nan) for name in plan.gate.outputs}
     return Decision(nothing, extras, mask, nothing if probs is None else probs)
 
@@ -66,7 +66,7 @@ class RoutedCall:
 
     Attributes:
         layer: The decoder layer.
-        holder: Its adapter state.
+        routing: Its adapter state.
         plan: How this forward pass routes.
         site: The target's class.
         stream: The residual stream before the routed part, `[B, T, d]`. It may be overwritten when no gradient is
@@ -80,7 +80,7 @@ class RoutedCall:
     """
 
     layer: Any
-    holder: Routing
+    routing: Routing
     plan: RoutePlan
     site: Site
     stream: Tensor
@@ -92,18 +92,18 @@ class RoutedCall:
 
     @property
     def family(self) -> Family:
-        return self.holder.family
+        return self.routing.family
 
     @property
     def branch(self) -> Any:
         """From rows of the stream to the cheap path's update, without that of a memory; None when that adds nothing."""
-        return self.holder.depth_route_branch._modules.get(self.plan.adapter)
+        return self.routing.depth_route_branch._modules.get(self.plan.adapter)
 
     @property
     def memory(self) -> Any:
         """The `NgramMemory` of the cheap path; None if it has none."""
         has_one = self.plan.config.branch == "memory"
-        return self.holder.depth_route_memory[self.plan.adapter] if has_one else None
+        return self.routing.depth_route_memory[self.plan.adapter] if has_one else None
 
     @property
     def mask(self) -> Tensor:
@@ -232,11 +232,11 @@ class Site(ABC):
 
     attends_behind = False
 
-    def of_call(self, holder: Routing, plan: RoutePlan, h: Tensor, context: ForwardContext, kwargs: Kwargs) -> Site:
+    def of_call(self, routing: Routing, plan: RoutePlan, h: Tensor, context: ForwardContext, kwargs: Kwargs) -> Site:
         """The site of one forward pass, where a target reads more than the stream.
 
         Args:
-            holder: The layer's adapter state.
+            routing: The layer's adapter state.
             plan: How it routes.
             h: The layer's input, `[B, T, d]`.
             context: What the stack hands to its layers.
@@ -260,11 +260,11 @@ class Site(ABC):
         """The layer's output, from the stream after the routed part, each `[B, T, d]`."""
         return after
 
-    def decide(self, holder: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
+    def decide(self, routing: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
         """The gate's decision, from the stream or its norm, `[B, T, d]`."""
-        extras = holder.score(plan, gate_input)
+        extras = routing.score(plan, gate_input)
         scores = extras.pop("scores")
-        return Decision(scores, extras, *holder.decide(plan, scores, token_mask, extras.get("predicted")))
+        return Decision(scores, extras, *routing.decide(plan, scores, token_mask, extras.get("predicted")))
 
     def both(self, call: RoutedCall) -> tuple[Tensor, Tensor]:
         """The stream after the full and after the cheap path, for every token, each `[B, T, d]`."""
@@ -307,7 +307,7 @@ def _outcomes(call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> dict
     """Observations of the two paths that losses ask for."""
     found = {}
     if "z_full" in call.plan.extras:
-        project = call.holder.projections[call.plan.adapter][0]
+        project = call.routing.projections[call.plan.adapter][0]
         found = {"z_full": project(after_full), "z_cheap": project(after_cheap)}
     if "similarity" in call.plan.extras:
         with torch.no_grad():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.cache import starts_prompt
-from ..routing.holder import HOLDER, Routing
+from ..routing.routing import ROUTING, Routing
 
 if TYPE_CHECKING:
     from ..routing.plan import RoutePlan
@@ -66,13 +66,13 @@ def prefers_gathering(call: RoutedCall) -> bool:
     target = call.plan.target
     if not is_launched(call.stream) or target.skips_attention or not target.skips_ffn:
         return False
-    costs: GatherCosts = call.holder.state.gather_costs or GatherCosts()
-    return costs.pays(chosen_flops(call.holder, call.stream.shape, call.plan.budget))
+    costs: GatherCosts = call.routing.state.gather_costs or GatherCosts()
+    return costs.pays(chosen_flops(call.routing, call.stream.shape, call.plan.budget))
 
 
-def chosen_flops(holder: Routing, shape: Sequence[int], budget: float) -> float:
+def chosen_flops(routing: Routing, shape: Sequence[int], budget: float) -> float:
     """FLOPs of a SwiGLU FFN's three products at the rows of a stream of `shape`, `(B, T)` first, that run in full."""
-    return 6.0 * shape[0] * shape[1] * budget * holder.width * holder.ffn_width
+    return 6.0 * shape[0] * shape[1] * budget * routing.width * routing.ffn_width
 
 
 def unrouted_steps(
@@ -91,31 +91,31 @@ def unrouted_steps(
         return None
     if starts_prompt(dict(kwargs), 1) or getattr(kwargs.get("past_key_values"), "is_compileable", False):
         return None
-    held = ((layer, cast("Routing | None", layer._modules.get(HOLDER))) for layer in layers)
-    unrouted = {layer: holder for layer, holder in held if holder is not None and _is_unpaid(layer, holder, inputs)}
-    for holder in unrouted.values():
-        _say_once(holder)
+    held = ((layer, cast("Routing | None", layer._modules.get(ROUTING))) for layer in layers)
+    unrouted = {layer: routing for layer, routing in held if routing is not None and _is_unpaid(layer, routing, inputs)}
+    for routing in unrouted.values():
+        _say_once(routing)
     return frozenset(unrouted) or None
 
 
-def _is_unpaid(layer: nn.Module, holder: Routing, inputs: Tensor) -> bool:
-    plan = holder.plan(False, (inputs.shape[0], 1))
+def _is_unpaid(layer: nn.Module, routing: Routing, inputs: Tensor) -> bool:
+    plan = routing.plan(False, (inputs.shape[0], 1))
     if plan is None or not plan.by_token or plan.gate.static or plan.executor != "auto":
         return False
-    if plan.replayed is not None or plan.gate.exits or plan.adapter in holder.depth_route_memory:
+    if plan.replayed is not None or plan.gate.exits or plan.adapter in routing.depth_route_memory:
         return False
-    if plan.config.granularity == "sequence" or plan.target.per_pair or not holder.dense_ffn:
+    if plan.config.granularity == "sequence" or plan.target.per_pair or not routing.dense_ffn:
         return False
     key = "skipped bytes", plan.adapter
-    skipped: int | None = holder.derived.get(key)
+    skipped: int | None = routing.derived.get(key)
     if skipped is None:
-        skipped = holder.derived[key] = _skipped_bytes(layer, holder, plan)
+        skipped = routing.derived[key] = _skipped_bytes(layer, routing, plan)
     return (1 - plan.budget) * skipped / _bytes_per_second(inputs.device) < STEP_SECONDS
 
 
-def _skipped_bytes(layer: Any, holder: Routing, plan: RoutePlan) -> int:
+def _skipped_bytes(layer: Any, routing: Routing, plan: RoutePlan) -> int:
     """The weights that a skipped token leaves unread."""
-    parts = {holder.family.ffn: plan.target.skips_ffn, holder.family.attention: plan.target.skips_attention}
+    parts = {routing.family.ffn: plan.target.skips_ffn, routing.family.attention: plan.target.skips_attention}
     weights = [weight for name, skips in parts.items() if skips for weight in getattr(layer, name).parameters()]
     return sum(weight.numel() * weight.element_size() for weight in weights)
 
@@ -129,10 +129,10 @@ def _bytes_per_second(device: torch.device) -> float:
     return 2e3 * kilohertz * bits / 8 or BYTES_PER_SECOND
 
 
-def _say_once(holder: Routing) -> None:
-    if holder.state.told_of_steps:
+def _say_once(routing: Routing) -> None:
+    if routing.state.told_of_steps:
         return
-    holder.state.told_of_steps = True
+    routing.state.told_of_steps = True
     warnings.warn(
         "decoding steps run in full, prompts are routed: launched one by one, the kernels of a routed layer take about "
         f"{STEP_SECONDS * 1e3:.2g} ms longer than the base's, more than skipping its weights can save. Steps are "

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..base.cache import SkippingLayer, cache_layer, cache_of, remembered
 from ..base.families import Family
 from ..base.readable import any_watched, is_watched, is_whole
-from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
+from ..routing.routing import ROUTING, Routing
 from .attention import write_keys_values
 from .call import Site
 from .context import ForwardContext, Step
@@ -41,7 +41,7 @@ class DecodeStep:
     It is not changed after it was made: threads that decode with one plan share it.
 
     Args:
-        holder: The layer's adapter state.
+        routing: The layer's adapter state.
         plan: One that `supports_decode`.
         weights: The adapter's weights in this layer.
 
@@ -51,13 +51,13 @@ class DecodeStep:
 
     scores = True
 
-    def __init__(self, holder: Routing, plan: RoutePlan, weights: StepWeights) -> None:
-        family = holder.family
+    def __init__(self, routing: Routing, plan: RoutePlan, weights: StepWeights) -> None:
+        family = routing.family
         self.plan, self.weights = plan, weights
         assert family.attention_norm is not None and family.ffn_norm is not None
         self.names = family.attention_norm, family.attention, family.ffn_norm, family.ffn
         self.reads_stream = plan.config.gate_input == "residual"
-        self.layer_index = holder.layer_index
+        self.layer_index = routing.layer_index
         threshold = 0.0 if plan.rule == "predictor" else plan.threshold
         self.threshold = torch.as_tensor(threshold, dtype=torch.float32).item()
 
@@ -100,9 +100,9 @@ class AttentionStep(DecodeStep):
     A skipped token still writes its keys and values, for later ones to see.
     """
 
-    def __init__(self, holder: Routing, plan: RoutePlan, weights: StepWeights) -> None:
-        super().__init__(holder, plan, weights)
-        self.style = holder.family.queries
+    def __init__(self, routing: Routing, plan: RoutePlan, weights: StepWeights) -> None:
+        super().__init__(routing, plan, weights)
+        self.style = routing.family.queries
 
     def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext) -> Tensor:
         modules: Any = layer._modules
@@ -200,26 +200,26 @@ def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Ste
     """The steps of one new token of each of `batch` sequences, of the layers that have one."""
     steps: dict[nn.Module, Step] = {}
     for layer in layers:
-        holder = cast("Routing | None", layer._modules.get(HOLDER))
-        step = run_base if holder is None else _step_of(layer, holder, batch)
+        routing = cast("Routing | None", layer._modules.get(ROUTING))
+        step = run_base if routing is None else _step_of(layer, routing, batch)
         if step is not None:
             steps[layer] = step
     return steps
 
 
-def _step_of(layer: nn.Module, holder: Routing, batch: int) -> Step | None:
+def _step_of(layer: nn.Module, routing: Routing, batch: int) -> Step | None:
     """None if the general forward pass has to run."""
-    plan = holder.plan(False, (batch, 1))
-    remembers = plan is not None and plan.adapter in holder.depth_route_memory
+    plan = routing.plan(False, (batch, 1))
+    remembers = plan is not None and plan.adapter in routing.depth_route_memory
     if plan is None:
         return run_base
     if plan.rule == "full" and not plan.recorders:
         # The KV cache has to learn of the token, or knows what was decided about its sequence.
         return None if remembers or plan.config.granularity == "sequence" else run_base
     kind = STEPS.get(type(SITES[plan.site]))
-    if kind is None or not supports_decode(plan, holder.family):
+    if kind is None or not supports_decode(plan, routing.family):
         return None
-    if any_watched(layer, holder.family.dropouts):
+    if any_watched(layer, routing.family.dropouts):
         return None  # a step leaves them out
     # A static layer without attention writes no keys and values, as a sequence without.
     if plan.config.granularity == "sequence" or (kind is AttentionStep and plan.rule == "static"):
@@ -227,14 +227,14 @@ def _step_of(layer: nn.Module, holder: Routing, batch: int) -> Step | None:
     if (kind is AttentionStep and batch > 1) or (kind is SequenceStep and remembers):
         return None
     key = "weights", plan.adapter, plan.rule, kind.scores
-    weights: StepWeights | None = holder.derived.get(key)
-    if weights is None or weights.prompts != holder.prompts or not weights.usable():
-        weights = holder.derived[key] = StepWeights(holder, plan, kind.scores)
+    weights: StepWeights | None = routing.derived.get(key)
+    if weights is None or weights.prompts != routing.prompts or not weights.usable():
+        weights = routing.derived[key] = StepWeights(routing, plan, kind.scores)
     if not weights.usable():
         return None
-    step: DecodeStep | None = holder.derived.get(plan)
+    step: DecodeStep | None = routing.derived.get(plan)
     if step is None or step.weights is not weights or type(step) is not kind:
-        step = holder.derived[plan] = kind(holder, plan, weights)
+        step = routing.derived[plan] = kind(routing, plan, weights)
     return step
 
 

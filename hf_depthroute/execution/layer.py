@@ -21,9 +21,9 @@ from torch import Tensor
 from ..base.cache import without_cache
 from ..base.recorded import ATTENTIONS, ROUTER_LOGITS, is_recorded, kept_weights
 from ..base.sublayers import hidden_of
-from ..routing.holder import HOLDER, Routing
 from ..routing.misuse import warn_of_backward
 from ..routing.plan import RoutePlan
+from ..routing.routing import ROUTING, Routing
 from ..routing.trace import RouteRecord
 from .call import Decision, Kwargs, RoutedCall, Site, without_scores
 from .context import ForwardContext, unpack
@@ -41,7 +41,7 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     `replay_routes` block repeats the same forward pass.
     """
     kwargs.update(zip(layer._argument_names, args))
-    holder: Routing | None = layer._modules.get(HOLDER)
+    routing: Routing | None = layer._modules.get(ROUTING)
     context = unpack(kwargs)
     if context.steps is not None and layer in context.steps and not is_recorded(ATTENTIONS, ROUTER_LOGITS):
         stepped = context.steps[layer](layer, hidden_states, kwargs, context)
@@ -50,27 +50,29 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     rows = hidden_states.shape[0], hidden_states.shape[1]
     # Without gradients it is no step of training: rollouts, references and metrics decide as inference does.
     trains = layer.training and torch.is_grad_enabled()
-    plan = None if holder is None else holder.plan(trains, rows, context.last_tokens, context.kept)
+    plan = None if routing is None else routing.plan(trains, rows, context.last_tokens, context.kept)
     if plan is not None and context.unrouted is not None and layer in context.unrouted:
         plan = replace(plan, rule="full")
-    returned = None if holder is None or plan is None or not holder.family.returns_weights else holder.family.attention
+    returned = (
+        None if routing is None or plan is None or not routing.family.returns_weights else routing.family.attention
+    )
     weights: list[Tensor | None] = []
     if returned is not None and kwargs.get("output_attentions"):
         with kept_weights(getattr(layer, returned)) as weights:
             outputs = _outputs(layer, plan, context, hidden_states, kwargs)
     else:
         outputs = _outputs(layer, plan, context, hidden_states, kwargs)
-    if holder is None or plan is None:
+    if routing is None or plan is None:
         return outputs[0]
     if not layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        warn_of_backward(holder, plan.config, outputs[0], *outputs[3:4])
+        warn_of_backward(routing, plan.config, outputs[0], *outputs[3:4])
     if plan.recorders:
         mask, scores, probs, *extras = outputs[1:]
         named = dict(zip(plan.extras, extras))
         state = plan.temperature, plan.compared, plan.gate.static
         record = RouteRecord(mask, scores, probs, context.token_mask, plan.budget, named, *state)
         for trace in plan.recorders:
-            trace[holder.layer_index] = record
+            trace[routing.layer_index] = record
     return (outputs[0], next(iter(weights), None)) if returned is not None else outputs[0]
 
 
@@ -88,18 +90,18 @@ def _run(
     """The layer's output `[B, T, d]`, then mask, scores, probs and the plan's extras when a trace is recorded."""
     if plan is None:
         return (layer._base_forward(hidden_states, **kwargs),)
-    holder: Routing = layer._modules[HOLDER]
-    plan = as_decided(plan, holder.layer_index, kwargs)
+    routing: Routing = layer._modules[ROUTING]
+    plan = as_decided(plan, routing.layer_index, kwargs)
     if plan.rule == "full":  # the base's layer; what is recorded has no scores
-        if context.token_ids is not None and plan.adapter in holder.depth_route_memory:
-            ngrams_of(holder.layer_index, plan.config.ngram_order, context, kwargs)  # later calls may look them up
+        if context.token_ids is not None and plan.adapter in routing.depth_route_memory:
+            ngrams_of(routing.layer_index, plan.config.ngram_order, context, kwargs)  # later calls may look them up
         out = hidden_of(layer._base_forward(hidden_states, **kwargs))
         if not plan.recorders:
             return (out,)
         mask = context.token_mask
         if mask is None:
             mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-        return _recorded(out, plan, without_scores(holder, plan, hidden_states, mask))
+        return _recorded(out, plan, without_scores(routing, plan, hidden_states, mask))
     call = routed_call(layer, plan, hidden_states, context, kwargs)
     out = executor_of(call).run(call)
     if plan.config.granularity == "sequence":
@@ -134,12 +136,12 @@ def routed_call(
         kwargs: What the layer was called with, for its parts.
         decides: Whether the gate is asked.
     """
-    holder: Routing = layer._modules[HOLDER]
+    routing: Routing = layer._modules[ROUTING]
     ngrams = None
     if plan.config.branch == "memory":  # first: the attention writes the KV cache that they are read over
-        ngrams = ngrams_of(holder.layer_index, plan.config.ngram_order, context, kwargs)
-    site = SITES[plan.site].of_call(holder, plan, hidden_states, context, kwargs)
-    stream = site.enter(layer, holder.family, hidden_states, kwargs)
+        ngrams = ngrams_of(routing.layer_index, plan.config.ngram_order, context, kwargs)
+    site = SITES[plan.site].of_call(routing, plan, hidden_states, context, kwargs)
+    stream = site.enter(layer, routing.family, hidden_states, kwargs)
     call = call_on_stream(layer, plan, site, stream, context.token_mask, kwargs, decides)
     return call if ngrams is None else replace(call, ngrams=ngrams)
 
@@ -155,16 +157,16 @@ def call_on_stream(
     normed: Tensor | None = None,
 ) -> RoutedCall:
     """As `routed_call`, from the stream before the routed part, `[B, T, d]`, and its norm where that is known."""
-    holder: Routing = layer._modules[HOLDER]
+    routing: Routing = layer._modules[ROUTING]
     reads_stream = plan.config.gate_input == "residual"
     # A gathered FFN needs the norm of the rows that it runs on, and of no others, unless a gate reads it.
     if normed is None and (plan.training or not (reads_stream or plan.gate.static)):
-        normed = site.norm(layer, holder.family, stream)
+        normed = site.norm(layer, routing.family, stream)
     decision = None
     if decides:
         gate_input = stream if reads_stream or normed is None else normed
         if plan.config.granularity == "sequence":
             decision = decide_sequences(layer, plan, gate_input, token_mask, kwargs)
         else:
-            decision = site.decide(holder, plan, gate_input, token_mask)
-    return RoutedCall(layer, holder, plan, site, stream, normed, token_mask, kwargs, decision)
+            decision = site.decide(routing, plan, gate_input, token_mask)
+    return RoutedCall(layer, routing, plan, site, stream, normed, token_mask, kwargs, decision)

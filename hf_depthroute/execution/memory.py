@@ -14,8 +14,8 @@ from ..base.cache import cache_of, last_tokens, remember_tokens
 from ..base.families import Family
 from ..base.sublayers import hidden_of
 from ..parts.memory import NgramMemory, continued, over_padding, suffixes
-from ..routing.holder import Routing
 from ..routing.plan import RoutePlan
+from ..routing.routing import Routing
 from .call import Decision, Kwargs, RoutedCall, Site
 from .context import ForwardContext
 
@@ -73,20 +73,20 @@ class MemorySite(Site):
         self._retrieved, self._value = retrieved, value
 
     def of_call(
-        self, holder: Routing, plan: RoutePlan, h: Tensor, context: ForwardContext, kwargs: Kwargs
+        self, routing: Routing, plan: RoutePlan, h: Tensor, context: ForwardContext, kwargs: Kwargs
     ) -> MemorySite:
-        ngrams = ngrams_of(holder.layer_index, plan.config.ngram_order, context, kwargs)
-        memory = cast(NgramMemory, holder.depth_route_memory[plan.adapter])
+        ngrams = ngrams_of(routing.layer_index, plan.config.ngram_order, context, kwargs)
+        memory = cast(NgramMemory, routing.depth_route_memory[plan.adapter])
         retrieved = memory(ngrams).to(h)
         return MemorySite(retrieved, memory.value(retrieved))
 
     def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
         return stream
 
-    def decide(self, holder: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
+    def decide(self, routing: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
         assert self._retrieved is not None
         retrieved = self._retrieved.expand(*gate_input.shape[:-1], -1)
-        return super().decide(holder, plan, torch.cat([gate_input, retrieved], dim=-1), token_mask)
+        return super().decide(routing, plan, torch.cat([gate_input, retrieved], dim=-1), token_mask)
 
     def full(self, call: RoutedCall) -> Tensor:
         assert self._value is not None

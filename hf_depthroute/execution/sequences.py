@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..base.cache import SkippingLayer, cache_layer, cache_of, can_skip, remember, remembered
 from ..base.recorded import records_attention
-from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
+from ..routing.routing import ROUTING, Routing
 from .call import Decision, RoutedCall, without_scores
 
 
@@ -33,26 +33,26 @@ def decide_sequences(
 
     Scores and extras of a decision that is only remembered are NaN: they are not computed again.
     """
-    holder: Routing = layer._modules[HOLDER]
+    routing: Routing = layer._modules[ROUTING]
     batch, length = gate_input.shape[:2]
-    made = None if plan.training else remembered(cache_of(kwargs), holder.layer_index)
+    made = None if plan.training else remembered(cache_of(kwargs), routing.layer_index)
     if made is not None and plan.replayed is None:
         keep, probs = (part[:, None].expand(-1, length) for part in made)
-        return without_scores(holder, plan, gate_input, keep, probs)
+        return without_scores(routing, plan, gate_input, keep, probs)
     real = gate_input.new_ones(batch, length, dtype=torch.bool) if token_mask is None else token_mask
     # In float32: the sum over a long prompt leaves the range of float16.
     total = gate_input.masked_fill(~real[..., None], 0).sum(1, keepdim=True, dtype=torch.float32)
     pooled = (total / real.sum(1)[:, None, None].clamp(min=1)).to(gate_input.dtype)
-    extras = {name: value.expand(-1, length, *value.shape[2:]) for name, value in holder.score(plan, pooled).items()}
+    extras = {name: value.expand(-1, length, *value.shape[2:]) for name, value in routing.score(plan, pooled).items()}
     scores = extras.pop("scores")
-    return Decision(scores, extras, *holder.decide(plan, scores, None, extras.get("predicted")))
+    return Decision(scores, extras, *routing.decide(plan, scores, None, extras.get("predicted")))
 
 
 def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
     """Keep the decision with the KV cache, if there is one that has none yet; see `cache.remember`."""
     cache = None if call.plan.training else cache_of(call.kwargs)
-    if cache is not None and remembered(cache, call.holder.layer_index) is None:
-        remember(cache, call.holder.layer_index, call.mask[:, 0], call.probs[:, 0], skips_attention)
+    if cache is not None and remembered(cache, call.routing.layer_index) is None:
+        remember(cache, call.routing.layer_index, call.mask[:, 0], call.probs[:, 0], skips_attention)
 
 
 def skips_sequences(call: RoutedCall) -> bool:
@@ -70,11 +70,11 @@ def skips_sequences(call: RoutedCall) -> bool:
     if not (call.plan.config.granularity == "sequence" or static):
         return False
     cache, attended = cache_of(call.kwargs), call.kwargs.get("attention_mask")
-    held = cache_layer(cache, call.holder.layer_index)
+    held = cache_layer(cache, call.routing.layer_index)
     if records_attention(call.kwargs) or call.site.hides(call):
         if isinstance(held, SkippingLayer):
             raise ValueError(
-                f"layer {call.holder.layer_index}: attention weights or router logits are asked for over a KV cache "
+                f"layer {call.routing.layer_index}: attention weights or router logits are asked for over a KV cache "
                 "that holds no keys of skipped sequences; ask for them from the prompt on, with a new cache"
             )
         return False
@@ -95,7 +95,7 @@ def skip_sequences(call: RoutedCall) -> Tensor:
         after = call.of(rows, kwargs).full()
     else:
         after = stream[rows]
-    held = cache_layer(cache_of(call.kwargs), call.holder.layer_index)
+    held = cache_layer(cache_of(call.kwargs), call.routing.layer_index)
     if held is not None:
         held.advance(stream.shape[1])
     if scale is not None:

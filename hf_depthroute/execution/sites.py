@@ -16,8 +16,8 @@ from ..base.families import Family
 from ..base.readable import any_watched
 from ..base.recorded import ROUTER_LOGITS, is_recorded, unrecorded
 from ..base.sublayers import attention_update, behind, ffn_map, norm_of, router_of
-from ..routing.holder import Routing
 from ..routing.plan import RoutePlan
+from ..routing.routing import Routing
 from .attention import attended_rows, attended_update, supports_rows, supports_subset
 from .call import Decision, Kwargs, RoutedCall, Site
 from .experts import routed_pairs
@@ -188,8 +188,8 @@ class ExpertsSite(FFNSite):
     A dropped pair contributes its weight times the cheap branch.
     """
 
-    def decide(self, holder: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
-        extras = holder.score(plan, gate_input)
+    def decide(self, routing: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
+        extras = routing.score(plan, gate_input)
         return Decision(extras.pop("scores"), extras)  # the pairs are known inside the block
 
     def masked(self, call: RoutedCall) -> Tensor:
@@ -210,12 +210,12 @@ class ExpertsSite(FFNSite):
             index_BTK = index.view(*a.shape[:2], -1)
             per_expert = scores.ndim == 3
             decision.scores = scores.gather(-1, index_BTK) if per_expert else scores[..., None].expand_as(index_BTK)
-            mask, probs = call.holder.decide(call.plan, decision.scores, call.token_mask, None, index_BTK)
+            mask, probs = call.routing.decide(call.plan, decision.scores, call.token_mask, None, index_BTK)
             decision.mask, decision.probs = mask, probs
             factor = probs if call.plan.mix == "soft" else mask + (probs - probs.detach())  # straight-through
             return mask.reshape(index.shape), factor.reshape(index.shape)  # a replayed mask may be a slice
 
-        with routed_pairs(call.holder.experts_of(call.layer), decide, compact) as seen:
+        with routed_pairs(call.routing.experts_of(call.layer), decide, compact) as seen:
             out = call.full()
         pairs, branch = seen[0], call.branch
         decision.extras["expert_index"] = pairs.index.view(*a.shape[:2], -1)
@@ -267,4 +267,4 @@ def _ffn_rows(call: RoutedCall, stream: Tensor, normed: Tensor, scale: Tensor | 
 
 def _slice_rows(call: RoutedCall) -> int | None:
     """Rows that gathered execution runs at one time; None for all of them."""
-    return cpu_slice(call.holder.ffn_width) if call.holder.dense_ffn and call.stream.device.type == "cpu" else None
+    return cpu_slice(call.routing.ffn_width) if call.routing.dense_ffn and call.stream.device.type == "cpu" else None

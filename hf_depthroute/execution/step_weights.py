@@ -13,8 +13,8 @@ from torch import nn
 from ..base.readable import is_watched, is_whole
 from ..parts.branches import TensorMap, rms_of, stamp
 from ..parts.joint import JointMaps, joint_maps
-from ..routing.holder import Routing
 from ..routing.plan import RoutePlan
+from ..routing.routing import Routing
 
 
 class Prepared(NamedTuple):
@@ -41,17 +41,17 @@ class StepWeights:
     """The adapter's weights of one layer, as its steps need them; several steps, and threads, share them.
 
     Args:
-        holder: The layer's adapter state.
+        routing: The layer's adapter state.
         plan: One that `supports_decode`.
         scores: Whether a score is wanted; it is not where the KV cache holds the decision.
     """
 
-    def __init__(self, holder: Routing, plan: RoutePlan, scores: bool) -> None:
-        gate, branch = holder.depth_route_gate[plan.adapter], holder.depth_route_branch._modules.get(plan.adapter)
-        self.memory: Any = holder.depth_route_memory._modules.get(plan.adapter)
+    def __init__(self, routing: Routing, plan: RoutePlan, scores: bool) -> None:
+        gate, branch = routing.depth_route_gate[plan.adapter], routing.depth_route_branch._modules.get(plan.adapter)
+        self.memory: Any = routing.depth_route_memory._modules.get(plan.adapter)
         parts = [gate, branch, self.memory]
         if plan.rule == "predictor":  # it stands in for the gate
-            gate = holder.depth_route_predictor[plan.adapter]
+            gate = routing.depth_route_predictor[plan.adapter]
             parts.append(gate)
         self._gate: Any = gate if scores else None
         self._branch: Any = branch
@@ -62,7 +62,7 @@ class StepWeights:
         self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
         self._plain = all(is_whole(w) and w.device.type == "cpu" for w in self._weights)
         self._plain &= not any(is_watched(m) for m in modules)
-        self.prompts = holder.prompts  # what is prepared serves one of them
+        self.prompts = routing.prompts  # what is prepared serves one of them
         self._stamp = stamp(*self._weights)
         self._prepared: Prepared | None = None  # known at the first step
 

@@ -59,14 +59,14 @@ class Fits:
         self.model, self.bar = model, bar
         self.walk = LayerWalk(model, text + held_out)
         self._fitted = len(text)  # the batches before this one are fitted on, by the others a layer's scores are scaled
-        self.holders = {holder.layer_index: holder for holder in active_routings(model)}
-        self.config = next(iter(self.holders.values())).active_config()
-        for holder in self.holders.values():  # nothing is decided by it, and nothing warns that it is missing
-            holder.active_quantiles().set(quantile_table(torch.zeros(1)))
-        self.layers = {index: LayerFit(1.0, 0.0, 0.0, 0.0) for index in self.holders}
+        self.routings = {routing.layer_index: routing for routing in active_routings(model)}
+        self.config = next(iter(self.routings.values())).active_config()
+        for routing in self.routings.values():  # nothing is decided by it, and nothing warns that it is missing
+            routing.active_quantiles().set(quantile_table(torch.zeros(1)))
+        self.layers = {index: LayerFit(1.0, 0.0, 0.0, 0.0) for index in self.routings}
         real = self.walk.real[self._fitted :]
         self._gradients = text_gradients(model, held_out, real, self.config.seed, _DRAWS)
-        self.metrics = stream_metrics(self._gradients, real, next(iter(self.holders.values())).width)
+        self.metrics = stream_metrics(self._gradients, real, next(iter(self.routings.values())).width)
         self.threshold = 0.0  # of the gates as they are
         self.next_threshold = 0.0  # the same, of the gates that a round has fitted so far
         self._factor, self._middle = 1.0, 0.0
@@ -94,9 +94,9 @@ class Fits:
         spread = (pooled - middle).abs().mean().clamp(min=1e-30)
         self._factor, self._middle = float(self.config.gate_temperature or 1.0) / float(spread), float(middle)
         table = quantile_table((pooled - self._middle) * self._factor)
-        for index, holder in self.holders.items():  # one map for all: 0 at the threshold, as wide as the temperature
+        for index, routing in self.routings.items():  # one map for all: 0 at the threshold, as wide as the temperature
             _rescale(self._gate(index), self._factor, self._middle)
-            holder.active_quantiles().set(table.to(self.metrics[index].device))
+            routing.active_quantiles().set(table.to(self.metrics[index].device))
 
     def _pooled(self) -> torch.Tensor:
         return torch.cat(list(self._predicted.values()))
@@ -104,8 +104,8 @@ class Fits:
     def calibrate(self, text: Batches) -> None:
         """The one threshold that holds the budget on the stream that is left by that of the text fitted on."""
         set_thresholds(self.model, text)
-        holder = next(iter(self.holders.values()))
-        self.threshold = float(holder.active_quantiles()(self.config.budget))
+        routing = next(iter(self.routings.values()))
+        self.threshold = float(routing.active_quantiles()(self.config.budget))
         self.next_threshold = self._middle + self.threshold / self._factor
 
     def _fit_layer(self, index: int, rows: _Rows, cheap_N: torch.Tensor | None) -> None:
@@ -163,9 +163,9 @@ class Fits:
 
     def _fit_cheap_path(self, index: int, rows: _Rows, chosen_N: torch.Tensor) -> torch.Tensor:
         """Fit branch and memory on the tokens in `chosen_N`; what they miss of each token's update, `[N, d]`."""
-        holder = self.holders[index]
-        branch = holder.depth_route_branch[holder.active_name()]
-        memory: Any = holder.depth_route_memory._modules.get(holder.active_name())
+        routing = self.routings[index]
+        branch = routing.depth_route_branch[routing.active_name()]
+        memory: Any = routing.depth_route_memory._modules.get(routing.active_name())
         _fit_branch(branch, rows, chosen_N)
         missed_Nd = rows.missed(branch)
         if memory is not None:
@@ -177,7 +177,7 @@ class Fits:
         return scores
 
     def _gate(self, index: int) -> Any:
-        return self.holders[index].depth_route_gate[self.holders[index].active_name()]
+        return self.routings[index].depth_route_gate[self.routings[index].active_name()]
 
 
 class _Rows:

@@ -25,8 +25,8 @@ from ..data.batches import device_of, document_starts, token_mask
 from ..execution.call import RoutedCall
 from ..execution.context import ForwardContext, unpack
 from ..execution.layer import routed_call
-from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
+from ..routing.routing import ROUTING, Routing
 from ..routing.trace import full_depth
 
 
@@ -65,9 +65,9 @@ class LayerWalk:
             self._first.append(h)
         self._given[-1].append(given)
 
-    def holder(self, index: int) -> Routing | None:
+    def routing(self, index: int) -> Routing | None:
         """The adapter state of layer `index`; None if it is not routed."""
-        return self.layers[index]._modules.get(HOLDER)  # type: ignore[return-value]
+        return self.layers[index]._modules.get(ROUTING)  # type: ignore[return-value]
 
     def first(self) -> list[torch.Tensor]:
         """The input of the first layer, `[B, T, d]` of each batch."""
@@ -79,9 +79,9 @@ class LayerWalk:
 
     def call(self, index: int, batch: int, h: torch.Tensor, plan: RoutePlan) -> RoutedCall:
         """The routed part of layer `index` on its input `h` `[B, T, d]`, not decided and not run."""
-        holder = self.holder(index)
-        assert holder is not None
-        device = device_of(holder, self.layers[index])
+        routing = self.routing(index)
+        assert routing is not None
+        device = device_of(routing, self.layers[index])
         h, given = send_to_device((h, self._given[batch][index]), device)
         ids, starts = self._text[batch]
         context = ForwardContext(self.real[batch], token_ids=ids, starts=starts)
@@ -127,8 +127,8 @@ def walk_layers(walk: LayerWalk, visit: Visit) -> None:
     """
     states = walk.first()
     for index in range(len(walk.layers)):
-        holder = walk.holder(index)
-        plan = None if holder is None else holder.plan(False)
+        routing = walk.routing(index)
+        plan = None if routing is None else routing.plan(False)
         if plan is None:
             states = [walk.run(index, batch, h) for batch, h in enumerate(states)]
         else:

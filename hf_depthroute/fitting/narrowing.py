@@ -52,14 +52,14 @@ def trial_of(model: nn.Module, batches: Batches) -> Trial:
 
 def layer_states(model: nn.Module) -> dict[int, dict[str, Any]]:
     """A copy of what every routed layer holds, by its index."""
-    return {holder.layer_index: copy.deepcopy(holder.state_dict()) for holder in active_routings(model)}
+    return {routing.layer_index: copy.deepcopy(routing.state_dict()) for routing in active_routings(model)}
 
 
 def restore(model: nn.Module, state: Mapping[int, dict[str, Any]]) -> None:
     """Give every layer what it held; of a layer that has become static, the gate is left out."""
-    for holder in active_routings(model):
-        if (held := state.get(holder.layer_index)) is not None:
-            holder.load_state_dict({name: held[name] for name in holder.state_dict()})
+    for routing in active_routings(model):
+        if (held := state.get(routing.layer_index)) is not None:
+            routing.load_state_dict({name: held[name] for name in routing.state_dict()})
 
 
 def narrowed(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] = ()) -> PeftModel:

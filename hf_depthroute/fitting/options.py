@@ -24,7 +24,7 @@ from ..parts.baseline_gates import SinkGate
 from ..parts.neurons import NeuronBranch, neurons_of
 from ..parts.regression import norms_and_sinks
 from ..parts.targets import TARGETS
-from ..routing.holder import Routing
+from ..routing.routing import Routing
 from .bar import FitBar
 from .layer_walk import LayerWalk
 from .sensitivity import text_gradients
@@ -84,24 +84,24 @@ class Search:
         saved = _savings(model, length, tail)
         states = self._walk.first()
         for index in range(len(self._walk.layers)):
-            holder = self._walk.holder(index)
-            if holder is None:
+            routing = self._walk.routing(index)
+            if routing is None:
                 states = [self._walk.run(index, batch, h) for batch, h in enumerate(states)]
             else:
-                states = self._layer(holder, states, saved)
+                states = self._layer(routing, states, saved)
             bar.layer_done()
 
-    def _layer(self, holder: Routing, states: list[torch.Tensor], saved: Any) -> list[torch.Tensor]:
-        index = holder.layer_index
+    def _layer(self, routing: Routing, states: list[torch.Tensor], saved: Any) -> list[torch.Tensor]:
+        index = routing.layer_index
         paths: dict[str, list[tuple[RoutedCall, torch.Tensor]]] = {}
         self.found[index], self.branches[index] = {}, {}
         for target in ("ffn", "attention", "block"):
-            paths[target] = [self._path(holder, target, batch, h, paths) for batch, h in enumerate(states)]
+            paths[target] = [self._path(routing, target, batch, h, paths) for batch, h in enumerate(states)]
         outputs = [call.finish(full) for call, full in paths["ffn"]]
         rows: dict[tuple[str, str], Rows] = {}
         gates: dict[str, SinkGate] = {}
-        for option in options_of(holder):
-            branch = holder.make_branch(option.target, option.branch, option.rank).to(outputs[0].device)
+        for option in options_of(routing):
+            branch = routing.make_branch(option.target, option.branch, option.rank).to(outputs[0].device)
             kind = option.target, option.branch
             if kind not in rows:
                 rows[kind] = rows_of(branch, paths[option.target][: self._fitted], self._walk.real[: self._fitted])
@@ -111,16 +111,16 @@ class Search:
             sinks = gates[option.target]
             nats = self._price(index, branch, sinks, paths[option.target][self._fitted :], outputs[self._fitted :])
             self.branches[index][option] = branch
-            self.found[index][option] = StaticFit(nats, saved(holder, option), r2)
+            self.found[index][option] = StaticFit(nats, saved(routing, option), r2)
         return outputs
 
-    def _path(self, holder: Routing, target: str, batch: int, h: torch.Tensor, paths: Any) -> Any:
+    def _path(self, routing: Routing, target: str, batch: int, h: torch.Tensor, paths: Any) -> Any:
         """The routed part, and the stream behind its full path; layers that run one after the other compute it once."""
-        plan = holder.plan(False)
+        plan = routing.plan(False)
         assert plan is not None
         traits = TARGETS[target]
-        call = self._walk.call(holder.layer_index, batch, h, replace(plan, site=target, target=traits))
-        if holder.family.parallel or not traits.skips_attention:
+        call = self._walk.call(routing.layer_index, batch, h, replace(plan, site=target, target=traits))
+        if routing.family.parallel or not traits.skips_attention:
             return call, call.full()
         ffn_call, ffn_full = paths["ffn"][batch]
         return call, ffn_full if traits.skips_ffn else ffn_call.stream
@@ -191,9 +191,9 @@ def real_rows(streams: list[torch.Tensor], walk: LayerWalk) -> torch.Tensor:
     return torch.cat([h[real.to(h.device)] for h, real in zip(streams, walk.real, strict=True)])
 
 
-def options_of(holder: Routing) -> list[Option]:
+def options_of(routing: Routing) -> list[Option]:
     """Options of a layer: FFN, attention or both, by low-rank branches and by parts of the FFN's neurons."""
-    ffn, width = holder.ffn, holder.width
+    ffn, width = routing.ffn, routing.width
     low = max(1, width // 8)
     found = [Option("block", "lowrank", low)]
     if (neurons := neurons_of(ffn)) is None:
@@ -201,7 +201,7 @@ def options_of(holder: Routing) -> list[Option]:
     else:
         found += [Option("ffn", "neurons", max(1, neurons // part)) for part in (4, 2)]
         found += [Option("block", "neurons", max(1, neurons // 4))]
-    if holder.family.queries is None:  # attention that is skipped per token is computed all the same
+    if routing.family.queries is None:  # attention that is skipped per token is computed all the same
         return [option for option in found if not TARGETS[option.target].skips_attention]
     return [*found, Option("attention", "lowrank", low)]
 
@@ -258,24 +258,24 @@ def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> di
 
 
 def _savings(model: PeftModel, length: int, tail: int) -> Any:
-    """A function of a layer's holder and an option: the share of the FLOPs of a prompt that the option leaves out."""
+    """A function of a layer's routing and an option: the share of the FLOPs of a prompt that the option leaves out."""
     in_full = min(1.0, tail / length)
-    full = dict.fromkeys((holder.layer_index for holder in active_routings(model)), (1.0, 1.0))
+    full = dict.fromkeys((routing.layer_index for routing in active_routings(model)), (1.0, 1.0))
     dense = count_work(model, batch=1, length=length, shares=full).total_flops
     known: dict[tuple[Any, ...], float] = {}
 
-    def saved(holder: Routing, option: Option) -> float:
-        key = holder.layer_index, option.target
-        config = holder.active_config()
+    def saved(routing: Routing, option: Option) -> float:
+        key = routing.layer_index, option.target
+        config = routing.active_config()
         if key not in known:
             before, config.target = config.target, option.target
             try:
-                shares = full | {holder.layer_index: (in_full, 1.0)}
+                shares = full | {routing.layer_index: (in_full, 1.0)}
                 left = count_work(model, batch=1, length=length, shares=shares).total_flops
             finally:
                 config.target = before
             known[key] = (dense - left) / dense
-        branch = holder.make_branch(option.target, option.branch, option.rank)
+        branch = routing.make_branch(option.target, option.branch, option.rank)
         weights = sum(p.numel() for p in branch.parameters() if p.ndim == 2)
         weights += branch.borrowed_weights() if isinstance(branch, NeuronBranch) else 0
         return known[key] - 2.0 * weights * length * (1 - in_full) / dense

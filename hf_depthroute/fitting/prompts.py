@@ -133,9 +133,9 @@ def fit_prompts(
             raise ConfigError(f"keep={keep:g} is not reached: leaving out all that can be saves {most:.2f} of a prompt")
         branches = {index: search.branches[index][option] for index, option in chosen.items()}
         routed = get_depth_routed_model(base, config_of(chosen, given))
-        for holder in active_routings(routed):
-            held = holder.depth_route_branch[holder.active_name()]
-            held.load_state_dict(branches[holder.layer_index].state_dict())
+        for routing in active_routings(routed):
+            held = routing.depth_route_branch[routing.active_name()]
+            held.load_state_dict(branches[routing.layer_index].state_dict())
         del search, branches
         bar.phase("the chosen ones")
         r2 = _refit(routed, own_part(text), tail, bar)
@@ -180,17 +180,17 @@ def _refit(model: PeftModel, text: Batches, tail: int, bar: FitBar) -> dict[int,
     states, dense = walk.first(), walk.first()
     r2: dict[int, float] = {}
     for index in range(len(walk.layers)):
-        holder = walk.holder(index)
-        plan = None if holder is None else holder.plan(False)
-        if holder is None or plan is None:
+        routing = walk.routing(index)
+        plan = None if routing is None else routing.plan(False)
+        if routing is None or plan is None:
             states = [walk.run(index, batch, h) for batch, h in enumerate(states)]
             dense = states if not r2 else [walk.run(index, batch, h) for batch, h in enumerate(dense)]
             continue
         calls = [walk.call(index, batch, h, plan) for batch, h in enumerate(states)]
         wanted = [walk.call(index, batch, h, plan) for batch, h in enumerate(dense)]
         wanted_fulls = [call.full() for call in wanted]
-        branch = holder.depth_route_branch[holder.active_name()]
-        gate: Any = holder.depth_route_gate[holder.active_name()]
+        branch = routing.depth_route_branch[routing.active_name()]
+        gate: Any = routing.depth_route_gate[routing.active_name()]
         gate.set_bound(real_rows([call.stream for call in calls], walk))
         skipped = [mask & (gate(call.stream)["scores"] < 0) for call, mask in zip(calls, cheap)]
         r2[index] = fit_on(branch, rows_of(branch, list(zip(calls, wanted_fulls)), walk.real))

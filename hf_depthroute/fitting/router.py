@@ -166,9 +166,9 @@ def fit_router(
         calibrate_budgets(routed, own_part(last), _BUDGETS)
         for index, layer in layers.items():
             layer.share = found.shares.get(index, 1.0)
-        for holder in gated_routings(routed):
-            measured = Measured(holder.budget(), found.shares[holder.layer_index], "calibration")
-            holder.active_quantiles().measured = measured
+        for routing in gated_routings(routed):
+            measured = Measured(routing.budget(), found.shares[routing.layer_index], "calibration")
+            routing.active_quantiles().measured = measured
         more_R = found.loss_R - dense_R
     record = {
         "fit": {

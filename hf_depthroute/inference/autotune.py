@@ -25,8 +25,8 @@ from ..execution.costs import GatherCosts, chosen_flops, gather_costs_of
 from ..execution.executors import EXECUTORS, check_executor
 from ..execution.sites import SITES
 from ..parts.traits import traits_of
-from ..routing.holder import HOLDER, Routing
 from ..routing.plan import shape_class
+from ..routing.routing import ROUTING, Routing
 from ..routing.stack import in_turn, state_of
 from .calibration import active_routings, gated_routings
 from .restoring import restored_on_error
@@ -106,8 +106,8 @@ def tune_execution(
         check_executor(name)
     with restored_on_error(model):
         model.eval()
-        for holder in active_routings(model):
-            holder.forget_tuned(holder.active_name())
+        for routing in active_routings(model):
+            routing.forget_tuned(routing.active_name())
         return _choices(model, input_ids, attention_mask, steps, repeats, floor, keep_decisions, executors)
 
 
@@ -122,9 +122,9 @@ def _choices(
     executors: Sequence[str] | None,
 ) -> list[Choice]:
     """Time and choose, and leave the choices with the layers."""
-    holders = gated_routings(model)
+    routings = gated_routings(model)
     every_layer = stack_of(model).layers
-    layers = [every_layer[holder.layer_index] for holder in holders]
+    layers = [every_layer[routing.layer_index] for routing in routings]
     if executors is None:
         executors = _supported(model, layers, input_ids, attention_mask)
     times: dict[tuple[str, int, str], list[float]] = {}
@@ -140,16 +140,16 @@ def _choices(
     rows, length = input_ids.shape
     shapes = {"prefill": (rows, length)} | ({"decode": (rows, 1)} if steps else {})
     choices = []
-    for holder in holders:
+    for routing in routings:
         for step, shape in shapes.items():
-            found = {x: statistics.median(times[step, holder.layer_index, x]) * 1e3 for x in ("full", *executors)}
+            found = {x: statistics.median(times[step, routing.layer_index, x]) * 1e3 for x in ("full", *executors)}
             best = min(executors, key=found.__getitem__)
             if not keep_decisions and found[best] > found["full"] / floor:
                 best = "full"
-            holder.tuned[holder.active_name(), *shape_class(*shape)] = best
-            choices.append(Choice(holder.layer_index, step, shape, best, found))
-    if {"rows", "gathered"} <= set(executors) and not holders[0].active_target().skips_attention:
-        holders[0].state.gather_costs = _gather_costs(model, layers, input_ids, attention_mask, repeats)
+            routing.tuned[routing.active_name(), *shape_class(*shape)] = best
+            choices.append(Choice(routing.layer_index, step, shape, best, found))
+    if {"rows", "gathered"} <= set(executors) and not routings[0].active_target().skips_attention:
+        routings[0].state.gather_costs = _gather_costs(model, layers, input_ids, attention_mask, repeats)
     return choices
 
 
@@ -167,7 +167,7 @@ def _gather_costs(
                 with state_of(model).override(executor=executor):
                     spent[executor] = sum(seconds for _, _, seconds in _timed(model, layers, ids, mask, 0))
             gained.append((spent["rows"] - spent["gathered"]) / len(layers))
-        flops = [chosen_flops(holder, ids.shape, holder.budget()) for holder in gated_routings(model)]
+        flops = [chosen_flops(routing, ids.shape, routing.budget()) for routing in gated_routings(model)]
         points.append((statistics.fmean(flops), statistics.median(gained[1:])))
     return gather_costs_of(*points)
 
@@ -179,10 +179,10 @@ def _supported(
     found: set[str] = set()
 
     def look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        holder: Routing = layer._modules[HOLDER]
-        plan, stream = holder.plan(False), args[0] if args else kwargs["hidden_states"]
+        routing: Routing = layer._modules[ROUTING]
+        plan, stream = routing.plan(False), args[0] if args else kwargs["hidden_states"]
         assert plan is not None
-        call = RoutedCall(layer, holder, plan, SITES[plan.site], stream, None, None, kwargs)
+        call = RoutedCall(layer, routing, plan, SITES[plan.site], stream, None, None, kwargs)
         for name, executor in EXECUTORS.items():
             # By name on a GPU, where "auto" leaves out what it expects to be the slower way.
             asked = replace(call, plan=replace(plan, executor=name)) if stream.is_cuda else call
@@ -208,7 +208,7 @@ def _timed(
 
     def stop(layer: Any, args: Any, output: Any) -> None:
         _synchronise(args)
-        seconds.append((layer._modules[HOLDER].layer_index, time.perf_counter() - started[layer]))
+        seconds.append((layer._modules[ROUTING].layer_index, time.perf_counter() - started[layer]))
 
     handles = [layer.register_forward_pre_hook(of_this_thread(start)) for layer in layers]
     handles += [layer.register_forward_hook(of_this_thread(stop)) for layer in layers]

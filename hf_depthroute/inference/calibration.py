@@ -20,14 +20,14 @@ from ..base.distributed import each_of_all, rows_of_all
 from ..config.adapter import check_budget
 from ..data.batches import device_of, model_inputs, token_mask
 from ..parts.traits import traits_of
-from ..routing.stack import in_turn, routings, state_of
+from ..routing.stack import in_turn, routings_of, state_of
 from ..routing.thresholds import NOT_FITTED, Measured, quantile_table
 from ..routing.trace import count_routes, record_routes
 from .restoring import restored_on_error
 
 if TYPE_CHECKING:
     from ..config.adapter import DepthRouteConfig
-    from ..routing.holder import Routing
+    from ..routing.routing import Routing
 
 
 @in_turn
@@ -60,8 +60,8 @@ def calibrate(
             `batches` holds no real token.
         ConfigError: `budget` is out of range.
     """
-    holders = _budgeted_routings(model)
-    config, state = holders[0].active_config(), state_of(model)
+    routings = _budgeted_routings(model)
+    config, state = routings[0].active_config(), state_of(model)
     budget = check_budget(config.budget if budget is None else budget)
     kept = list(model_inputs(model, batches))
     if not _holds_tokens(kept):
@@ -73,10 +73,10 @@ def calibrate(
             with use_selection(model, "threshold"), count_routes(model) as counter:
                 for batch in kept:
                     model(**batch, **_without_logits(model))
-        _adopt(holders, budget)
+        _adopt(routings, budget)
         ratios = counter.full_ratio()
-        for holder in holders:
-            holder.active_quantiles().measured = Measured(budget, ratios[holder.layer_index], "calibration")
+        for routing in routings:
+            routing.active_quantiles().measured = Measured(budget, ratios[routing.layer_index], "calibration")
     return ratios
 
 
@@ -86,14 +86,14 @@ def set_thresholds(model: nn.Module, batches: list[dict[str, torch.Tensor]], rul
 
     With `"threshold"` the stream is that of the thresholds as they are.
     """
-    holders = gated_routings(model)
-    config = holders[0].active_config()
+    routings = gated_routings(model)
+    config = routings[0].active_config()
     with use_selection(model, rule):
         scores = _scores(model, batches, config)
-    for holder in holders:
-        holder.active_quantiles().set(quantile_table(scores[holder.layer_index]))
-        if (controller := holder.active_controller()) is not None:
-            controller.set(holder.active_quantiles()(holder.budget()))
+    for routing in routings:
+        routing.active_quantiles().set(quantile_table(scores[routing.layer_index]))
+        if (controller := routing.active_controller()) is not None:
+            controller.set(routing.active_quantiles()(routing.budget()))
 
 
 @in_turn
@@ -118,27 +118,27 @@ def calibrate_budgets(
         ValueError: As `calibrate`, and where the model is not calibrated.
         ConfigError: A budget is out of range.
     """
-    holders = _budgeted_routings(model)
-    config, state = holders[0].active_config(), state_of(model)
+    routings = _budgeted_routings(model)
+    config, state = routings[0].active_config(), state_of(model)
     own, kept = config.budget, list(model_inputs(model, batches))
     if not is_calibrated(model):
         raise ValueError(f"calibrate_budgets: {NOT_FITTED}")
     if not _holds_tokens(kept):
         raise ValueError("calibrate_budgets: batches holds no real token")
-    knots: list[dict[float, float]] = [{1 - own: float(holder.active_quantiles()(own))} for holder in holders]
-    measured = [holder.active_quantiles().measured for holder in holders]
+    knots: list[dict[float, float]] = [{1 - own: float(routing.active_quantiles()(own))} for routing in routings]
+    measured = [routing.active_quantiles().measured for routing in routings]
     with restored_on_error(model), evaluating(model):
         for budget in sorted({check_budget(budget) for budget in budgets} - {own, 1.0}, key=lambda b: abs(b - own)):
             for _ in range(2):
                 with state.override(selection="threshold", budget=budget):
                     scores = _scores(model, kept, config)
-                for holder, known in zip(holders, knots):
-                    table = quantile_table(scores[holder.layer_index]).cpu()
+                for routing, known in zip(routings, knots):
+                    table = quantile_table(scores[routing.layer_index]).cpu()
                     position = round((1 - budget) * (len(table) - 1))
                     known |= {0.0: float(table[0]), 1.0: float(table[-1]), 1 - budget: float(table[position])}
-                    holder.active_quantiles().set(_through(known, 1 - own, len(table)))
-        for holder, before in zip(holders, measured):
-            holder.active_quantiles().measured = before
+                    routing.active_quantiles().set(_through(known, 1 - own, len(table)))
+        for routing, before in zip(routings, measured):
+            routing.active_quantiles().measured = before
 
 
 def _through(knots: Mapping[float, float], fixed: float, size: int) -> torch.Tensor:
@@ -171,12 +171,12 @@ def set_budget(model: nn.Module, budget: float) -> None:
         _adopt(_budgeted_routings(model), budget)
 
 
-def _adopt(holders: Iterable[Routing], budget: float) -> None:
+def _adopt(routings: Iterable[Routing], budget: float) -> None:
     """Make `budget` that of the adapter of these layers, and their quantiles' thresholds those of its controllers."""
-    for holder in holders:
-        holder.active_config().budget = budget
-        if (controller := holder.active_controller()) is not None:
-            controller.set(holder.active_quantiles()(budget))
+    for routing in routings:
+        routing.active_config().budget = budget
+        if (controller := routing.active_controller()) is not None:
+            controller.set(routing.active_quantiles()(budget))
 
 
 @contextmanager
@@ -208,37 +208,37 @@ def _supported_budget(model: nn.Module, budget: float, caller: str) -> float:
 
 def is_calibrated(model: nn.Module) -> bool:
     """Whether the quantile table of every active gate has been tracked in training or set by `calibrate`."""
-    return all(holder.active_quantiles().fitted() for holder in gated_routings(model))
+    return all(routing.active_quantiles().fitted() for routing in gated_routings(model))
 
 
 def thresholds(model: nn.Module) -> dict[int, float]:
     """`{layer_index: score}` that a token has to reach to run full. Empty where no threshold of a budget decides."""
-    holders = gated_routings(model)
-    if not holders or not holders[0].active_config().takes_budget():
+    routings = gated_routings(model)
+    if not routings or not routings[0].active_config().takes_budget():
         return {}
-    return {h.layer_index: float(h.active_quantiles()(h.budget())) for h in holders}
+    return {h.layer_index: float(h.active_quantiles()(h.budget())) for h in routings}
 
 
 def active_routings(model: nn.Module) -> list[Routing]:
-    """The routing holders that take part in a forward pass now, in layer order.
+    """The routings that take part in a forward pass now, in layer order.
 
     Raises:
         ValueError: There is none.
     """
-    holders = [holder for holder in routings(model) if holder.adapter() is not None]
-    if not holders:
+    routings = [routing for routing in routings_of(model) if routing.adapter() is not None]
+    if not routings:
         raise ValueError("no depth-routed adapter is active; use set_adapter or leave disable_adapter()")
-    return holders
+    return routings
 
 
 def gated_routings(model: nn.Module) -> list[Routing]:
     """Those of `active_routings` that have a gate: all but the static ones."""
-    return [holder for holder in active_routings(model) if not holder.active_gate().static]
+    return [routing for routing in active_routings(model) if not routing.active_gate().static]
 
 
 def _budgeted_routings(model: nn.Module) -> list[Routing]:
     """`gated_routings`; `ValueError` where the budget is without effect on inference."""
-    for config in (holder.active_config() for holder in active_routings(model)):
+    for config in (routing.active_config() for routing in active_routings(model)):
         if traits_of(config.gate).soft:
             raise ValueError(f"target={config.target!r} is weighed by its gate: there is no budget, and no threshold")
         if traits_of(config.gate).static:
@@ -250,10 +250,10 @@ def _budgeted_routings(model: nn.Module) -> list[Routing]:
             )
         if config.causal_rule == "predictor":
             raise ValueError("the adapter decides by its predictor; set its config's causal_rule to 'quantile'")
-    holders = gated_routings(model)
-    if not holders:  # of a draft that leaves out all layers with gates
+    routings = gated_routings(model)
+    if not routings:  # of a draft that leaves out all layers with gates
         raise ValueError("no layer with a gate is left: the others are skipped by every token, whatever the budget")
-    return holders
+    return routings
 
 
 @contextmanager
@@ -273,7 +273,7 @@ def _scores(
     """Scores of all real tokens (pairs, sequences), `[N]`, of each layer with a gate; of all with a global budget."""
     by_sequence = config.granularity == "sequence"
     nothing = torch.empty(0, device=device_of(model))
-    scores = {holder.layer_index: [nothing] for holder in gated_routings(model)}
+    scores = {routing.layer_index: [nothing] for routing in gated_routings(model)}
     for batch in batches:
         with record_routes(model) as trace:
             model(**batch, **_without_logits(model))

@@ -27,7 +27,7 @@ from ..base.contexts import of_this_thread
 from ..base.stack import stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..parts.traits import traits_of
-from ..routing.holder import HOLDER, Routing
+from ..routing.routing import ROUTING, Routing
 from ..routing.stack import RoutedStack, routed_stack
 from ..routing.thresholds import BudgetController
 from ..routing.trace import full_depth
@@ -168,16 +168,16 @@ def draft_view(
     draft = _view_of(base)
     draft.__class__ = _drafting(base.__class__)
     draft.eval()
-    holders = _routed(draft)
-    for holder in holders:
-        holder._disable_adapters = False
-    if not drop and not any(holder.adapter() for holder in holders):
+    routings = _routed(draft)
+    for routing in routings:
+        routing._disable_adapters = False
+    if not drop and not any(routing.adapter() for routing in routings):
         raise ValueError("the draft would skip nothing: no depth-routed adapter is active and drop is empty")
-    if any(holder.adapter() and traits_of(holder.active_config().gate).soft for holder in holders):
+    if any(routing.adapter() and traits_of(routing.active_config().gate).soft for routing in routings):
         raise ConfigError("target='memory' skips nothing of the base, so that a draft by it would save nothing")
-    if any(holder.adapter() and holder.active_config().phases == "prefill" for holder in holders):
+    if any(routing.adapter() and routing.active_config().phases == "prefill" for routing in routings):
         raise ConfigError("phases='prefill' would draft every token in full; call set_phases(model, 'all') first")
-    if budget is not None and any(holder.adapter() for holder in holders):
+    if budget is not None and any(routing.adapter() for routing in routings):
         set_budget(draft, budget)
     if drop:
         _leave_out(draft, drop)
@@ -223,17 +223,17 @@ def _leave_out(model: Any, drop: Sequence[int]) -> None:
     previous: dict[str, Routing] = {}
     for place, layer in enumerate(stack.layers):
         getattr(layer, family.attention).layer_idx = place
-        holder = cast("Routing | None", layer._modules.get(HOLDER))
-        if holder is None:
+        routing = cast("Routing | None", layer._modules.get(ROUTING))
+        if routing is None:
             continue
-        routed.append(holder)
-        holder.layer_index = place
-        adapters |= {id(c): c for c in holder.peft_configs.values() if isinstance(c, DepthRouteConfig)}
-        holder._previous.clear()
-        for name in holder.depth_route_gate:
-            if traits_of(holder.config(name).gate).exits and name in previous:
-                holder.follow(name, previous[name])
-            previous[name] = holder
+        routed.append(routing)
+        routing.layer_index = place
+        adapters |= {id(c): c for c in routing.peft_configs.values() if isinstance(c, DepthRouteConfig)}
+        routing._previous.clear()
+        for name in routing.depth_route_gate:
+            if traits_of(routing.config(name).gate).exits and name in previous:
+                routing.follow(name, previous[name])
+            previous[name] = routing
     if isinstance(stack, RoutedStack):
         replace(stack, routed=tuple(routed)).keep()
     for adapter in adapters.values():

@@ -25,7 +25,7 @@ from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
 from ..parts.regression import leading_directions, moments, norms_and_sinks, ridge_weights
 from ..parts.targets import TARGETS
-from ..routing.holder import Routing
+from ..routing.routing import Routing
 from ..routing.stack import in_turn
 from ..routing.trace import record_routes
 from .calibration import active_routings
@@ -183,37 +183,37 @@ def fit_branches(
         ValueError: No adapter is active, it routes experts, has no branch or one that its gate scales, `ridge` is
             negative, or `batches` holds no real token.
     """
-    holders = active_routings(model)
-    config = holders[0].active_config()
+    routings = active_routings(model)
+    config = routings[0].active_config()
     if TARGETS[config.target].per_pair:
         known = ", ".join(name for name, target in TARGETS.items() if not target.per_pair)
         raise ValueError(f"fit_branches: target={config.target!r} has no update to imitate; use {known}")
     if config.branch == "none":
         raise ValueError("fit_branches: branch='none' has nothing to fit; use another branch")
-    if holders[0].active_gate().scales_ffn:
+    if routings[0].active_gate().scales_ffn:
         raise ValueError(f"fit_branches: gate={config.gate!r} multiplies the branch by 1 - p; train it instead")
     if not ridge >= 0:
         raise ValueError(f"fit_branches: ridge={ridge!r} must be at least 0")
     kept = list(model_inputs(model, batches))
     if not any(bool(token_mask(batch).any()) for batch in kept):
         raise ValueError("fit_branches: batches holds no real token")
-    name = holders[0].active_name()
-    groups = [group for holder in holders for group in (holder.depth_route_branch, holder.depth_route_memory)]
+    name = routings[0].active_name()
+    groups = [group for routing in routings for group in (routing.depth_route_branch, routing.depth_route_memory)]
     parts = [group[name] for group in groups if name in group]
     with weights_restored_on_error(parts), evaluating(model):
-        return {holder.layer_index: _fit_layer(model, holder, kept, ridge) for holder in holders}
+        return {routing.layer_index: _fit_layer(model, routing, kept, ridge) for routing in routings}
 
 
-def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.Tensor]], ridge: float) -> float:
-    name = holder.active_name()
-    branch: Any = holder.depth_route_branch[name]
+def _fit_layer(model: nn.Module, routing: Routing, batches: list[dict[str, torch.Tensor]], ridge: float) -> float:
+    name = routing.active_name()
+    branch: Any = routing.depth_route_branch[name]
     seen: list[torch.Tensor] = []
 
     def look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
         context = unpack(kwargs)
         h = args[0] if args else kwargs.pop("hidden_states")
-        plan = holder.plan(layer.training)
+        plan = routing.plan(layer.training)
         assert plan is not None
         call = routed_call(layer, plan, h, context, kwargs, decides=False)
         grams = call.stream[..., :0] if call.ngrams is None else call.ngrams.to(call.stream.device)
@@ -221,24 +221,24 @@ def _fit_layer(model: nn.Module, holder: Routing, batches: list[dict[str, torch.
         seen[:] = branch.normed(call.stream).float(), (full - call.stream).float(), full.float(), grams
 
     rows = []
-    layer = stack_of(model).layers[holder.layer_index]
+    layer = stack_of(model).layers[routing.layer_index]
     with layer.register_forward_pre_hook(of_this_thread(look), with_kwargs=True):
         for batch in batches:
             with record_routes(model) as trace:
                 model(**batch, use_cache=False, logits_to_keep=1)
             real = token_mask(batch).to(seen[0].device)
-            cheap = ~trace[holder.layer_index].mask.to(real.device)
+            cheap = ~trace[routing.layer_index].mask.to(real.device)
             rows.append([part[real] for part in seen] + [cheap[real]])
     x_Nd, y_Nd, after_Nd, ngrams_NO, cheap_N = (torch.cat(parts) for parts in zip(*rows))
     norms_N, sinks_N = norms_and_sinks(after_Nd)
-    taken_N = torch.ones_like(sinks_N) if holder.active_gate().static else ~sinks_N
-    fixed = holder.active_gate().static or holder.config(name).fixed_threshold is not None
-    decided = fixed or holder.active_quantiles().fitted()
+    taken_N = torch.ones_like(sinks_N) if routing.active_gate().static else ~sinks_N
+    fixed = routing.active_gate().static or routing.config(name).fixed_threshold is not None
+    decided = fixed or routing.active_quantiles().fitted()
     if decided and int((cheap_N & taken_N).sum()) >= branch.down.in_features + (branch.down.bias is not None):
         taken_N &= cheap_N
     x_Nd, y_Nd, norms_N, ngrams_NO = (part[taken_N] for part in (x_Nd, y_Nd, norms_N, ngrams_NO))
     missed = fit_branch(branch, x_Nd, y_Nd, ridge, norms_N)
-    memory: Any = holder.depth_route_memory._modules.get(name)
+    memory: Any = routing.depth_route_memory._modules.get(name)
     if memory is None:
         return missed
     missed_Nd = y_Nd - branch.down(branch.features(x_Nd))

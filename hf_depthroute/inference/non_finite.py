@@ -18,7 +18,7 @@ from ..base.contexts import hooked, of_this_thread
 from ..base.stack import stack_of
 from ..base.sublayers import hidden_of
 from ..files.shown import OneLine
-from ..routing.holder import HOLDER
+from ..routing.routing import ROUTING
 
 
 class NonFiniteError(OneLine, RuntimeError):
@@ -94,6 +94,6 @@ def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tens
             base(**given, use_cache=False)
         for index, layer in enumerate(layers):
             if layer in finite and not bool(finite[layer]):
-                kind = "routed: look at its gate and branch" if hasattr(layer, HOLDER) else "not routed"
+                kind = "routed: look at its gate and branch" if hasattr(layer, ROUTING) else "not routed"
                 return f"layer {index} ({kind}) is the first whose output is not finite"
     return None

@@ -31,7 +31,7 @@ def set_phases(model: nn.Module, phases: str) -> None:
             target memory.
         ValueError: No routed layer is active.
     """
-    configs = [holder.active_config() for holder in active_routings(model)]
+    configs = [routing.active_config() for routing in active_routings(model)]
     for config in configs:
         check_phases(phases, config.granularity, config.target)
     for config in configs:

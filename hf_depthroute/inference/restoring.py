@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..routing.holder import Routing
-from ..routing.stack import one_change, routings
+from ..routing.routing import Routing
+from ..routing.stack import one_change, routings_of
 
 
 @contextmanager
@@ -27,14 +27,14 @@ def restored(model: nn.Module) -> Iterator[None]:
 def restored_on_error(model: nn.Module) -> Iterator[None]:
     """The same only where the block raises, and the choice of executors and every module's mode, too."""
     undo = _undoing(model)
-    tuned = [(holder, holder.tuned) for holder in routings(model)]
+    tuned = [(routing, routing.tuned) for routing in routings_of(model)]
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
     except BaseException:
         undo()
-        for holder, chosen in tuned:
-            holder.tuned = chosen
+        for routing, chosen in tuned:
+            routing.tuned = chosen
         for module, training in modes:
             module.training = training
         raise
@@ -56,10 +56,10 @@ def weights_restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def _undoing(model: nn.Module) -> Callable[[], None]:
     """Puts back what is in force now."""
-    holders: list[Routing] = [holder for holder in routings(model) if holder.adapter() is not None]
-    budgets = [(holder.active_config(), holder.active_config().budget) for holder in holders]
-    measured = [(table, table.measured) for table in (holder.active_quantiles() for holder in holders)]
-    parts: list[nn.Module] = [part for h in holders for part in (h.active_quantiles(), h.active_controller()) if part]
+    routings: list[Routing] = [routing for routing in routings_of(model) if routing.adapter() is not None]
+    budgets = [(routing.active_config(), routing.active_config().budget) for routing in routings]
+    measured = [(table, table.measured) for table in (routing.active_quantiles() for routing in routings)]
+    parts: list[nn.Module] = [part for h in routings for part in (h.active_quantiles(), h.active_controller()) if part]
     states = [{name: value.clone() for name, value in part.state_dict().items()} for part in parts]
 
     def undo() -> None:

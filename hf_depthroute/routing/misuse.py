@@ -17,8 +17,8 @@ from .thresholds import NOT_FITTED, ScoreQuantiles
 
 if TYPE_CHECKING:
     from ..config.adapter import DepthRouteConfig
-    from .holder import Routing
     from .plan import RoutePlan
+    from .routing import Routing
 
 UNWATCHED = (
     "this forward pass trains routers without the routing losses, which hold their budget: use DepthRouteTrainer, "
@@ -39,7 +39,7 @@ def warn_of_training(decoder: nn.Module, active: Mapping[Routing, DepthRouteConf
 
     `active` are the configurations of its active routed layers, `inputs` the ids or embeddings that it is called with.
     """
-    training = next((holder for holder, config in active.items() if _trains(holder, config)), None)
+    training = next((routing for routing, config in active.items() if _trains(routing, config)), None)
     if training is not None:
         if not training.state.settings.recorders:
             warnings.warn(UNWATCHED, stacklevel=3)
@@ -47,16 +47,16 @@ def warn_of_training(decoder: nn.Module, active: Mapping[Routing, DepthRouteConf
         warnings.warn(FROZEN, stacklevel=3)
 
 
-def warn_of_backward(holder: Routing, config: DepthRouteConfig, *outputs: torch.Tensor) -> None:
+def warn_of_backward(routing: Routing, config: DepthRouteConfig, *outputs: torch.Tensor) -> None:
     """Warn if gradients come back through the outputs of a layer that is in evaluation mode and whose gate trains.
 
     Said by the adapter's last layer with a gate only, which every gradient of a loss passes.
     """
-    if holder.layer_index not in config.gated_layers()[-1:]:
+    if routing.layer_index not in config.gated_layers()[-1:]:
         return
 
     def warn(gradient: torch.Tensor) -> None:
-        if _trains(holder, config):
+        if _trains(routing, config):
             warnings.warn(IN_EVALUATION_MODE, stacklevel=2)
 
     for output in outputs:
@@ -64,22 +64,22 @@ def warn_of_backward(holder: Routing, config: DepthRouteConfig, *outputs: torch.
             output.register_hook(warn)
 
 
-def warn_of_thresholds(holder: Routing, plan: RoutePlan) -> None:
+def warn_of_thresholds(routing: Routing, plan: RoutePlan) -> None:
     """Warn if inference is about to compare scores with thresholds that were never fitted; said by one layer only."""
     config = plan.config
-    if plan.budget >= 1.0 or plan.rule != "threshold" or not config.takes_budget() or holder.state.settings.selection:
+    if plan.budget >= 1.0 or plan.rule != "threshold" or not config.takes_budget() or routing.state.settings.selection:
         return
-    if holder.layer_index not in config.gated_layers()[:1]:
+    if routing.layer_index not in config.gated_layers()[:1]:
         return
-    table = cast(ScoreQuantiles, holder.depth_route_quantiles[plan.adapter])
+    table = cast(ScoreQuantiles, routing.depth_route_quantiles[plan.adapter])
     if table.updates.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     if not table.fitted():
         warnings.warn(NOT_FITTED, stacklevel=2)
 
 
-def _trains(holder: Routing, config: DepthRouteConfig) -> bool:
+def _trains(routing: Routing, config: DepthRouteConfig) -> bool:
     """Whether its gate trains, and needs training mode and the routing losses for it; a soft one needs neither."""
     if traits_of(config.gate).soft:
         return False
-    return any(parameter.requires_grad for parameter in holder.depth_route_gate.parameters())
+    return any(parameter.requires_grad for parameter in routing.depth_route_gate.parameters())

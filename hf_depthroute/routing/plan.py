@@ -20,7 +20,7 @@ from .misuse import warn_of_thresholds
 from .thresholds import BudgetController, ScoreQuantiles
 
 if TYPE_CHECKING:
-    from .holder import Routing
+    from .routing import Routing
     from .state import Recorder
 
 _KEPT_PLANS = 64  # with their steps: of as many budgets of requests as are in use at one time
@@ -100,44 +100,44 @@ def shape_class(batch: int, length: int) -> tuple[bool, int]:
 
 
 def plan_of(
-    holder: Routing,
+    routing: Routing,
     training: bool,
     rows: tuple[int, int],
     last_tokens: torch.Tensor | None,
     kept: dict[int, torch.Tensor] | None,
 ) -> RoutePlan | None:
     """`Routing.plan`: the one that was made for the same settings and thresholds before, or a new one."""
-    name = holder.adapter()
+    name = routing.adapter()
     if name is None:
         return None
-    config, settings = holder.config(name), holder.state.settings
+    config, settings = routing.config(name), routing.state.settings
     asked = Asked(config.budget, config.fixed_threshold, cast(float, config.gate_temperature))
     executor = settings.executor
-    if holder.tuned and executor == "auto" and not traits_of(config.gate_of(holder.layer_index)).static:
-        executor = holder.tuned.get((name, *shape_class(*rows)), executor)
+    if routing.tuned and executor == "auto" and not traits_of(config.gate_of(routing.layer_index)).static:
+        executor = routing.tuned.get((name, *shape_class(*rows)), executor)
     prompts_only = config.phases == "prefill" and not training and settings.selection is None
     last_tokens = last_tokens if prompts_only else None
     only_last = prompts_only and rows[1] <= config.last_in_full
     now = None
     if not (training or settings.recorders or settings.replay is not None):
-        controller: Any = holder.depth_route_controller._modules.get(name)
-        table = cast(ScoreQuantiles, holder.depth_route_quantiles[name]).values
+        controller: Any = routing.depth_route_controller._modules.get(name)
+        table = cast(ScoreQuantiles, routing.depth_route_quantiles[name]).values
         now = stamp(table, None if controller is None else controller.threshold)
     if now is None:
-        made = make_plan(holder, name, config, asked, training, executor, last_tokens, only_last)
+        made = make_plan(routing, name, config, asked, training, executor, last_tokens, only_last)
         return replace(made, kept=kept) if made.gate.exits else made
     stamped = asked, now
     key = (name, executor, only_last, settings.budget, settings.selection)
-    held = holder.derived.get(key)
-    if held is None or held[0] != stamped or held[1].config is not config or held[2] != holder.prompts:
-        if len(holder.derived) > _KEPT_PLANS:
-            holder.derived.clear()
-        made = make_plan(holder, name, config, asked, training, executor, only_last=only_last)
+    held = routing.derived.get(key)
+    if held is None or held[0] != stamped or held[1].config is not config or held[2] != routing.prompts:
+        if len(routing.derived) > _KEPT_PLANS:
+            routing.derived.clear()
+        made = make_plan(routing, name, config, asked, training, executor, only_last=only_last)
         if held is not None:
-            holder.derived.pop(held[1], None)  # its step
+            routing.derived.pop(held[1], None)  # its step
         if held is None or held[0] != stamped:
-            warn_of_thresholds(holder, made)
-        held = holder.derived[key] = stamped, made, holder.prompts
+            warn_of_thresholds(routing, made)
+        held = routing.derived[key] = stamped, made, routing.prompts
     plan: RoutePlan = held[1]
     if plan.gate.exits:
         plan = replace(plan, kept=kept)
@@ -145,7 +145,7 @@ def plan_of(
 
 
 def make_plan(
-    holder: Routing,
+    routing: Routing,
     name: str,
     config: DepthRouteConfig,
     asked: Asked,
@@ -158,18 +158,18 @@ def make_plan(
 
     `last_tokens` run full whatever the rule says; `only_last`: there are no others in this pass.
     """
-    settings, state = holder.state.settings, holder.state
+    settings, state = routing.state.settings, routing.state
     budget = state.budget(asked.budget, training)
     threshold: torch.Tensor | float = -torch.inf
     if asked.fixed_threshold is not None:
         threshold = asked.fixed_threshold
-    elif budget < 1.0 and name in holder.depth_route_controller and settings.budget is None:
-        threshold = cast(BudgetController, holder.depth_route_controller[name]).threshold.clone()
+    elif budget < 1.0 and name in routing.depth_route_controller and settings.budget is None:
+        threshold = cast(BudgetController, routing.depth_route_controller[name]).threshold.clone()
     elif budget < 1.0:
-        threshold = cast(ScoreQuantiles, holder.depth_route_quantiles[name])(budget)
-    replayed = None if settings.replay is None else settings.replay.get(holder.layer_index)
-    gate = traits_of(config.gate_of(holder.layer_index))
-    target = config.target_of(holder.layer_index)
+        threshold = cast(ScoreQuantiles, routing.depth_route_quantiles[name])(budget)
+    replayed = None if settings.replay is None else settings.replay.get(routing.layer_index)
+    gate = traits_of(config.gate_of(routing.layer_index))
+    target = config.target_of(routing.layer_index)
     if gate.static:
         rule = "static"
     elif gate.soft:
@@ -195,7 +195,7 @@ def make_plan(
         target=TARGETS[target],
         rule=rule,
         mix=mix,
-        extras=_extras(holder, name, gate, TARGETS[target], training),
+        extras=_extras(routing, name, gate, TARGETS[target], training),
         budget=math.nan if gate.soft else budget,
         threshold=threshold,
         temperature=state.temperature(asked.temperature, training),
@@ -219,15 +219,15 @@ def _mix_of(gate: GateTraits, scale_by_gate: bool, rule: str) -> str:
     return "soft" if rule == "soft" else "hard"
 
 
-def _extras(holder: Routing, name: str, gate: GateTraits, target: Target, training: bool) -> tuple[str, ...]:
+def _extras(routing: Routing, name: str, gate: GateTraits, target: Target, training: bool) -> tuple[str, ...]:
     extras = gate.outputs
-    if name in holder.depth_route_predictor:
+    if name in routing.depth_route_predictor:
         extras += ("predicted",)
     if target.per_pair:
         return (*extras, "expert_index")
-    if training and name in holder.projections:
+    if training and name in routing.projections:
         extras += ("z_full", "z_cheap")
-    return (*extras, *holder.state.settings.observed) if training else extras
+    return (*extras, *routing.state.settings.observed) if training else extras
 
 
 def decide(

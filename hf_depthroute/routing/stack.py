@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from torch import nn
 
 from ..base.stack import Stack, kept_stack
-from .holder import Routing
+from .routing import Routing
 from .state import RunState
 
 P = ParamSpec("P")
@@ -43,11 +43,11 @@ def state_of(model: nn.Module) -> RunState:
     Raises:
         ValueError: It has no routed layer.
     """
-    return routings(model)[0].state
+    return routings_of(model)[0].state
 
 
-def routings(model: nn.Module) -> list[Routing]:
-    """The routing holders of `model`, in layer order.
+def routings_of(model: nn.Module) -> list[Routing]:
+    """The routings of `model`, in layer order.
 
     Raises:
         ValueError: There is none.

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ..base.distributed import each_of_all
-from .holder import Routing
-from .stack import routed_stack, routings, state_of
+from .routing import Routing
+from .stack import routed_stack, routings_of, state_of
 
 
 @dataclass
@@ -71,16 +71,16 @@ class RouteTrace(Mapping[int, RouteRecord]):
     decoding step overwrites the one before; record the steps one by one and join them with `RouteTrace.cat`.
 
     Attributes:
-        holders: The layers that are being recorded, in order; none of a trace that was made otherwise, or copied.
+        routings: The layers that are being recorded, in order; none of a trace that was made otherwise, or copied.
         with_graph: Whether forward passes without gradients are passed over, such as those of a reference.
         make_view: What `show` calls. A trace knows nothing of pages; `hf_depthroute.registration` sets it.
     """
 
     make_view: ClassVar[Callable[..., Any]]
 
-    def __init__(self, records: Mapping[int, RouteRecord] | None = None, holders: Sequence[Routing] = ()) -> None:
+    def __init__(self, records: Mapping[int, RouteRecord] | None = None, routings: Sequence[Routing] = ()) -> None:
         self._records: dict[int, RouteRecord] = dict(records or {})
-        self.holders = tuple(holders)
+        self.routings = tuple(routings)
         self.with_graph = False
 
     def __reduce__(self) -> tuple[type[RouteTrace], tuple[dict[int, RouteRecord]]]:
@@ -113,7 +113,7 @@ class RouteTrace(Mapping[int, RouteRecord]):
     def gated(self) -> RouteTrace:
         """The trace of the layers that have a gate; of an adapter without gates, of all."""
         kept = {index: record for index, record in self.items() if not record.static}
-        return RouteTrace(kept or self, self.holders)
+        return RouteTrace(kept or self, self.routings)
 
     def positions(self, start: int, stop: int) -> RouteTrace:
         """The part of the trace at positions `start:stop`, to replay a longer run piece by piece."""
@@ -188,7 +188,7 @@ def record_routes(model: nn.Module) -> Iterator[RouteTrace]:
     Raises:
         ValueError: `model` has no routed layer.
     """
-    trace = RouteTrace(holders=routings(model))
+    trace = RouteTrace(routings=routings_of(model))
     with state_of(model).override(recorders=(trace,)):
         yield trace
 

@@ -20,8 +20,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from ..files.shown import say
 from ..inference.calibration import active_routings
 from ..parts.traits import traits_of
-from ..routing.holder import Routing
 from ..routing.misuse import FROZEN
+from ..routing.routing import Routing
 from ..routing.stack import routed_stack, state_of
 from .arguments import RoutingArguments
 from .log_lines import missed_budget, print_lines
@@ -165,7 +165,7 @@ def _as_deployed(trainer: Any, model: nn.Module) -> Iterator[None]:
     DPO, KTO, GRPO and RLOO need the log-probabilities of the model that generates. Under top-k a token's depends on
     later tokens.
     """
-    configs = [holder.active_config() for holder in active_routings(model)]
+    configs = [routing.active_config() for routing in active_routings(model)]
     if not hasattr(trainer, "ref_model") or any(traits_of(config.gate).soft for config in configs):
         yield
         return
@@ -209,8 +209,8 @@ def provided(trainer: Any) -> Iterator[None]:
 def _provide(trainer: Any) -> list[RoutingCallback]:
     """The callbacks of `provided`."""
     stack = routed_stack(trainer.model)
-    holders = [] if stack is None else [holder for holder in stack.routed if holder.adapter() is not None]
-    if holders and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+    routings = [] if stack is None else [routing for routing in stack.routed if routing.adapter() is not None]
+    if routings and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise ValueError(FROZEN)
     callbacks = trainer.callback_handler.callbacks
     ours = [callback for callback in callbacks if isinstance(callback, RoutingCallback)]
@@ -222,7 +222,7 @@ def _provide(trainer: Any) -> list[RoutingCallback]:
         )
     for callback in (c for c in ours if isinstance(c, DepthRouteCallback)):
         callback.trainer = trainer
-    if not ours and _trains_routers(holders):
+    if not ours and _trains_routers(routings):
         logger.info("%s trains a routed model: added DepthRouteCallback, default weights", type(trainer).__name__)
         trainer.add_callback(DepthRouteCallback(trainer))
         ours.append(trainer.callback_handler.callbacks[-1])
@@ -233,5 +233,5 @@ def _provide(trainer: Any) -> list[RoutingCallback]:
     return ours
 
 
-def _trains_routers(holders: list[Routing]) -> bool:
-    return any(p.requires_grad for holder in holders for p in holder.depth_route_gate.parameters())
+def _trains_routers(routings: list[Routing]) -> bool:
+    return any(p.requires_grad for routing in routings for p in routing.depth_route_gate.parameters())

@@ -30,8 +30,8 @@ from ..execution.context import ForwardContext, unpack
 from ..execution.layer import routed_call
 from ..inference.calibration import active_routings
 from ..parts.traits import traits_of
-from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
+from ..routing.routing import ROUTING, Routing
 from .trace_statistics import mean_of_all
 
 # From the trunk's stream after the full path, the cheap path and the policy's, each [B, T, d], to streams [K, B, T, d].
@@ -117,9 +117,9 @@ class Prefix:
                 module.training = training
 
 
-def _plan(holder: Routing, training: bool) -> RoutePlan | None:
+def _plan(routing: Routing, training: bool) -> RoutePlan | None:
     """The plan of the pass that is forked, whose replay is no step of training."""
-    plan = holder.plan(training)
+    plan = routing.plan(training)
     return None if plan is None else replace(plan, training=False)
 
 
@@ -170,9 +170,9 @@ def run_forks(
         kwargs = _repeated(observed, batch, count)
         h = streams_FBTd.flatten(0, 1)
         context = prefix.context.each(partial(_repeat_rows, batch=batch, count=count))
-        holder: Routing | None = layer._modules.get(HOLDER)
-        plan = None if holder is None else _plan(holder, prefix.training)
-        if holder is None or plan is None or (not on_policy and fork is None):
+        routing: Routing | None = layer._modules.get(ROUTING)
+        plan = None if routing is None else _plan(routing, prefix.training)
+        if routing is None or plan is None or (not on_policy and fork is None):
             streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
             continue
         _check_forkable(plan)
@@ -186,13 +186,13 @@ def run_forks(
             out = after_full = call.full()
             after_cheap = call.of(slice(batch), kwargs).cheap()
         streams_FBTd = out.unflatten(0, (count, batch))
-        if fork is not None and (layers is None or holder.layer_index in layers):
+        if fork is not None and (layers is None or routing.layer_index in layers):
             new_KBTd = fork(after_full[:batch], after_cheap[:batch], streams_FBTd[0])
-            forks[holder.layer_index] = range(count, count + len(new_KBTd))
+            forks[routing.layer_index] = range(count, count + len(new_KBTd))
             streams_FBTd = torch.cat([streams_FBTd, new_KBTd])
-            if holder.family.parallel:  # what is not routed reads the layer's input, for a new stream the trunk's
+            if routing.family.parallel:  # what is not routed reads the layer's input, for a new stream the trunk's
                 call = replace(call, stream=torch.cat([call.stream, call.stream[:batch].repeat(len(new_KBTd), 1, 1)]))
-            if holder.family.parallel or call.site.attends_behind:
+            if routing.family.parallel or call.site.attends_behind:
                 call = replace(call, kwargs=_repeated(observed, batch, len(streams_FBTd)))
         streams_FBTd = call.finish(streams_FBTd.flatten(0, 1)).unflatten(0, (-1, batch))
     return streams_FBTd, forks

@@ -203,7 +203,7 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
 
         return keep
 
-    indices = [holder.layer_index for holder in active_routings(model)]
+    indices = [routing.layer_index for routing in active_routings(model)]
     with hooked(layers[i].register_forward_pre_hook(keeper(i), with_kwargs=True) for i in indices):
         try:
             yield exits
@@ -351,7 +351,7 @@ def _has_budget(inputs: LossInputs) -> bool:
 
 def _held(inputs: LossInputs, per_layer_C: torch.Tensor) -> torch.Tensor:
     """The scope of the budget: every layer, or their mean."""
-    active = (holder.active_config() for holder in inputs.trace.holders if holder.layer_index in inputs.trace)
+    active = (routing.active_config() for routing in inputs.trace.routings if routing.layer_index in inputs.trace)
     scope = inputs.budget_scope or next((config.budget_scope for config in active), "layer")
     return per_layer_C.mean() if scope == "global" else per_layer_C
 

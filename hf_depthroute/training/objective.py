@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 from ..base.distributed import sum_over_processes
 from ..base.stack import stack_of
 from ..inference.calibration import active_routings, gated_routings
-from ..routing.holder import Routing
+from ..routing.routing import Routing
 from ..routing.stack import state_of
 from ..routing.thresholds import Measured
 from ..routing.trace import RouteRecord, RouteTrace, record_routes
@@ -46,10 +46,10 @@ class RoutingObjective:
     """
 
     def __init__(self, arguments: RoutingArguments, model: nn.Module) -> None:
-        holders = active_routings(model)
+        routings = active_routings(model)
         self.arguments = arguments
         self.model = model
-        gates = [] if arguments.train_gates else [h.depth_route_gate[h.active_name()] for h in holders]
+        gates = [] if arguments.train_gates else [h.depth_route_gate[h.active_name()] for h in routings]
         self._frozen = [p for gate in gates for p in gate.parameters() if p.requires_grad]
         self.freeze()
         self._step = 0
@@ -117,9 +117,9 @@ class RoutingObjective:
             due = self._refreshed(prefix, labels)
         given = vars(watched) | {"lm": lm, "labels": labels, "logits": logits} | due
         terms = routing_losses(**given, weights=a.weights())
-        for holder in gated_routings(self.model):
-            self._count(holder, trace[holder.layer_index])
-            self._compare(holder, trace[holder.layer_index])
+        for routing in gated_routings(self.model):
+            self._count(routing, trace[routing.layer_index])
+            self._compare(routing, trace[routing.layer_index])
         self._collect(terms, trace, share)
         found = {name: term.detach() for name, term in terms.items()}
         self._pending.append((found, {index: record.scores.detach() for index, record in trace.items()}))
@@ -133,7 +133,7 @@ class RoutingObjective:
         if a.uses_oracle() and step >= a.oracle_warmup and (step - a.oracle_warmup) % a.oracle_interval == 0:
             due["utility"] = prefix_utility(prefix, labels, a.oracle, a.oracle_window, a.oracle_gamma)
         if a.cgs_weight > 0 and step >= a.cgs_warmup and (step - a.cgs_warmup) % a.cgs_interval == 0:
-            layers = [holder.layer_index for holder in gated_routings(self.model)]
+            layers = [routing.layer_index for routing in gated_routings(self.model)]
             layer = layers[(step - a.cgs_warmup) // a.cgs_interval % len(layers)]
             difference = prefix_utility(prefix, labels, "on_policy", window=1, layers=[layer])
             due |= {
@@ -158,15 +158,15 @@ class RoutingObjective:
 
         Every layer by its own load, or by the mean over layers where the budget is global; that of all processes.
         """
-        holders = [h for h in active_routings(self.model) if h.layer_index in self._load]
-        if not holders:
+        routings = [h for h in active_routings(self.model) if h.layer_index in self._load]
+        if not routings:
             return
-        counts_C2 = sum_over_processes(stack([self._load.pop(h.layer_index) for h in holders]))
+        counts_C2 = sum_over_processes(stack([self._load.pop(h.layer_index) for h in routings]))
         load_C = counts_C2[:, 0] / counts_C2[:, 1]
-        if holders[0].active_config().budget_scope == "global":
+        if routings[0].active_config().budget_scope == "global":
             load_C = load_C.mean().expand_as(load_C)
-        for holder, load in zip(holders, load_C):
-            controller, budget = holder.active_controller(), self._budgets[holder.layer_index]
+        for routing, load in zip(routings, load_C):
+            controller, budget = routing.active_controller(), self._budgets[routing.layer_index]
             assert controller is not None
             # Without a single token the load is NaN, and the threshold stays.
             controller.move(load.nan_to_num(nan=budget), budget, self.arguments.controller_step)
@@ -210,21 +210,21 @@ class RoutingObjective:
         self._label_scale.value = None if value is None else torch.tensor(value, device=device)
         self._label_scale.begin_step()
 
-    def _count(self, holder: Routing, record: RouteRecord) -> None:
+    def _count(self, routing: Routing, record: RouteRecord) -> None:
         """Tokens run full and tokens seen since the last step, where a controller wants to know."""
-        if holder.active_controller() is not None:
+        if routing.active_controller() is not None:
             counts_2 = torch.stack([(record.mask & record.real).sum(), record.real.sum()]).float()
-            self._load[holder.layer_index] = self._load.get(holder.layer_index, 0) + counts_2
-            self._budgets[holder.layer_index] = record.budget
+            self._load[routing.layer_index] = self._load.get(routing.layer_index, 0) + counts_2
+            self._budgets[routing.layer_index] = record.budget
 
     @torch.no_grad()
-    def _compare(self, holder: Routing, record: RouteRecord) -> None:
+    def _compare(self, routing: Routing, record: RouteRecord) -> None:
         """Count what the tracked threshold of inference would let run full of this batch."""
-        config = holder.active_config()
+        config = routing.active_config()
         if config.takes_budget():
-            full = record.scores >= holder.active_quantiles()(config.budget)
+            full = record.scores >= routing.active_quantiles()(config.budget)
             counts_2 = torch.stack([(full & record.real).sum(), record.real.sum()])
-            self._full[holder.layer_index] = self._full.get(holder.layer_index, 0) + counts_2
+            self._full[routing.layer_index] = self._full.get(routing.layer_index, 0) + counts_2
 
     def note_shares(self) -> None:
         """Leave with the thresholds what they let run full since the last log entry, for the model card."""

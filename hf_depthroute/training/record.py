@@ -15,7 +15,7 @@ from torch import nn
 
 from ..files.versions import versions
 from ..inference.calibration import active_routings
-from ..routing.stack import routings
+from ..routing.stack import routings_of
 from ..routing.thresholds import ScoreQuantiles
 from .arguments import RoutingArguments
 
@@ -37,10 +37,10 @@ class Run:
         """The record of the training, or `before` where none is remembered, with what the thresholds let run full."""
         record: dict[str, Any] = dict((self.training if self.training is not None else before) or {})
         shares = {}
-        for holder in (h for h in routings(model) if adapter_name in h.depth_route_quantiles):
-            measured = cast(ScoreQuantiles, holder.depth_route_quantiles[adapter_name]).measured
-            if measured is not None and measured.budget == holder.config(adapter_name).budget:
-                shares[str(holder.layer_index)] = measured.full_ratio
+        for routing in (h for h in routings_of(model) if adapter_name in h.depth_route_quantiles):
+            measured = cast(ScoreQuantiles, routing.depth_route_quantiles[adapter_name]).measured
+            if measured is not None and measured.budget == routing.config(adapter_name).budget:
+                shares[str(routing.layer_index)] = measured.full_ratio
                 record |= {"calibrated_full_ratio": shares, "calibrated_in": measured.where}
         return record
 
@@ -68,8 +68,8 @@ def remember_training(model: nn.Module, training: Mapping[str, Any]) -> None:
 
 def remembered(model: nn.Module, adapter_name: str) -> Run:
     """The record of `adapter_name`; empty for an adapter that was loaded."""
-    holder = next(holder for holder in routings(model) if adapter_name in holder.depth_route_gate)
-    return cast(Run, holder.runs.get(adapter_name, Run()))
+    routing = next(routing for routing in routings_of(model) if adapter_name in routing.depth_route_gate)
+    return cast(Run, routing.runs.get(adapter_name, Run()))
 
 
 def record_of(model: nn.Module) -> dict[str, Any]:
@@ -117,8 +117,8 @@ def _plain(value: Any) -> Any:
 
 
 def _active(model: nn.Module) -> Run:
-    holder = active_routings(model)[0]
-    return cast(Run, holder.runs.setdefault(holder.active_name(), Run()))
+    routing = active_routings(model)[0]
+    return cast(Run, routing.runs.setdefault(routing.active_name(), Run()))
 
 
 def _dataset_id(dataset: Any) -> str | None:

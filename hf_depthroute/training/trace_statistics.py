@@ -98,10 +98,10 @@ def track_thresholds(trace: RouteTrace) -> None:
     With gradients disabled, or of layers in evaluation mode, nothing moves.
     """
     scored = trace.gated()
-    holders = [holder for holder in trace.holders if holder.training and holder.layer_index in scored]
-    if not holders:
+    routings = [routing for routing in trace.routings if routing.training and routing.layer_index in scored]
+    if not routings:
         return
-    pooled = holders[0].active_config().budget_scope == "global"
-    tables = quantile_tables([trace[holder.layer_index] for holder in holders], pooled)
-    for holder, table in zip(holders, tables):
-        holder.active_quantiles().track(table)
+    pooled = routings[0].active_config().budget_scope == "global"
+    tables = quantile_tables([trace[routing.layer_index] for routing in routings], pooled)
+    for routing, table in zip(routings, tables):
+        routing.active_quantiles().track(table)

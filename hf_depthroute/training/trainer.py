@@ -115,7 +115,7 @@ class DepthRouteTrainerMixin(_Trainer):
         They do too in a subclass whose `compute_loss` asks for the outputs, or over a Trainer with one of its own.
         """
         arguments = self.routing_objective.arguments
-        gates = [traits_of(holder.active_config().gate) for holder in active_routings(self.model)]
+        gates = [traits_of(routing.active_config().gate) for routing in active_routings(self.model)]
         split = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.n_gpu > 1
         split = split or getattr(self.accelerator, "parallelism_config", None) is not None
         obstacles = {

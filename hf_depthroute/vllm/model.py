@@ -20,11 +20,11 @@ from vllm.platforms import current_platform
 
 from ..adapter.injection import swap
 from ..base.families import find_decoder, row_of
-from ..routing.holder import HOLDER
+from ..routing.routing import ROUTING
 from .budgets import KEY
 from .counts import RowLog
-from .holders import load_holders
 from .limits import check_engine
+from .routings import load_routings
 from .settings import Settings, settings_of
 from .step import NAME, OPERATOR, FFNStep, served_forward
 
@@ -44,21 +44,21 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
         check_engine(vllm_config)
         settings, config = settings_of(vllm_config.model_config.hf_config), vllm_config.model_config.hf_config
         with _own_architecture(config):
-            holders = load_holders(settings, config, _files_of(vllm_config))
+            routings = load_routings(settings, config, _files_of(vllm_config))
             super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self._attach(settings, holders, prefix)
+        self._attach(settings, routings, prefix)
 
-    def _attach(self, settings: Settings, holders: dict[int, Any], prefix: str) -> None:
-        """Put the holders next to the FFNs, and the operator's name for each layer into vLLM's table."""
+    def _attach(self, settings: Settings, routings: dict[int, Any], prefix: str) -> None:
+        """Put the routings next to the FFNs, and the operator's name for each layer into vLLM's table."""
         family = row_of(self.config)
-        log = RowLog(sorted(holders)) if self.tp_group.rank_in_group == 0 else None
+        log = RowLog(sorted(routings)) if self.tp_group.rank_in_group == 0 else None
         counts = {} if log is None else {count.layer_index: count for count in log.counts}
         compilation = self.vllm_config.compilation_config
         for index, layer in enumerate(getattr(find_decoder(self.model, family), family.layers)):
             swap(layer, served_forward)
-            if index not in holders:
+            if index not in routings:
                 continue
-            setattr(layer, HOLDER, holders[index].to(self.device_config.device))
+            setattr(layer, ROUTING, routings[index].to(self.device_config.device))
             _uncompiled(getattr(layer, family.ffn))
             name = f"{prefix}depth_route.{index}"
             setattr(layer, NAME, name)
@@ -70,7 +70,7 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """The base's weights; those of the adapter are there already, and vLLM asks for all names."""
         loaded: set[str] = super().load_weights(weights)
-        return loaded | {name for name, _ in self.named_parameters() if f".{HOLDER}." in name}
+        return loaded | {name for name, _ in self.named_parameters() if f".{ROUTING}." in name}
 
 
 def _uncompiled(ffn: nn.Module) -> None:

@@ -24,8 +24,8 @@ from ..execution.sites import FFNSite, attended
 from ..parts.branches import rms_of
 from ..parts.joint import JointMaps, joint_maps
 from ..parts.selection import tail_mask
-from ..routing.holder import HOLDER, Routing
 from ..routing.plan import RoutePlan
+from ..routing.routing import ROUTING, Routing
 from .budgets import RequestBudgets
 from .counts import RowCount
 
@@ -59,7 +59,7 @@ class FFNStep:
         self.layer = layer
         self.count = count
         self._budgets = budgets
-        self._prompts = -1  # of the holder, that what is below was made for
+        self._prompts = -1  # of the routing, that what is below was made for
         self._joints: dict[str, JointMaps | None] = {}
         self._thresholds: dict[RoutePlan, float] = {}
 
@@ -72,25 +72,27 @@ class FFNStep:
             batch: What vLLM's attention is told of the rows; None in a trial run, where that is not known.
         """
         layer: Any = self.layer
-        holder: Routing = layer._modules[HOLDER]
+        routing: Routing = layer._modules[ROUTING]
         rows, real = stream.shape[1], None if batch is None else batch.num_actual_tokens
         # Every request's next token: a batch of sequences.
         generates = batch is not None and batch.max_query_len == 1
         if not generates:
-            holder.forget_prepared()  # there is a prompt among the rows
-        tail = holder.active_config().last_in_full
+            routing.forget_prepared()  # there is a prompt among the rows
+        tail = routing.active_config().last_in_full
         shape, last_rows = ((rows, 1), None) if generates else ((1, rows), _last_rows(batch, rows, tail))
         asked = [] if batch is None or self._budgets is None else self._budgets.of_batch(batch)
-        plans = {budget: _plan_at(holder, budget, shape, last_rows) for budget in set(asked) or {None}}
+        plans = {budget: _plan_at(routing, budget, shape, last_rows) for budget in set(asked) or {None}}
         plan = next((plan for plan in plans.values() if plan.rule != "full"), next(iter(plans.values())))
-        bars = [] if len(plans) == 1 else [self._threshold_of(holder, plans[budget]) for budget in asked]
+        bars = [] if len(plans) == 1 else [self._threshold_of(routing, plans[budget]) for budget in asked]
         ran: Tensor | int = rows if real is None else real  # rows in full
         if plan.rule == "full":
-            out = stream + ffn_map(layer, holder.family)(normed)
-        elif generates and rows == real and rows <= DECODE_ROWS and (joint := self._joint_of(holder, plan)) is not None:
+            out = stream + ffn_map(layer, routing.family)(normed)
+        elif (
+            generates and rows == real and rows <= DECODE_ROWS and (joint := self._joint_of(routing, plan)) is not None
+        ):
             # To a layer, rows of one sequence are what one row of each of as many sequences is: `[N, 1, d]`.
-            ffn, own = ffn_map(layer, holder.family), stream.transpose(0, 1).clone()
-            bar = bars or self._threshold_of(holder, plan)
+            ffn, own = ffn_map(layer, routing.family), stream.transpose(0, 1).clone()
+            bar = bars or self._threshold_of(routing, plan)
             after, chosen = joint.run(own, bar, ffn, normed.transpose(0, 1))
             ran, out = len(chosen), after.transpose(0, 1)
         else:
@@ -99,50 +101,51 @@ class FFNStep:
                 token_mask = (torch.arange(rows, device=stream.device) < real)[None]
             if bars:
                 plan = replace(plan, threshold=_of_rows(bars, batch, rows, stream.device))
-            own = stream if holder.family.parallel else stream.clone()  # an executor may overwrite it
+            own = stream if routing.family.parallel else stream.clone()  # an executor may overwrite it
             call = call_on_stream(layer, plan, _SITE, own, token_mask, {}, normed=normed)
             ran, out = call.mask.sum(), executor_of(call).run(call)
         if self.count is not None and real is not None:
             self.count.add(ran, real)
         return out
 
-    def _joint_of(self, holder: Routing, plan: RoutePlan) -> JointMaps | None:
+    def _joint_of(self, routing: Routing, plan: RoutePlan) -> JointMaps | None:
         """Gate and branch as one product, where a decoding step of the library's own would have them so."""
-        self._follow(holder)
+        self._follow(routing)
         if plan.adapter not in self._joints:
-            norm, reads_norm, joint = holder.norm_in_front("ffn"), plan.config.gate_input == "normed", None
+            norm, reads_norm, joint = routing.norm_in_front("ffn"), plan.config.gate_input == "normed", None
             rms = None if norm is None else rms_of(norm)
-            if rms is not None and reads_norm and supports_decode(plan, holder.family) and current_platform.is_cpu():
-                weight = norm_of(self.layer, holder.family, "ffn").weight  # vLLM has put its own norm of the kind there
-                branch = holder.depth_route_branch._modules.get(plan.adapter)
-                joint = joint_maps((weight, rms[1]), holder.depth_route_gate[plan.adapter], branch)
+            if rms is not None and reads_norm and supports_decode(plan, routing.family) and current_platform.is_cpu():
+                # vLLM has put its own norm of the kind there.
+                weight = norm_of(self.layer, routing.family, "ffn").weight
+                branch = routing.depth_route_branch._modules.get(plan.adapter)
+                joint = joint_maps((weight, rms[1]), routing.depth_route_gate[plan.adapter], branch)
             self._joints[plan.adapter] = joint
         return self._joints[plan.adapter]
 
-    def _threshold_of(self, holder: Routing, plan: RoutePlan) -> float:
+    def _threshold_of(self, routing: Routing, plan: RoutePlan) -> float:
         """The score that a row has to reach, in float32; reading it from a table takes longer than a row's gate."""
-        self._follow(holder)
+        self._follow(routing)
         if plan not in self._thresholds:
             if len(self._thresholds) >= _KEPT:
                 self._thresholds.clear()
             self._thresholds[plan] = torch.as_tensor(plan.threshold, dtype=torch.float32).item()
         return self._thresholds[plan]
 
-    def _follow(self, holder: Routing) -> None:
+    def _follow(self, routing: Routing) -> None:
         """Forget what was made before the last prompt; weights may have changed since."""
-        if self._prompts != holder.prompts:
-            self._prompts = holder.prompts
+        if self._prompts != routing.prompts:
+            self._prompts = routing.prompts
             self._joints.clear()
             self._thresholds.clear()
 
 
-def _plan_at(holder: Routing, budget: float | None, shape: tuple[int, int], last_rows: Tensor | None) -> RoutePlan:
+def _plan_at(routing: Routing, budget: float | None, shape: tuple[int, int], last_rows: Tensor | None) -> RoutePlan:
     """How rows of one budget are routed; None: that of the server."""
     if budget is None:
-        plan = holder.plan(False, shape, last_rows)
+        plan = routing.plan(False, shape, last_rows)
     else:
-        with holder.state.override(budget=budget):
-            plan = holder.plan(False, shape, last_rows)
+        with routing.state.override(budget=budget):
+            plan = routing.plan(False, shape, last_rows)
     assert plan is not None
     return plan
 
@@ -181,10 +184,10 @@ direct_register_custom_op("routed_ffn", _routed_ffn, fake_impl=_shape_only, targ
 def served_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`forward` of every swapped layer: the base's parts in the base's order, around the operator."""
     kwargs.update(zip(layer._argument_names, args))
-    holder: Routing | None = layer._modules.get(HOLDER)
-    if holder is None:
+    routing: Routing | None = layer._modules.get(ROUTING)
+    if routing is None:
         return layer._base_forward(hidden_states, **kwargs)
-    family, h = holder.family, hidden_states
+    family, h = routing.family, hidden_states
     stream = h if family.parallel else attended(layer, family, h, h, kwargs)
     normed = _SITE.norm(layer, family, stream)  # here a compiler joins it to what is around it
     out = torch.ops.hf_depthroute.routed_ffn(stream, normed, getattr(layer, NAME))

@@ -212,12 +212,12 @@ def smoothed_loss(inputs: losses.LossInputs) -> torch.Tensor | None:
 
 def heat(model: Any, train: torch.Tensor, report: torch.Tensor) -> torch.Tensor:
     """How often the training text looks the slots of a token up, mean of the logarithms, `[rows, T]`; first memory."""
-    holder = next(module for module in model.modules() if isinstance(module, NgramMemory))
+    routing = next(module for module in model.modules() if isinstance(module, NgramMemory))
     order = model.peft_config["default"].ngram_order
-    counts = torch.zeros(len(holder.table))
+    counts = torch.zeros(len(routing.table))
     for rows in train.split(512):
-        counts += torch.bincount(holder.slots(suffixes(rows, order, None)).flatten(), minlength=len(counts))
-    return counts[holder.slots(suffixes(report, order, None))].add(1).log().mean(-1)
+        counts += torch.bincount(routing.slots(suffixes(rows, order, None)).flatten(), minlength=len(counts))
+    return counts[routing.slots(suffixes(report, order, None))].add(1).log().mean(-1)
 
 
 @torch.no_grad()

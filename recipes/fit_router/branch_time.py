@@ -41,7 +41,7 @@ def left_out(base: Base, kind: str, layers: list[int]) -> Any:
 
 def multiplied(model: Any) -> float:
     """The weights that a skipped token is multiplied with, per layer."""
-    return statistics.mean(branch_weights(holder, model.config) for holder in active_routings(model))
+    return statistics.mean(branch_weights(routing, model.config) for routing in active_routings(model))
 
 
 @torch.no_grad()

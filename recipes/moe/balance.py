@@ -26,7 +26,7 @@ from torch import nn
 from hf_depthroute.base.contexts import evaluating
 from hf_depthroute.base.distributed import sum_over_processes
 from hf_depthroute.data.batches import model_inputs
-from hf_depthroute.routing.holder import Routing
+from hf_depthroute.routing.routing import Routing
 from hf_depthroute.routing.trace import record_routes
 
 
@@ -61,8 +61,8 @@ def expert_load(model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]])
     """
     assigned: dict[int, torch.Tensor] = {}
     ran: dict[int, torch.Tensor] = {}
-    holders = [module for module in model.modules() if isinstance(module, Routing)]
-    dropping = any(h.adapter() is not None and h.active_target().per_pair for h in holders)
+    routings = [module for module in model.modules() if isinstance(module, Routing)]
+    dropping = any(h.adapter() is not None and h.active_target().per_pair for h in routings)
     with evaluating(model):
         for inputs in model_inputs(model, batches):
             recording: Any = record_routes(model) if dropping else nullcontext({})

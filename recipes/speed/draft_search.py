@@ -16,8 +16,8 @@ from torch import nn
 from hf_depthroute.config.adapter import DepthRouteConfig
 from hf_depthroute.inference.drafting import DraftCounter, draft_view, lossless_generate
 from hf_depthroute.inference.importance import layer_importance, least_important
-from hf_depthroute.routing.holder import Routing
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.routing import Routing
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import full_depth
 
 BUDGETS = (0.25, 0.5, 1.0)
@@ -124,8 +124,8 @@ def search_draft(
         drops = [least_important(importance, count) for count in counts]
     adapters: list[DepthRouteConfig] = []  # by which a draft view of the model routes
     if any(isinstance(module, Routing) for module in model.modules()):
-        chosen = [(holder, holder.chosen()) for holder in routings(model)]
-        adapters = [holder.config(name) for holder, name in chosen if name is not None]
+        chosen = [(routing, routing.chosen()) for routing in routings_of(model)]
+        adapters = [routing.config(name) for routing, name in chosen if name is not None]
     if budgets is None:
         budgets = BUDGETS if adapters and all(config.takes_budget() for config in adapters) else (None,)
     shapes = [

@@ -70,7 +70,7 @@ def measure_training(
     if loss not in LOSSES:
         raise ValueError(f"loss {loss!r} is unknown; use one of: {', '.join(LOSSES)}")
     routed = get_depth_routed_model(dense_view(base), config).train()
-    layers = [holder.layer_index for holder in active_routings(routed)]
+    layers = [routing.layer_index for routing in active_routings(routed)]
     lora = with_lora(dense_view(base), layers, lora_rank).train()
     ids = random_tokens(base, batch, length)
     device = ids.device
@@ -178,7 +178,7 @@ def measure_loading(base: Any, config: DepthRouteConfig, *, lora_rank: int = 8, 
     def routed(model: Any) -> Any:
         return get_depth_routed_model(model, config)
 
-    layers = [holder.layer_index for holder in active_routings(routed(dense_view(base)))]
+    layers = [routing.layer_index for routing in active_routings(routed(dense_view(base)))]
     makers: dict[str, Callable[[Any], Any]] = {
         "routed": routed,
         "lora": lambda model: with_lora(model, layers, lora_rank),

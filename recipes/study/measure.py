@@ -15,7 +15,7 @@ from hf_depthroute.base.readout import token_losses
 from hf_depthroute.evaluation.cost import route_cost
 from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.inference.calibration import calibrate, gated_routings, use_selection
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import count_routes, record_routes
 from hf_depthroute.training.oracle import exact_utility, utility_labels
 from hf_depthroute.training.trainer import DepthRouteTrainingArguments
@@ -62,7 +62,7 @@ def measure(
     frequent_loss, rare_loss = metrics.split_loss(losses, targets, frequent)
 
     with autocast(arguments):
-        if routings(model)[0].active_config().fixed_threshold is None:
+        if routings_of(model)[0].active_config().fixed_threshold is None:
             calibrate(inner, to_batches(spread(blocks.train, CALIBRATION_BLOCKS), size, device))
         with count_routes(model) as counter:
             threshold_loss = mean_loss(inner, validation)
@@ -99,7 +99,8 @@ def compare_with_oracle(
 
     In float32: the utilities are differences of losses, small against what rounding does to them.
     """
-    collected: dict[int, list[tuple[torch.Tensor, ...]]] = {holder.layer_index: [] for holder in gated_routings(model)}
+    indices = [routing.layer_index for routing in gated_routings(model)]
+    collected: dict[int, list[tuple[torch.Tensor, ...]]] = {index: [] for index in indices}
     for batch in batches:
         with record_routes(model) as trace:
             model(**batch, use_cache=False, logits_to_keep=1)
@@ -130,14 +131,14 @@ def compare_with_oracle(
 
 def cost_of(model: Any, arguments: DepthRouteTrainingArguments) -> dict[str, float]:
     """Inference and training cost in units of one full FFN on one token, mean over the routed layers."""
-    holders = routings(model)
-    full, none = (dict.fromkeys((holder.layer_index for holder in holders), share) for share in (1.0, 0.0))
+    routings = routings_of(model)
+    full, none = (dict.fromkeys((routing.layer_index for routing in routings), share) for share in (1.0, 0.0))
     gate, cheap = route_cost(model, full_ratio=full).ffn_ratio - 1, route_cost(model, full_ratio=none).ffn_ratio
     training = metrics.training_ffn_ratio(
-        layers=len(holders),
+        layers=len(routings),
         branch=cheap - gate,
         gate=gate,
-        budget=holders[0].active_config().budget,
+        budget=routings[0].active_config().budget,
         oracle=arguments.oracle if arguments.uses_oracle() else "none",
         oracle_interval=arguments.oracle_interval,
         cgs_interval=arguments.cgs_interval if arguments.cgs_weight > 0 else None,

@@ -59,8 +59,8 @@ def build_model(run: dict[str, Any], task: Task) -> Any:
         return base
     model = get_depth_routed_model(base, adapter_config(run))
     if "halting_bias" in run:
-        for holder in active_routings(model):
-            nn.init.constant_(holder.depth_route_gate["default"].score.bias, run["halting_bias"])
+        for routing in active_routings(model):
+            nn.init.constant_(routing.depth_route_gate["default"].score.bias, run["halting_bias"])
     unfreeze(model)
     return model
 

@@ -28,7 +28,7 @@ from .plan import RoutePlan, decide, plan_of
 from .state import RunState
 from .thresholds import BudgetController, ScoreQuantiles
 
-HOLDER = "routing"  # the attribute of a decoder layer that holds its adapter state
+ROUTING = "routing"  # the attribute of a decoder layer that holds its adapter state
 
 
 class Routing(nn.Module, BaseTunerLayer):

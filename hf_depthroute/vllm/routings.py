@@ -15,16 +15,16 @@ from ..adapter.base_check import check_base
 from ..config.rules import ConfigError
 from ..inference.calibration import is_calibrated, set_budget
 from ..inference.phases import set_phases
-from ..routing.holder import Routing
-from ..routing.stack import routings
+from ..routing.routing import Routing
+from ..routing.stack import routings_of
 from ..routing.thresholds import NOT_FITTED
 from .limits import check_adapter, check_base_config, read_adapter
 from .settings import Settings
 
 
 @torch.inference_mode(False)  # weights that are made in it have no version, and nothing derived from them is kept
-def load_holders(settings: Settings, base_config: Any, base_files: Sequence[Path]) -> dict[int, Routing]:
-    """The holders of the routed layers by their index, on the CPU, in eval mode, frozen.
+def load_routings(settings: Settings, base_config: Any, base_files: Sequence[Path]) -> dict[int, Routing]:
+    """The routings of the routed layers by their index, on the CPU, in eval mode, frozen.
 
     They are injected and loaded as ever, into a base without weights (on the meta device). So they start with an
     adapter's own checks, and are what `PeftModel.from_pretrained` makes.
@@ -57,4 +57,4 @@ def load_holders(settings: Settings, base_config: Any, base_files: Sequence[Path
         raise ConfigError(f"request_budgets=True: {NOT_FITTED}")
     if settings.phases is not None:
         set_phases(model, settings.phases)
-    return {holder.layer_index: holder for holder in routings(model)}
+    return {routing.layer_index: routing for routing in routings_of(model)}
