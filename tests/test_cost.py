@@ -92,8 +92,8 @@ def test_remark_is_about_the_larger_part():
     wide = route_cost(narrow(branch_rank=256))
     assert wide.flops_routed > wide.flops_dense and "make branch_rank (now 256) smaller" in wide.remark
     assert "make gate_hidden (now 250) smaller" in route_cost(narrow(gate_hidden=250, budget=0.9)).remark
-    read_out = narrow(gate="exit", target="block", branch="none")
-    assert "such as gate='linear'" in route_cost(read_out, budget=0.9).remark
+    lm_head = narrow(gate="exit", target="block", branch="none")
+    assert "such as gate='linear'" in route_cost(lm_head, budget=0.9).remark
 
 
 def test_an_adapter_that_saves_has_no_remark():

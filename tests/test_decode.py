@@ -17,8 +17,8 @@ from hf_depthroute import calibrate, record_routes, set_budget
 from hf_depthroute.execution import step_weights
 from hf_depthroute.execution.decode import DECODE_ROWS, AttentionStep, DecodeStep, SequenceStep
 from hf_depthroute.parts.branches import rms_of
+from hf_depthroute.parts.fused import fuse
 from hf_depthroute.parts.gates import MLPGate
-from hf_depthroute.parts.joint import joint_maps
 from hf_depthroute.routing.stack import routings_of, state_of
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="decoding steps are taken on CPUs")
@@ -66,7 +66,7 @@ def assert_steps_equal_the_general_pass(monkeypatch: pytest.MonkeyPatch, model: 
     general = decoded(model, batch, general=True)
     torch.testing.assert_close(fast, general, atol=1e-5, rtol=1e-5)
     with monkeypatch.context() as patch:  # one map after the other, it is the same to the bit
-        patch.setattr(step_weights, "joint_maps", lambda *parts: None)
+        patch.setattr(step_weights, "fuse", lambda *parts: None)
         for routing in routings_of(model):
             routing.derived.clear()
         assert torch.equal(decoded(model, batch), general)
@@ -122,7 +122,7 @@ def test_where_no_step_knows_tokens_the_general_pass_runs(
 
 
 def test_take_the_stream_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_weights, "joint_maps", lambda *parts: None)
+    monkeypatch.setattr(step_weights, "fuse", lambda *parts: None)
     model = routed(build_base("llama", dtype=torch.bfloat16), "mlp")
     with counted_steps(monkeypatch) as taken:
         fast = decoded(model)
@@ -144,7 +144,7 @@ def test_maps_in_one_product_are_those_of_gate_and_branch(dtype: torch.dtype, ga
         for weight in (*one.parameters(), *branch.parameters()):
             weight.copy_(weight.to(dtype) if weight.ndim == 1 else torch.randn(weight.shape).to(dtype) * 0.3)
         a = torch.randn(batch, 1, routing.width).to(dtype)
-        joint = joint_maps(rms_of(norm), one, branch)
+        joint = fuse(rms_of(norm), one, branch)
         assert joint is not None
         scores, maps = joint.scores(a)
         x = a.double() / (a.double().square().mean(-1, keepdim=True) + branch.norm.eps).sqrt()
@@ -201,8 +201,6 @@ def test_a_gate_that_inherits_its_maps_scores_by_itself(monkeypatch: pytest.Monk
     class Turned(MLPGate):
         def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"scores": -super().forward(a)["scores"]}
-
-        frozen = property()  # not there, as far as `hasattr` can tell
 
     model = build_routed("llama", "mlp")
     for routing in routings_of(model):

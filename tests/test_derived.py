@@ -97,7 +97,7 @@ def test_weights_made_in_inference_mode_are_never_kept() -> None:
 
 def test_a_kept_plan_follows_budget_threshold_and_table(model: PeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
     # Joint maps round in another way than the recorded pass.
-    monkeypatch.setattr(step_weights, "joint_maps", lambda *parts: None)
+    monkeypatch.setattr(step_weights, "fuse", lambda *parts: None)
 
     def share() -> float:
         with record_routes(model) as trace:

@@ -38,6 +38,7 @@ from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.evaluation.cost import route_cost
 from hf_depthroute.execution.call import RoutedCall, Site
 from hf_depthroute.execution.sites import SITES
+from hf_depthroute.parts.gate import Gate
 from hf_depthroute.parts.gates import GATES, GateOutput, ScoreHead
 from hf_depthroute.parts.rules import RULES, Rule, RuleContext
 from hf_depthroute.parts.targets import TARGETS, Target
@@ -45,28 +46,20 @@ from hf_depthroute.training.losses import LOSSES, LossInputs, LossTerm, routing_
 from hf_depthroute.training.trace_statistics import mean_probability
 
 
-class NormGate(nn.Module):
+class NormGate(Gate):
     """Two features: the size of the stream, and its largest entry."""
 
     def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
-        super().__init__()
+        super().__init__(width, config, scores)
         self.score = ScoreHead(2, scores)
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        nn.init.normal_(self.score.weight, generator=generator)
-        nn.init.zeros_(self.score.bias)
-
-    def weights_per_token(self) -> int:
-        return self.score.weight.numel()
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         return {"scores": self.score(torch.stack([a.norm(dim=-1), a.abs().amax(dim=-1)], dim=-1))}
 
 
-class DoubtGate(nn.Module):
+class DoubtGate(Gate):
     """The entropy of what the LM head would say now, times a learned factor: a gate that declares much."""
 
-    outputs: tuple[str, ...] = ()
     called = "doubt"
     targets, selections = ("block", "attention"), ("threshold", "soft")
     default_selection, default_temperature = "threshold", 0.5
@@ -75,23 +68,23 @@ class DoubtGate(nn.Module):
     reads_logits = True
 
     def __init__(self, width: int, config: DepthRouteConfig, scores: int = 1) -> None:
-        super().__init__()
+        super().__init__(width, config, scores)
         self.score = ScoreHead(1)
-        self._read_out: tuple[Any, ...] = ()
+        self._lm_head: tuple[Any, ...] = ()
 
-    def connect(self, read_out: Any) -> None:
-        self._read_out = (read_out,)
+    def connect(self, lm_head: Any) -> None:
+        self._lm_head = (lm_head,)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         nn.init.ones_(self.score.weight)
         nn.init.zeros_(self.score.bias)
 
     def weights_per_token(self) -> int:
-        return int(self._read_out[0].head.weight.numel())
+        return int(self._lm_head[0].head.weight.numel())
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         with torch.no_grad():
-            surprise = self._read_out[0](a).float().log_softmax(-1)
+            surprise = self._lm_head[0](a).float().log_softmax(-1)
         return {"scores": self.score(-(surprise.exp() * surprise).sum(-1, keepdim=True))}
 
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_depthroute import record_routes, replay_routes, route_cost
 from hf_depthroute.base.cache import kv_cache_bytes
 from hf_depthroute.base.families import FAMILIES, find_family
-from hf_depthroute.base.readout import ReadOut
+from hf_depthroute.base.lm_head import LMHead
 from hf_depthroute.inference.importance import layer_importance
 from hf_depthroute.routing.trace import RouteTrace
 from hf_depthroute.training.forks import fork_losses, observe_prefix, run_forks
@@ -55,11 +55,11 @@ def test_logits_are_read_out_as_the_model_does(family: str, monkeypatch: pytest.
     with torch.no_grad():
         out = base(IDS, output_hidden_states=True)
         last = base.model(IDS, output_hidden_states=True)
-        read_out = ReadOut(base)
-        monkeypatch.setattr(ReadOut, "norm", torch.nn.Identity())  # the last hidden state is normed already
-        changed = read_out(last.last_hidden_state)
+        lm_head = LMHead(base)
+        monkeypatch.setattr(LMHead, "norm", torch.nn.Identity())  # the last hidden state is normed already
+        changed = lm_head(last.last_hidden_state)
     torch.testing.assert_close(changed, out.logits)
-    if read_out.change is not None:
+    if lm_head.change is not None:
         assert gap(base.lm_head(last.last_hidden_state), out.logits) > 1e-2
         assert "after the LM head" in str(fused_loss_obstacle(base))
 
@@ -69,7 +69,7 @@ def test_early_exit_is_as_sure_as_the_models_own_logits(family: str) -> None:
     model = build_routed(family, gate="exit", target="block", branch="none", gate_input="residual", layers=[2])
     with model.disable_adapter(), torch.no_grad():
         stream = model(IDS, output_hidden_states=True).hidden_states[2]
-        logits = ReadOut(model)(stream)
+        logits = LMHead(model)(stream)
     _, trace = run(model)
     torch.testing.assert_close(trace[2].scores, -logits.softmax(-1).amax(-1))
 

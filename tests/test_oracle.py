@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from hf_depthroute.base import readout
+from hf_depthroute.base import lm_head
 from hf_depthroute.inference.calibration import use_selection
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes, replay_routes
@@ -251,7 +251,7 @@ def test_logits_exist_in_chunks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     head = model.get_output_embeddings()
     head.register_forward_hook(lambda module, args, output: seen.append(output.shape[0]))
-    monkeypatch.setattr(readout, "_LOGITS", 5 * head.weight.shape[0])
+    monkeypatch.setattr(lm_head, "_LOGITS", 5 * head.weight.shape[0])
     labels = utility_labels(model, batch(), "all_full")
     assert seen[1:] == [5] * 8 + [4]  # four streams of eleven predicted tokens
     assert all((labels[i].utility - expected[i].utility).abs().max() <= 1e-5 for i in LAYERS)

@@ -20,8 +20,8 @@ from test_recipes import load_script
 from hf_depthroute import PRESETS, DepthRouteConfig, DepthRouteTrainingArguments, preset
 from hf_depthroute.config.fields import RoutingFields
 from hf_depthroute.files.strict_yaml import read_mapping
+from hf_depthroute.parts.gates import GATES
 from hf_depthroute.parts.targets import TARGETS
-from hf_depthroute.parts.traits import traits_of
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 METHOD = ("target", "granularity", "gate", "gate_input", "branch", "selection")
@@ -129,7 +129,7 @@ def recipes_of_the_long_study(out: Path) -> Iterator[Recipe]:
 
 def without_effect(config: DepthRouteConfig, training: dict[str, Any]) -> set[str]:
     """Fields that change nothing of a method: sizes of other gates, weights of losses that do not apply."""
-    gate = traits_of(config.gate)
+    gate = GATES[config.gate]
     sizes = {"gate_hidden", "context_dim", "summary_dim", "action_dim"} - set(gate.sizes)
     unused = {
         "branch_rank": config.branch == "none",
@@ -162,5 +162,5 @@ def test_a_preset_leaves_no_field_of_the_method_to_a_default(name: str) -> None:
     row = PRESETS[name].adapter
     target = TARGETS[row["target"]]
     gate = row.get("gate", target.fixed.get("gate"))
-    settled = {*row, *target.fixed} | ({"gate_input"} if traits_of(gate).reads else set())
+    settled = {*row, *target.fixed} | ({"gate_input"} if GATES[gate].reads else set())
     assert set(METHOD) <= settled

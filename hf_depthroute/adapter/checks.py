@@ -14,10 +14,10 @@ from ..base.stack import Stack
 from ..base.sublayers import width_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..parts.flexidepth import default_width
+from ..parts.gates import GATES
 from ..parts.memory import embedding_width, hash_count
 from ..parts.neurons import neurons_of
 from ..parts.targets import TARGETS
-from ..parts.traits import traits_of
 from ..routing.routing import Routing
 from .base_check import check_base
 from .files import PEFT_TYPE
@@ -81,7 +81,7 @@ def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], con
     if config.has_memory:
         _check_memory(config, len(routed), widest)
     check_modules_to_save(model, layers, config.modules_to_save or ())
-    if traits_of(config.gate).reads_logits and model.get_output_embeddings() is None:
+    if GATES[config.gate].reads_logits and model.get_output_embeddings() is None:
         raise ConfigError(f"gate={config.gate!r} needs a model with an LM head")
     for place, index in enumerate(routed if TARGETS[config.target].per_pair else ()):
         experts = getattr(getattr(layers[index], family.ffn), family.experts, None)

@@ -16,13 +16,13 @@ from peft.utils import register_peft_method
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
-from ..base.readout import ReadOut
+from ..base.lm_head import LMHead
 from ..base.stack import Stack, keeping
 from ..base.sublayers import width_of
 from ..config.adapter import ConfigError, DepthRouteConfig, register_peft_type
+from ..parts.gates import GATES
 from ..parts.scores import default_hidden
 from ..parts.targets import TARGETS
-from ..parts.traits import traits_of
 from ..routing.routing import ROUTING, Routing
 from ..routing.stack import RoutedStack
 from ..routing.state import RunState
@@ -130,7 +130,7 @@ class DepthRouteModel(BaseTuner):
             if branch != config.branch and index not in (config.rank_pattern or {}):
                 rank = default_rank(config, width, getattr(layers[index], family.ffn), index)
                 config.rank_pattern = dict(sorted({**(config.rank_pattern or {}), index: rank}.items()))
-        config.gate_hidden = config.gate_hidden or default_hidden(width, traits_of(config.gate).hidden_divisor)
+        config.gate_hidden = config.gate_hidden or default_hidden(width, GATES[config.gate].hidden_divisor)
         config.base_architecture = describe_base(model)
         if not is_loading():
             config.weights_hash = None  # of weights that this adapter does not start from
@@ -162,7 +162,7 @@ class DepthRouteModel(BaseTuner):
 
     def _fill(self, model: nn.Module, name: str, config: DepthRouteConfig, stack: Stack) -> None:
         """Add the adapter's parts to the layers that it routes, and connect what reads elsewhere."""
-        gate = traits_of(config.gate)
+        gate = GATES[config.gate]
         routings: list[Routing] = []
         owner: Routing | None = None
         family, layers = stack.family, stack.layers
@@ -179,7 +179,7 @@ class DepthRouteModel(BaseTuner):
                 owner = owner or routing
                 routing.add_projection(name, config, owner)
             if gate.reads_logits and config.gate_of(index) == config.gate:
-                cast(Any, routing.depth_route_gate[name]).connect(ReadOut(model))
+                routing.gate(name).connect(LMHead(model))
             if gate.exits and routings:
                 routing.follow(name, routings[-1])
             routings.append(routing)

@@ -1,1 +1,1 @@
-"""Base models: where the parts of a decoder layer are, how they add up, their caches and readouts."""
+"""Base models: where the parts of a decoder layer are, how they add up, their caches and LM heads."""

@@ -23,8 +23,8 @@ from torch import nn
 from ..base.stack import stack_of
 from ..inference.autotune import tune_execution
 from ..inference.calibration import active_routings, calibrate
+from ..parts.gates import GATES
 from ..parts.targets import TARGETS
-from ..parts.traits import traits_of
 from ..routing.stack import state_of
 from ..routing.trace import RouteRecord, full_depth
 
@@ -138,7 +138,7 @@ class Variants:
 
     def keeps_sequences(self) -> bool:
         """Whether a KV cache remembers decisions, so that no two variants can share one."""
-        static = traits_of(self.config.gate).static or self.config.static_layers is not None
+        static = GATES[self.config.gate].static or self.config.static_layers is not None
         return static or self.config.granularity == "sequence"
 
     def _tune(self, budget: float, prompts: torch.Tensor, decodes: bool) -> None:

@@ -14,8 +14,8 @@ import jinja2
 from ..adapter.files import CARD_NAME
 from ..config.adapter import TASKS
 from ..files.staged import write_bytes
+from ..parts.gates import GATES
 from ..parts.targets import TARGETS
-from ..parts.traits import traits_of
 from ..training.record import remembered
 from ..version import REPOSITORY, __version__
 from . import tables
@@ -87,7 +87,7 @@ def make_card(
     title = model_name or (repo_id or "").split("/")[-1] or of_base
     body = _environment().get_template("model_card.md.jinja").render(
         title=title, adapter=repo_id or PLACEHOLDER, facts=facts, config=config,
-        static=traits_of(config.gate).static, soft=traits_of(config.gate).soft,
+        static=GATES[config.gate].static, soft=GATES[config.gate].soft,
         decides=TARGETS[config.target].decides[config.granularity],
         auto_class=TASKS[config.task_type or "CAUSAL_LM"][0],
         base=base or None, base_id=base_id(facts),

@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import Any
 
 from ..config.adapter import DepthRouteConfig
+from ..parts.gates import GATES
 from ..parts.memory import shortest_order
-from ..parts.traits import traits_of
 from ..routing.description import budget_words, patterns_words
 from .escaping import Safe, clean, code, row, shown_path
 from .facts import Facts, is_number
@@ -34,7 +34,7 @@ def routed_rows(facts: Facts) -> list[Safe]:
     c = facts.config
     layers = c.layers if isinstance(c.layers, list) else [code(c.layers)]
     depth = "" if facts.depth is None else f" of 0-{facts.depth - 1}"
-    told = traits_of(c.gate)
+    told = GATES[c.gate]
     reads = "" if told.static or told.reads_logits or told.reads else f", reads {code(c.gate_input)}"
     budget = Safe(f"{c.budget:.3g}")
     if facts.depth is not None and isinstance(c.layers, list):
@@ -71,9 +71,9 @@ def _memory(c: DepthRouteConfig) -> list[tuple[str, object]]:
 
 def _inference(facts: Facts) -> str:
     c = facts.config
-    if traits_of(c.gate).static:
+    if GATES[c.gate].static:
         return "every token skips the routed layers"
-    if traits_of(c.gate).soft:
+    if GATES[c.gate].soft:
         return "the gate weighs the memory of every token, as in training"
     if c.fixed_threshold is not None:
         return f"score at or above {c.fixed_threshold:g}"

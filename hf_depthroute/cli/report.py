@@ -215,9 +215,9 @@ def _measure_speed(
 
 def _is_soft(config: Any) -> bool:
     """Whether the gate weighs what is added to every token, so that there is nothing to skip and no budget."""
-    from ..parts.traits import traits_of
+    from ..parts.gates import GATES
 
-    return traits_of(config.gate).soft
+    return GATES[config.gate].soft
 
 
 def _facts(

@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
-from ..parts.traits import traits_of
 from ..version import __version__
 from .fields import MEMORY_FIELDS, PATTERNS, RoutingFields
 from .rules import (
@@ -125,12 +124,12 @@ class AdapterFields(RoutingFields):
 
     def takes_budget(self) -> bool:
         """Whether inference follows the budget: there is a gate, and its threshold comes from a quantile table."""
-        static = traits_of(self.gate).static
+        static = GATES[self.gate].static
         return not static and self.fixed_threshold is None and self.causal_rule == "quantile"
 
     def ranks_tokens(self) -> bool:
         """Whether top-k over the tokens of a sequence is a rule for this adapter."""
-        gate = traits_of(self.gate)
+        gate = GATES[self.gate]
         return self.granularity == "token" and self.budget_scope == "layer" and not (gate.exits or gate.static)
 
     def _fill_in(self) -> None:
@@ -138,7 +137,7 @@ class AdapterFields(RoutingFields):
         for name, value in TARGETS[self.target].fixed.items():
             if getattr(self, name) == getattr(RoutingFields, name):
                 setattr(self, name, value)
-        gate = traits_of(self.gate)
+        gate = GATES[self.gate]
         self.gate_input = gate.reads or self.gate_input
         if self.gate_temperature is None:
             self.gate_temperature = gate.default_temperature
@@ -156,7 +155,7 @@ class AdapterFields(RoutingFields):
             ConfigError: An index or a count is out of range, or not for this gate.
         """
         routed = self._named_layers(depth)
-        gate = traits_of(self.gate)
+        gate = GATES[self.gate]
         if gate.spares_layer_0 and (not routed or routed[0] == 0):
             raise ConfigError(f"layers={self.layers!r}: {gate.called} never routes layer 0; leave layers unset")
         if self.dropped_experts is not None and len(self.dropped_experts) != len(routed):
@@ -169,7 +168,7 @@ class AdapterFields(RoutingFields):
 
     def _named_layers(self, depth: int) -> list[int]:
         if self.layers is None:
-            if traits_of(self.gate).spares_layer_0:
+            if GATES[self.gate].spares_layer_0:
                 return list(range(1, depth))
             return list(range(depth - max(1, depth // 3), depth))
         if isinstance(self.layers, str):

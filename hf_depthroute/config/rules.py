@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..files.shown import OneLine
 from ..files.suggestions import closest
+from ..parts.gate import Gate
 from ..parts.gates import GATES
 from ..parts.memory import LEAST_SLOTS, hash_count, shortest_order
 from ..parts.rules import selections
 from ..parts.targets import TARGETS
-from ..parts.traits import traits_of
 from .fields import MEMORY_FIELDS, PATTERNS, RoutingFields
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ConfigError(OneLine, ValueError):
 
 def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
     """Conflicts between fields, one line each."""
-    gate, target = traits_of(c.gate), TARGETS[c.target]
+    gate, target = GATES[c.gate], TARGETS[c.target]
     for name, value in target.fixed.items():
         if getattr(c, name) != value:
             yield f"{name}={getattr(c, name)!r}: with target={c.target!r} it is always {value!r}; leave it out"
@@ -82,7 +82,7 @@ def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
         yield f"granularity={c.granularity!r} is not supported with target={c.target!r}; use {known}"
     if target.per_pair:
         if not gate.scores_experts:
-            scoring = ", ".join(name for name in GATES if traits_of(name).scores_experts)
+            scoring = ", ".join(name for name in GATES if GATES[name].scores_experts)
             yield f"gate={c.gate!r} cannot score experts; use one of: {scoring}"
         if gate.static != (c.dropped_experts is not None):
             yield "dropped_experts goes with target='experts' and gate='none', and they need it"
@@ -143,7 +143,7 @@ def _conflicts_of_layers(c: DepthRouteConfig) -> Iterator[str]:
     used, plain = {c.target, *(c.target_pattern or {}).values()}, ("ffn", "attention", "block")
     if c.target_pattern and (not used <= set(plain) or c.granularity != "token"):
         yield f"target_pattern={c.target_pattern!r} is for the targets {_any_of(plain)} per token"
-    allowed = traits_of(c.gate).targets or tuple(TARGETS)
+    allowed = GATES[c.gate].targets or tuple(TARGETS)
     if not set((c.target_pattern or {}).values()) <= set(allowed):
         yield f"target_pattern={c.target_pattern!r}: gate={c.gate!r} is for target={_any_of(allowed)}"
     memory = c.branch == "memory" or "memory" in (c.branch_pattern or {}).values()
@@ -310,6 +310,8 @@ def _check_gate(c: DepthRouteConfig) -> None:
     """
     if c.gate_module is None or (isinstance(c.gate, str) and c.gate in GATES and module_of(GATES[c.gate]) is not None):
         _check_choice("gate", c.gate, GATES)
+        what = "is not a class that derives from hf_depthroute.parts.gate.Gate, which declares what gates are"
+        require(issubclass(GATES[c.gate], Gate), "gate", c.gate, what)
         return
     package = "no package" if c.gate_package is None else f"the package {c.gate_package}"
     raise ConfigError(

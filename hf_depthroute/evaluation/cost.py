@@ -17,7 +17,7 @@ from ..base.families import text_config
 from ..base.stack import stack_of
 from ..config.adapter import DepthRouteConfig, check_budget
 from ..inference.calibration import active_routings
-from ..parts.traits import traits_of
+from ..parts.gates import GATES
 from ..routing.routing import Routing
 from .roofline import (
     attention_sizes,
@@ -147,7 +147,7 @@ def _remark(routing: Routing, saved: float, gates: float, branches: float, ratio
         return None
     config = routing.active_config()
     branch = ("branch_rank", "memory_width") if config.branch == "memory" else ("branch_rank",)
-    names = traits_of(config.gate).sizes if gates >= branches else branch
+    names = GATES[config.gate].sizes if gates >= branches else branch
     smaller = ", ".join(f"{name} (now {getattr(config, name)})" for name in names)
     advice = f"make {smaller} smaller" if smaller else "take a gate with fewer weights, such as gate='linear'"
     return (

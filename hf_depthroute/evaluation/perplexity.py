@@ -15,7 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..base.contexts import evaluating
-from ..base.readout import check_head, predicting, token_losses
+from ..base.lm_head import check_head, predicting, token_losses
 from ..config.adapter import check_budget
 from ..data.batches import INPUTS, device_of, labels_of
 from ..inference.calibration import active_routings, calibrate, set_budget, use_selection

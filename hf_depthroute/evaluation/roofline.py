@@ -21,7 +21,7 @@ from ..base.families import Family, text_config
 from ..base.projections import STYLES
 from ..base.stack import stack_of
 from ..inference.calibration import active_routings
-from ..parts.gates import MLPGate
+from ..parts.gate import Gate
 from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
 from ..routing.routing import ROUTING, Routing
@@ -173,7 +173,7 @@ def gate_weights(routing: Routing, length: int) -> float:
     """Weights that the gate and the exits' predictor multiply a token with, in sequences of `length`."""
     name, config = routing.active_name(), routing.active_config()
     gates = [group[name] for group in (routing.depth_route_gate, routing.depth_route_predictor) if name in group]
-    weights = float(sum(cast(MLPGate, gate).weights_per_token() for gate in gates))
+    weights = float(sum(cast(Gate, gate).weights_per_token() for gate in gates))
     return weights / length if config.granularity == "sequence" else weights
 
 
@@ -317,7 +317,7 @@ def _count_router(
             met, seen = sum(matrix.per_token for matrix in matrices(module, config)) + borrowed, tokens * cheap
             held += borrowed * next(p.element_size() for p in module.parameters())
         else:
-            met = float(cast(MLPGate, module).weights_per_token())
+            met = float(cast(Gate, module).weights_per_token())
             seen = tokens / length if routing.active_config().granularity == "sequence" else tokens
         width = next(p.element_size() for p in module.parameters()) if held else 4
         work.add("router", again * 2.0 * seen * met, again * (held + 2 * width * seen * routing.width))

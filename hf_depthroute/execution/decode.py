@@ -37,7 +37,7 @@ class DecodeStep:
 
     It computes what `layer._run` does, with the adapter's weights in the stream's dtype and the threshold on the host.
     A batch of one needs no mask: its score is read, and one of two calls is made. A static layer needs no score. Where
-    gate and branch join (`parts.joint`) their weights are float32, and scores and cheap updates differ by rounding.
+    gate and branch join (`parts.fused`) their weights are float32, and scores and cheap updates differ by rounding.
     It is not changed after it was made: threads that decode with one plan share it.
 
     Args:

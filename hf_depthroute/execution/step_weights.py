@@ -5,14 +5,15 @@ Shapes: B batch, d model width.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from ..base.readable import is_watched, is_whole
-from ..parts.branches import TensorMap, rms_of, stamp
-from ..parts.joint import JointMaps, joint_maps
+from ..parts.branches import TensorMap, rms_of, version_key
+from ..parts.fused import FusedGateBranch, fuse
+from ..parts.gate import Gate
 from ..routing.plan import RoutePlan
 from ..routing.routing import Routing
 
@@ -31,7 +32,7 @@ class Prepared(NamedTuple):
 
     dtype: torch.dtype
     folds: Any
-    joint: JointMaps | None
+    joint: FusedGateBranch | None
     score: TensorMap | None
     branch: TensorMap | None
     recall: TensorMap | None
@@ -47,13 +48,14 @@ class StepWeights:
     """
 
     def __init__(self, routing: Routing, plan: RoutePlan, scores: bool) -> None:
-        gate, branch = routing.depth_route_gate[plan.adapter], routing.depth_route_branch._modules.get(plan.adapter)
+        gate = routing.gate(plan.adapter)
+        branch = routing.depth_route_branch._modules.get(plan.adapter)
         self.memory: Any = routing.depth_route_memory._modules.get(plan.adapter)
         parts = [gate, branch, self.memory]
         if plan.rule == "predictor":  # it stands in for the gate
-            gate = routing.depth_route_predictor[plan.adapter]
+            gate = cast(Gate, routing.depth_route_predictor[plan.adapter])
             parts.append(gate)
-        self._gate: Any = gate if scores else None
+        self._gate = gate if scores else None
         self._branch: Any = branch
         modules = [module for part in parts if part is not None for module in part.modules()]
         reads_norm = plan.config.gate_input != "residual"
@@ -63,12 +65,14 @@ class StepWeights:
         self._plain = all(is_whole(w) and w.device.type == "cpu" for w in self._weights)
         self._plain &= not any(is_watched(m) for m in modules)
         self.prompts = routing.prompts  # what is prepared serves one of them
-        self._stamp = stamp(*self._weights)
+        self._version = version_key(*self._weights)
         self._prepared: Prepared | None = None  # known at the first step
 
     def usable(self) -> bool:
         """Whether the weights are plain, still those of the start, and no hook watches the adapter's modules."""
-        return self._plain and not any(self._hooks) and self._stamp is not None and self._stamp == stamp(*self._weights)
+        if not self._plain or any(self._hooks):
+            return False
+        return self._version is not None and self._version == version_key(*self._weights)
 
     def prepared(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> Prepared:
         """For a stream of `dtype` and, where `folds` is not None, the base's norm before gate and branch."""
@@ -79,11 +83,11 @@ class StepWeights:
 
     def _prepare(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> Prepared:
         gate, branch = self._gate, self._branch
-        recall = None if self.memory is None else self.memory.frozen(dtype)
+        recall = None if self.memory is None else self.memory.for_decoding(dtype)
         if folds is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
-            joint = joint_maps(rms_of(norm), gate, branch)
+            joint = None if gate is None else fuse(rms_of(norm), gate, branch)
             if joint is not None:
                 return Prepared(dtype, folds, joint, None, None, recall)
-        frozen = hasattr(gate, "frozen")
-        score: TensorMap = gate.frozen(dtype) if frozen else lambda x: gate(x)["scores"].view(-1)
-        return Prepared(dtype, folds, None, score, None if branch is None else branch.frozen(dtype), recall)
+        if branch is not None:
+            branch = branch.for_decoding(dtype)
+        return Prepared(dtype, folds, None, None if gate is None else gate.for_decoding(dtype), branch, recall)

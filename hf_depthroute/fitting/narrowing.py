@@ -15,7 +15,7 @@ from torch import nn
 
 from ..adapter.tuner import get_depth_routed_model
 from ..base.distributed import rows_of_all
-from ..base.readout import predicting, token_losses
+from ..base.lm_head import predicting, token_losses
 from ..config.adapter import DepthRouteConfig
 from ..data.batches import labels_of
 from ..inference.calibration import active_routings, set_thresholds

@@ -27,7 +27,7 @@ from ..adapter.restoring import restoring
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
 from ..base.distributed import rows_of_all, sharing, world_size
-from ..base.readout import check_head
+from ..base.lm_head import check_head
 from ..base.stack import stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..data.batches import model_inputs, token_mask

@@ -24,7 +24,7 @@ from ..execution.call import RoutedCall
 from ..execution.costs import GatherCosts, chosen_flops, gather_costs_of
 from ..execution.executors import EXECUTORS, check_executor
 from ..execution.sites import SITES
-from ..parts.traits import traits_of
+from ..parts.gates import GATES
 from ..routing.plan import shape_class
 from ..routing.routing import ROUTING, Routing
 from ..routing.stack import in_turn, state_of
@@ -94,7 +94,7 @@ def tune_execution(
             generation; the target is memory; `floor` is not in (0, 1]; or there is no such executor.
     """
     config = active_routings(model)[0].active_config()
-    gate = traits_of(config.gate)
+    gate = GATES[config.gate]
     if config.granularity == "sequence" or gate.exits or gate.static:
         about = "decisions of whole sequences and of early exit hold through a generation"
         raise ValueError(f"tune_execution: {about} and cannot depend on the shape")

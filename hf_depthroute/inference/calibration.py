@@ -19,7 +19,7 @@ from ..base.contexts import evaluating
 from ..base.distributed import each_of_all, rows_of_all
 from ..config.adapter import check_budget
 from ..data.batches import device_of, model_inputs, token_mask
-from ..parts.traits import traits_of
+from ..parts.gates import GATES
 from ..routing.stack import in_turn, routings_of, state_of
 from ..routing.thresholds import NOT_FITTED, Measured, quantile_table
 from ..routing.trace import count_routes, record_routes
@@ -239,9 +239,9 @@ def gated_routings(model: nn.Module) -> list[Routing]:
 def _budgeted_routings(model: nn.Module) -> list[Routing]:
     """`gated_routings`; `ValueError` where the budget is without effect on inference."""
     for config in (routing.active_config() for routing in active_routings(model)):
-        if traits_of(config.gate).soft:
+        if GATES[config.gate].soft:
             raise ValueError(f"target={config.target!r} is weighed by its gate: there is no budget, and no threshold")
-        if traits_of(config.gate).static:
+        if GATES[config.gate].static:
             raise ValueError("the adapter has no gate: its layers are skipped by every token, whatever the budget")
         if config.fixed_threshold is not None:
             raise ValueError(

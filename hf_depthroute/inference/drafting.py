@@ -26,7 +26,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ..base.contexts import of_this_thread
 from ..base.stack import stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
-from ..parts.traits import traits_of
+from ..parts.gates import GATES
 from ..routing.routing import ROUTING, Routing
 from ..routing.stack import RoutedStack, routed_stack
 from ..routing.thresholds import BudgetController
@@ -173,7 +173,7 @@ def draft_view(
         routing._disable_adapters = False
     if not drop and not any(routing.adapter() for routing in routings):
         raise ValueError("the draft would skip nothing: no depth-routed adapter is active and drop is empty")
-    if any(routing.adapter() and traits_of(routing.active_config().gate).soft for routing in routings):
+    if any(routing.adapter() and GATES[routing.active_config().gate].soft for routing in routings):
         raise ConfigError("target='memory' skips nothing of the base, so that a draft by it would save nothing")
     if any(routing.adapter() and routing.active_config().phases == "prefill" for routing in routings):
         raise ConfigError("phases='prefill' would draft every token in full; call set_phases(model, 'all') first")
@@ -231,7 +231,7 @@ def _leave_out(model: Any, drop: Sequence[int]) -> None:
         adapters |= {id(c): c for c in routing.peft_configs.values() if isinstance(c, DepthRouteConfig)}
         routing._previous.clear()
         for name in routing.depth_route_gate:
-            if traits_of(routing.config(name).gate).exits and name in previous:
+            if GATES[routing.config(name).gate].exits and name in previous:
                 routing.follow(name, previous[name])
             previous[name] = routing
     if isinstance(stack, RoutedStack):

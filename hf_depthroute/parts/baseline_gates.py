@@ -9,23 +9,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from ..base.distributed import rows_of_all
-from ..base.readout import ReadOut
+from ..base.lm_head import LMHead
+from .gate import Gate
 from .regression import norms_and_sinks
+from .scores import GateOutput
 
 _NO_SINKS = 69.0  # of a bound that no stream reaches, about 1e30
 _NOTHING = 1e-30
 
 
-class RandomGate(nn.Module):
+class RandomGate(Gate):
     """A fixed random projection: what routing is worth when nothing was learned. Nothing here trains."""
 
     scores_experts = True
 
     def __init__(self, width: int, config: object, scores: int = 1) -> None:
-        super().__init__()
+        super().__init__(width, config, scores)
         self.weight: torch.Tensor
         self.register_buffer("weight", torch.zeros(scores, width))
 
@@ -35,13 +36,13 @@ class RandomGate(nn.Module):
     def weights_per_token(self) -> int:
         return self.weight.numel()
 
-    def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:  # [B, T, d] -> scores [B, T], or [B, T, E]
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
         with torch.autocast(a.device.type, enabled=False):
             scores = F.linear(a.float(), self.weight.float())
         return {"scores": scores.squeeze(-1) if self.weight.shape[0] == 1 else scores}
 
 
-class ExitGate(nn.Module):
+class ExitGate(Gate):
     """Early exit: `u = -max softmax(head(norm(h)))`. A token that the LM head is sure of leaves; nothing trains."""
 
     called = "early exit"
@@ -51,25 +52,23 @@ class ExitGate(nn.Module):
     reads_logits = True
 
     def __init__(self, width: int, config: object, scores: int = 1) -> None:
-        super().__init__()
-        self._read_out: tuple[Any, ...] = ()  # final norm and LM head, owned by the base
+        super().__init__(width, config, scores)
+        self._lm_head: tuple[LMHead, ...] = ()  # owned by the base
 
-    def connect(self, read_out: ReadOut) -> None:
-        self._read_out = (read_out,)
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        return None
+    def connect(self, lm_head: LMHead) -> None:
+        self._lm_head = (lm_head,)
 
     def weights_per_token(self) -> int:
-        return int(self._read_out[0].head.weight.numel())
+        weight: Any = self._lm_head[0].head.weight
+        return int(weight.numel())
 
     @torch.no_grad()
-    def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:  # [B, T, d] -> scores [B, T]
-        logits = self._read_out[0](a).float()
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
+        logits = self._lm_head[0](a).float()
         return {"scores": -(logits.amax(-1) - logits.logsumexp(-1)).exp()}
 
 
-class SinkGate(nn.Module):
+class SinkGate(Gate):
     """`u = ln(rms(h) / bound)`: attention sinks run in full, every other token takes the cheap path. Nothing trains.
 
     The stream of a few tokens, such as a sequence's first, is 100 times as large as that of the rest (Sun et al.,
@@ -83,17 +82,11 @@ class SinkGate(nn.Module):
     reads = "residual"
 
     def __init__(self, width: int, config: object, scores: int = 1) -> None:
-        super().__init__()
+        super().__init__(width, config, scores)
         self.log_bound: torch.Tensor
         self.register_buffer("log_bound", torch.tensor(_NO_SINKS))
 
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        return None
-
-    def weights_per_token(self) -> int:
-        return 0
-
-    def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:  # [B, T, d] -> scores [B, T]
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         return {"scores": a.float().square().mean(-1).clamp(min=_NOTHING).log() / 2 - self.log_bound.float()}
 
     def set_bound(self, stream_Nd: torch.Tensor) -> None:
@@ -104,7 +97,7 @@ class SinkGate(nn.Module):
             self.log_bound.copy_((sizes_N[sinks_N].min().log() + sizes_N[~sinks_N].max().log()) / 2)
 
 
-class StaticGate(nn.Module):
+class StaticGate(Gate):
     """No gate: every token of the layer takes the cheap path."""
 
     scores_experts = True
@@ -112,15 +105,9 @@ class StaticGate(nn.Module):
     static = True
 
     def __init__(self, width: int, config: object, scores: int = 1) -> None:
-        super().__init__()
+        super().__init__(width, config, scores)
         self._scores = scores
 
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        return None
-
-    def weights_per_token(self) -> int:
-        return 0
-
-    def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:  # [B, T, d] -> scores [B, T], or [B, T, E]
+    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
         shape = a.shape[:-1] if self._scores == 1 else (*a.shape[:-1], self._scores)
         return {"scores": a.new_zeros(shape, dtype=torch.float32)}

@@ -27,7 +27,7 @@ class TransientCache(dict[Any, Any]):
         return TransientCache, ()
 
 
-def stamp(*tensors: torch.Tensor | None) -> tuple[tuple[int, int], ...] | None:
+def version_key(*tensors: torch.Tensor | None) -> tuple[tuple[int, int], ...] | None:
     """Changes with a write that PyTorch counts; None if nothing may be kept.
 
     A write through `tensor.data`, by NumPy or by a fused optimizer is not counted. So what is kept serves one prompt
@@ -74,7 +74,7 @@ class MixedLinear(nn.Linear):
         keeps = (
             not (self.training or torch.is_grad_enabled()) and "weight" in self._parameters
         )  # not a parametrized one
-        now = stamp(self.weight, self.bias) if keeps else None
+        now = version_key(self.weight, self.bias) if keeps else None
         held = self._derived.get("cast")  # with its stamp in one entry: threads share it
         if now is not None and held is not None and held[0] == (dtype, now):
             return held[1], held[2]
@@ -128,10 +128,10 @@ class LowRankBranch(nn.Module):
         """The input of `down`, from the output of `normed`, in the dtype of `x`."""
         return F.silu(self.up(x))
 
-    def frozen(self, dtype: torch.dtype) -> TensorMap:
+    def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         """The branch with its weights as they are now, for decoding: `[B, 1, d] -> [B, 1, d]`, in few operators."""
         (up, up_bias), (down, down_bias) = self.up.cast(dtype), self.down.cast(dtype)
-        norm = self.norm.frozen() if isinstance(self.norm, RMSNorm) else self.normed
+        norm = self.norm.for_decoding() if isinstance(self.norm, RMSNorm) else self.normed
         return lambda a: F.linear(F.silu(F.linear(norm(a).to(dtype), up, up_bias)), down, down_bias)
 
 
@@ -147,7 +147,7 @@ class RMSNorm(nn.Module):
         # The weight too: CUDA has one kernel where both are alike, and several otherwise.
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
 
-    def frozen(self) -> TensorMap:
+    def for_decoding(self) -> TensorMap:
         """The norm with its weight as it is now, `[..., d] -> [..., d]` in float32."""
         weight, shape, eps = self.weight.detach().float(), self.weight.shape, self.eps
         return lambda x: F.rms_norm(x.float(), shape, weight, eps)

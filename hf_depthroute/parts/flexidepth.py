@@ -19,31 +19,32 @@ import torch.nn.functional as F
 from torch import nn
 
 from .branches import LowRankBranch, MixedLinear, RMSNorm, TensorMap, reset_linear
-from .scores import GateOutput, GateSizes, LinearMaps, ScoreHead, default_hidden
+from .gate import Gate
+from .scores import GateOutput, GateSizes, ScoreHead, default_hidden
 
 EPSILON = 1e-5  # of the gate's norm, as in Llama 3
 _REDUCTION = 16  # of the model's width in the bottleneck, of the FFN's in the branch
 
 
-class BottleneckGate(LinearMaps):
+class BottleneckGate(Gate):
     """`u = W_head W_dec tanh(RMSNorm(W_enc x))`, with a bottleneck of `d/16` by default and no biases.
 
     `p` multiplies the FFN's update of a token that runs, `1 - p` the branch's of one that does not: so the
     language-model loss reaches the gate.
     """
 
-    sizes: tuple[str, ...] = ("gate_hidden",)
+    sizes = ("gate_hidden",)
     hidden_divisor = _REDUCTION
     called = "the bottleneck gate"
     targets, granularities = ("block",), ("token",)
-    selections: tuple[str, ...] = ("threshold", "topk", "controller")
+    selections = ("threshold", "topk", "controller")
     default_selection, default_temperature = "threshold", 1.0
-    default_threshold: float | None = 1e-7  # the reference asks for p > 1/2, and float32's sigmoid(u) is 1/2 below it
+    default_threshold = 1e-7  # the reference asks for p > 1/2, and float32's sigmoid(u) is 1/2 below it
     reads = "normed"
     scales_ffn = True
 
     def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
-        super().__init__()
+        super().__init__(width, config, scores)
         hidden = config.gate_hidden or default_hidden(width, _REDUCTION)
         self.enc = MixedLinear(width, hidden, bias=False)
         self.norm = RMSNorm(nn.Parameter(torch.ones(hidden)), EPSILON)
@@ -53,11 +54,11 @@ class BottleneckGate(LinearMaps):
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         return {"scores": self.score(self.dec(torch.tanh(self.norm(self.enc(a))).to(a.dtype)))}
 
-    def frozen(self, dtype: torch.dtype) -> TensorMap:
-        """As `MLPGate.frozen`; no nonlinearity lies between the last two maps, which become one vector `[b]`."""
+    def for_decoding(self, dtype: torch.dtype) -> TensorMap:
+        """As `MLPGate.for_decoding`; no nonlinearity lies between the last two maps, which become one vector `[b]`."""
         weight, _ = self.enc.cast(dtype)
         row = torch.mv(self.dec.weight.detach().float().t(), self.score.weight.detach().float().squeeze(0))
-        norm = self.norm.frozen()
+        norm = self.norm.for_decoding()
         return lambda a: torch.mv(torch.tanh(norm(F.linear(a, weight))).view(-1, len(row)), row)
 
 
@@ -78,10 +79,10 @@ class SwiGLUBranch(LowRankBranch):
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
         return F.silu(self.gate(x)) * self.up(x)
 
-    def frozen(self, dtype: torch.dtype) -> TensorMap:
-        """As `LowRankBranch.frozen`."""
+    def for_decoding(self, dtype: torch.dtype) -> TensorMap:
+        """As `LowRankBranch.for_decoding`."""
         (gate, gate_bias), (up, up_bias), (down, down_bias) = (m.cast(dtype) for m in (self.gate, self.up, self.down))
-        norm = self.norm.frozen() if isinstance(self.norm, RMSNorm) else self.normed
+        norm = self.norm.for_decoding() if isinstance(self.norm, RMSNorm) else self.normed
 
         def update(a: torch.Tensor) -> torch.Tensor:
             y = norm(a).to(dtype)

@@ -1,7 +1,7 @@
 """Gates: from the residual stream to one score per token.
 
 Shapes: B batch, T positions, d model width. Scores are float32 whatever the model's dtype. Adding a gate is one class
-and one row of `GATES`, from this package or from another one. What a class may declare stands in `traits.GateTraits`.
+and one row of `GATES`, from this package or from another one. What a class may declare stands in `gate.Gate`.
 
 The MLP and the JEPA gate (G1, G3) are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical
 Study" (arXiv:2604.17228); the linear gate is that of "Router-Tuning: A Simple and Effective Approach for Enabling
@@ -12,7 +12,7 @@ Token Routing in Transformers" (arXiv:2605.05222), Token-Selective Attention (TS
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,24 +20,24 @@ from torch import nn
 
 from ..base.distributed import total
 from .baseline_gates import ExitGate, RandomGate, SinkGate, StaticGate
-from .branches import MixedLinear, TensorMap, TransientCache, reset_linear, stamp
+from .branches import MixedLinear, TensorMap, TransientCache, reset_linear, version_key
 from .flexidepth import BottleneckGate
-from .joint import ScoreMaps
+from .gate import Gate
 from .memory import MemoryGate
 from .regression import fit_scores, moments, refine_scores, ridge_weights
-from .scores import GateOutput, GateSizes, LinearMaps, ScoreHead, default_hidden
+from .scores import GateOutput, GateSizes, ScoreHead, ScoreMaps, default_hidden
 
 _STEPS = 200  # of gradient descent on a gate, after its closed form
 
 
-class MLPGate(LinearMaps):
+class MLPGate(Gate):
     """G1: `u = W2 SiLU(W1 a + b1) + b2`, hidden width `d/4` by default."""
 
-    sizes: tuple[str, ...] = ("gate_hidden",)
+    sizes = ("gate_hidden",)
     scores_experts = True
 
     def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
-        super().__init__()
+        super().__init__(width, config, scores)
         hidden = config.gate_hidden or default_hidden(width)
         self.hidden = MixedLinear(width, hidden)
         self.score = ScoreHead(hidden, scores)
@@ -45,9 +45,9 @@ class MLPGate(LinearMaps):
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T]
         return {"scores": self.score(F.silu(self.hidden(a)))}
 
-    def frozen(self, dtype: torch.dtype) -> TensorMap:
+    def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         """The gate with its weights as they are now, for decoding: `[B, 1, d] -> [B]`, in few operators."""
-        (weight, bias), score = self.hidden.cast(dtype), self.score.frozen()
+        (weight, bias), score = self.hidden.cast(dtype), self.score.for_decoding()
         return lambda a: score(F.silu(F.linear(a, weight, bias)))
 
     def score_maps(self) -> ScoreMaps:
@@ -69,7 +69,7 @@ class MLPGate(LinearMaps):
         refine_scores(self.hidden, self.score, a_Nd, y_N, seed, _STEPS, units)
 
 
-class JEPAGate(LinearMaps):
+class JEPAGate(Gate):
     """G3: predict the outcome of both paths in a small latent space, then score the difference.
 
         c = W_c sg(a) + b;   q_x = P([c; e_x]) for x in (full, cheap);   u = D([q_full, q_cheap, q_full - q_cheap])
@@ -77,12 +77,12 @@ class JEPAGate(LinearMaps):
     `P` and `D` are Linear, SiLU, Linear with hidden width `summary_dim`.
     """
 
-    outputs: tuple[str, ...] = ("q_full", "q_cheap")
-    sizes: tuple[str, ...] = ("context_dim", "summary_dim", "action_dim")
+    outputs = ("q_full", "q_cheap")
+    sizes = ("context_dim", "summary_dim", "action_dim")
     predicts_outcomes = True
 
     def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
-        super().__init__()
+        super().__init__(width, config, scores)
         summary = config.summary_dim
         self.context = MixedLinear(width, config.context_dim)
         self.actions = nn.Embedding(2, config.action_dim)  # row 0: full, row 1: cheap
@@ -110,13 +110,13 @@ class JEPAGate(LinearMaps):
         compared = F.linear(q.flatten(-2), decide.to(q.dtype), decide_bias.to(q.dtype))
         return {"scores": self.score(F.silu(compared)), "q_full": q_full, "q_cheap": q_cheap}
 
-    def frozen(self, dtype: torch.dtype) -> TensorMap:
-        """As `MLPGate.frozen`."""
+    def for_decoding(self, dtype: torch.dtype) -> TensorMap:
+        """As `MLPGate.for_decoding`."""
         parts = [part.to(dtype) for part in self._parts(self.actions.weight.detach())]
         context_map, offsets, decide, decide_bias = parts
         context, context_bias = self.context.cast(dtype)
         predict, predict_bias = self.predict.cast(dtype)
-        score = self.score.frozen()
+        score = self.score.for_decoding()
 
         def scores(a: torch.Tensor) -> torch.Tensor:
             shared = F.linear(F.linear(a, context, context_bias), context_map)[..., None, :]
@@ -148,7 +148,7 @@ class JEPAGate(LinearMaps):
         weights = self.predict_hidden.weight, self.actions.weight, self.predict_hidden.bias
         w_decide, b_decide = self.decide_hidden.weight, self.decide_hidden.bias
         keeps = not (self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(a.device.type))
-        now = stamp(*weights, w_decide, b_decide) if keeps else None
+        now = version_key(*weights, w_decide, b_decide) if keeps else None
         held = self._derived.get("parts")  # with their stamp in one entry: threads share it
         if now is not None and held is not None and held[0] == (a.dtype, now):
             parts: tuple[torch.Tensor, ...] = held[1]
@@ -163,23 +163,23 @@ class JEPAGate(LinearMaps):
         return parts
 
 
-class LinearGate(LinearMaps):
+class LinearGate(Gate):
     """Router-Tuning: `u = W x`, one row, no bias. Starts at `p = 1/2`, which is dense where the threshold is 0."""
 
     scores_experts = True
-    default_threshold: float | None = 0.0
+    default_threshold: ClassVar[float | None] = 0.0
     default_selection, default_temperature = "threshold", 1.0
 
     def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
-        super().__init__()
+        super().__init__(width, config, scores)
         self.score = ScoreHead(width, scores, bias=False)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         nn.init.zeros_(self.score.weight)
 
-    def frozen(self, dtype: torch.dtype) -> TensorMap:
-        """As `MLPGate.frozen`."""
-        return self.score.frozen()
+    def for_decoding(self, dtype: torch.dtype) -> TensorMap:
+        """As `MLPGate.for_decoding`."""
+        return self.score.for_decoding()
 
     def score_maps(self) -> ScoreMaps:
         """As `MLPGate.score_maps`."""
@@ -206,8 +206,6 @@ class AffineGate(LinearGate):
     def reset_parameters(self, generator: torch.Generator) -> None:
         reset_linear(self.score, generator)
 
-    score_maps = LinearGate.score_maps
-
     @torch.no_grad()
     def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, always_Sd: torch.Tensor | None = None) -> None:
         """Ridge regression of `y`, in closed form; see `MLPGate.fit`.
@@ -225,10 +223,10 @@ class AffineGate(LinearGate):
         self.score.bias.copy_(weights[-1])
 
 
-class HaltingGate(LinearMaps):
+class HaltingGate(Gate):
     """TSA: the score is minus the halting logit, `u = -(W2 ReLU(W1 h + b1) + b2)`. `b2 = -1`: it starts active."""
 
-    sizes: tuple[str, ...] = ("gate_hidden",)
+    sizes = ("gate_hidden",)
     called = "the halting gate"
     targets, granularities, selections = ("block",), ("token",), ("soft",)
     default_selection, default_threshold, default_temperature = "soft", 0.0, 1.0
@@ -237,7 +235,7 @@ class HaltingGate(LinearMaps):
     scales_sublayers = True
 
     def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
-        super().__init__()
+        super().__init__(width, config, scores)
         hidden = config.gate_hidden or max(16, width // 4)
         self.hidden = MixedLinear(width, hidden)
         self.score = ScoreHead(hidden)
@@ -250,7 +248,7 @@ class HaltingGate(LinearMaps):
         return {"scores": -self.score(F.relu(self.hidden(a)))}
 
 
-GATES: dict[str, Any] = {
+GATES: dict[str, type[Gate]] = {
     "mlp": MLPGate,
     "jepa": JEPAGate,
     "linear": LinearGate,

@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .branches import MixedLinear, RMSNorm, TensorMap, TransientCache, reset_linear
+from .gate import Gate
+from .scores import GateOutput
 
 MISSING = -1  # in place of a token: there is none in this document
 EARLIER = -2  # in place of a token: it belongs to an earlier call, if there was one
@@ -163,7 +165,7 @@ class NgramMemory(nn.Module):
         """`e`, `[..., N] -> [..., E]`."""
         return F.embedding(self.slots(ngrams.to(self.table.device)), self.table).flatten(-2)
 
-    def frozen(self, dtype: torch.dtype) -> TensorMap:
+    def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         """`update` with `W_V` as it is now, for decoding."""
         weight, _ = self.value.cast(dtype)
         return lambda ngrams: F.linear(self(ngrams).to(dtype), weight)
@@ -181,7 +183,7 @@ class NgramMemory(nn.Module):
         return found
 
 
-class MemoryGate(nn.Module):
+class MemoryGate(Gate):
     """`u = RMSNorm(h) . RMSNorm(W_K e) / sqrt(d)`, and `alpha = sigmoid(u)` weighs the memory, in inference too.
 
     It is given the stream and what was retrieved, concatenated.
@@ -194,21 +196,17 @@ class MemoryGate(nn.Module):
     soft = True
 
     def __init__(self, width: int, config: MemorySizes, scores: int = 1) -> None:
-        super().__init__()
+        super().__init__(width, config, scores)
         self.key = MixedLinear(embedding_width(config), width, bias=False)
         self.stream_norm = RMSNorm(nn.Parameter(torch.ones(width)), _EPSILON)
         self.key_norm = RMSNorm(nn.Parameter(torch.ones(width)), _EPSILON)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        reset_linear(self.key, generator)
+        super().reset_parameters(generator)
         nn.init.ones_(self.stream_norm.weight)
         nn.init.ones_(self.key_norm.weight)
 
-    def weights_per_token(self) -> int:
-        """As in the other gates."""
-        return self.key.weight.numel()
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # [B, T, d + E] -> scores [B, T]
+    def forward(self, x: torch.Tensor) -> GateOutput:  # [B, T, d + E] -> scores [B, T]
         h, e = x.split([self.key.out_features, self.key.in_features], dim=-1)
         with torch.autocast(x.device.type, enabled=False):
             products = self.stream_norm(h) * self.key_norm(self.key(e))

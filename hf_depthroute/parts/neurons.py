@@ -20,7 +20,7 @@ from torch import nn
 
 from ..base.distributed import total
 from ..base.readable import is_readable, is_whole
-from .branches import MixedLinear, TensorMap, TransientCache, stamp
+from .branches import MixedLinear, TensorMap, TransientCache, version_key
 
 NEURONS = ".neurons"  # the end of a branch's key of the indices, in a state dict
 _READ = 4096  # rows that tell which neurons matter
@@ -62,7 +62,7 @@ class NeuronBranch(nn.Module):
     def features(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., r]
         return self._hidden(x, self._chosen)
 
-    def frozen(self, dtype: torch.dtype) -> TensorMap:
+    def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         """The branch for decoding: what it reads of the base is looked at again in every step."""
         return self
 
@@ -118,7 +118,7 @@ class NeuronBranch(nn.Module):
             out: torch.Tensor = linear(x)[..., self.neurons]
             return out
         keeps = not (self.training or torch.is_grad_enabled())
-        now = stamp(linear.weight, linear.bias, self.neurons) if keeps else None
+        now = version_key(linear.weight, linear.bias, self.neurons) if keeps else None
         kept = self._derived.get(linear)
         if kept is None or now is None or kept[0] != now:
             weight = linear.weight[self.neurons]

@@ -1,17 +1,17 @@
-"""Pieces that gates share: their sizes, the float32 score head, and gates whose weights are those of linear maps.
+"""Pieces that gates share: their sizes, the float32 score head, and a gate as data.
 
-Shapes: B batch, T positions, E experts.
+Shapes: B batch, T positions, E experts, d model width, g rows of the gate.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .branches import TensorMap, reset_linear
+from .branches import TensorMap
 
 GateOutput = dict[str, torch.Tensor]
 
@@ -23,6 +23,22 @@ class GateSizes(Protocol):
     context_dim: int
     summary_dim: int
     action_dim: int
+
+
+class ScoreMaps(NamedTuple):
+    """A gate as `u = out . SiLU(weight x + bias) + out_bias`; without `out`, `u` is the one row of the first map.
+
+    Attributes:
+        weight: `[g, d]`.
+        bias: `[g]`, or None.
+        out: `[g]`, or None.
+        out_bias: `[1]`, or None.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    out: torch.Tensor | None = None
+    out_bias: torch.Tensor | None = None
 
 
 class ScoreHead(nn.Linear):
@@ -46,26 +62,13 @@ class ScoreHead(nn.Linear):
         # Not `len(rows)`: an exported program of any length must not take this one for the only length.
         return torch.addmv(self.bias.float().expand(rows.shape[0]), rows, weight).view(x.shape[:-1])
 
-    def frozen(self) -> TensorMap:
+    def for_decoding(self) -> TensorMap:
         """The one score of each row, `[B, 1, features] -> [B]`, with the weights as they are now."""
         weight = self.weight.detach().float().squeeze(0)
         if self.bias is None:
             return lambda x: torch.mv(x.float().view(-1, x.shape[-1]), weight)
         bias = self.bias.detach().float()
         return lambda x: torch.addmv(bias, x.float().view(-1, x.shape[-1]), weight)
-
-
-class LinearMaps(nn.Module):
-    """A gate whose weights are those of linear maps."""
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        for linear in self.children():
-            if isinstance(linear, nn.Linear):
-                reset_linear(linear, generator)
-
-    def weights_per_token(self) -> int:
-        """Weights that one decision multiplies with, biases left out."""
-        return sum(linear.weight.numel() for linear in self.children() if isinstance(linear, nn.Linear))
 
 
 def default_hidden(width: int, divisor: int = 4) -> int:

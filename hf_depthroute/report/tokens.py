@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from ..base.readout import token_losses
+from ..base.lm_head import token_losses
 from ..files.staged import write_text
 from .pieces import text_pieces
 from .rendering import render

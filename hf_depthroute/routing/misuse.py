@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from ..parts.traits import traits_of
+from ..parts.gates import GATES
 from .thresholds import NOT_FITTED, ScoreQuantiles
 
 if TYPE_CHECKING:
@@ -80,6 +80,6 @@ def warn_of_thresholds(routing: Routing, plan: RoutePlan) -> None:
 
 def _trains(routing: Routing, config: DepthRouteConfig) -> bool:
     """Whether its gate trains, and needs training mode and the routing losses for it; a soft one needs neither."""
-    if traits_of(config.gate).soft:
+    if GATES[config.gate].soft:
         return False
     return any(parameter.requires_grad for parameter in routing.depth_route_gate.parameters())

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from ..config.adapter import DepthRouteConfig
-from ..parts.branches import stamp
+from ..parts.branches import version_key
+from ..parts.gate import Gate
+from ..parts.gates import GATES
 from ..parts.rules import RULES, RuleContext
 from ..parts.targets import TARGETS, Target
-from ..parts.traits import GateTraits, traits_of
 from .misuse import warn_of_thresholds
 from .thresholds import BudgetController, ScoreQuantiles
 
@@ -55,7 +56,7 @@ class RoutePlan:
 
     adapter: str
     config: DepthRouteConfig
-    gate: GateTraits
+    gate: type[Gate]
     site: str
     target: Target
     rule: str
@@ -113,7 +114,7 @@ def plan_of(
     config, settings = routing.config(name), routing.state.settings
     asked = Asked(config.budget, config.fixed_threshold, cast(float, config.gate_temperature))
     executor = settings.executor
-    if routing.tuned and executor == "auto" and not traits_of(config.gate_of(routing.layer_index)).static:
+    if routing.tuned and executor == "auto" and not GATES[config.gate_of(routing.layer_index)].static:
         executor = routing.tuned.get((name, *shape_class(*rows)), executor)
     prompts_only = config.phases == "prefill" and not training and settings.selection is None
     last_tokens = last_tokens if prompts_only else None
@@ -122,7 +123,7 @@ def plan_of(
     if not (training or settings.recorders or settings.replay is not None):
         controller: Any = routing.depth_route_controller._modules.get(name)
         table = cast(ScoreQuantiles, routing.depth_route_quantiles[name]).values
-        now = stamp(table, None if controller is None else controller.threshold)
+        now = version_key(table, None if controller is None else controller.threshold)
     if now is None:
         made = make_plan(routing, name, config, asked, training, executor, last_tokens, only_last)
         return replace(made, kept=kept) if made.gate.exits else made
@@ -168,7 +169,7 @@ def make_plan(
     elif budget < 1.0:
         threshold = cast(ScoreQuantiles, routing.depth_route_quantiles[name])(budget)
     replayed = None if settings.replay is None else settings.replay.get(routing.layer_index)
-    gate = traits_of(config.gate_of(routing.layer_index))
+    gate = GATES[config.gate_of(routing.layer_index)]
     target = config.target_of(routing.layer_index)
     if gate.static:
         rule = "static"
@@ -208,7 +209,7 @@ def make_plan(
     )
 
 
-def _mix_of(gate: GateTraits, scale_by_gate: bool, rule: str) -> str:
+def _mix_of(gate: type[Gate], scale_by_gate: bool, rule: str) -> str:
     """How the two paths make the output, see `RoutePlan.mix`."""
     if gate.scales_sublayers:
         return "scaled_sublayers"
@@ -219,7 +220,7 @@ def _mix_of(gate: GateTraits, scale_by_gate: bool, rule: str) -> str:
     return "soft" if rule == "soft" else "hard"
 
 
-def _extras(routing: Routing, name: str, gate: GateTraits, target: Target, training: bool) -> tuple[str, ...]:
+def _extras(routing: Routing, name: str, gate: type[Gate], target: Target, training: bool) -> tuple[str, ...]:
     extras = gate.outputs
     if name in routing.depth_route_predictor:
         extras += ("predicted",)

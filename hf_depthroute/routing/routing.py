@@ -18,11 +18,11 @@ from ..config.adapter import DepthRouteConfig
 from ..data.batches import device_of
 from ..parts.branches import LowRankBranch, TransientCache
 from ..parts.flexidepth import SwiGLUBranch
+from ..parts.gate import Gate
 from ..parts.gates import GATES, MLPGate, TargetProjection
 from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
 from ..parts.targets import TARGETS, Target
-from ..parts.traits import GateTraits, traits_of
 from .description import routing_summary
 from .plan import RoutePlan, decide, plan_of
 from .state import RunState
@@ -168,6 +168,10 @@ class Routing(nn.Module, BaseTunerLayer):
         norm, in_front = self._norms[0][part]
         return cast(nn.Module, norm) if in_front else None
 
+    def gate(self, name: str) -> Gate:
+        """The gate of adapter `name`."""
+        return cast(Gate, self.depth_route_gate[name])
+
     def config(self, name: str) -> DepthRouteConfig:
         return cast(DepthRouteConfig, self.peft_configs[name])
 
@@ -183,9 +187,9 @@ class Routing(nn.Module, BaseTunerLayer):
         """The target of this layer's active adapter; `ValueError` when there is none."""
         return TARGETS[self.active_config().target_of(self.layer_index)]
 
-    def active_gate(self) -> GateTraits:
+    def active_gate(self) -> type[Gate]:
         """The traits of this layer's active gate; `ValueError` if no routed adapter is active."""
-        return traits_of(self.active_config().gate_of(self.layer_index))
+        return GATES[self.active_config().gate_of(self.layer_index)]
 
     def active_quantiles(self) -> ScoreQuantiles:
         """The quantile table of the adapter that routes this layer now; `ValueError` when there is none."""
@@ -228,7 +232,7 @@ class Routing(nn.Module, BaseTunerLayer):
 
         A gate that is not trained is a given: no gradient goes through its scores into the layers before it.
         """
-        gate = self.depth_route_gate[plan.adapter]
+        gate = self.gate(plan.adapter)
         if torch.is_grad_enabled() and not any(parameter.requires_grad for parameter in gate.parameters()):
             x = x.detach()
         out: dict[str, torch.Tensor] = gate(x)

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..files.shown import say
 from ..inference.calibration import active_routings
-from ..parts.traits import traits_of
+from ..parts.gates import GATES
 from ..routing.misuse import FROZEN
 from ..routing.routing import Routing
 from ..routing.stack import routed_stack, state_of
@@ -153,7 +153,7 @@ def routed_loss(
         logits = None if fused is not None else getattr(outputs, "logits", None)
         if objective.arguments.distill_weight > 0 and not is_standard(plain):
             assert watched.prefix is not None and watched.prefix.final is not None, "no forward pass was observed"
-            logits = watched.prefix.read_out(watched.prefix.final)
+            logits = watched.prefix.lm_head(watched.prefix.final)
         loss = objective(lm, watched, share, labels, logits)
     return (loss, outputs) if return_outputs else loss
 
@@ -166,7 +166,7 @@ def _as_deployed(trainer: Any, model: nn.Module) -> Iterator[None]:
     later tokens.
     """
     configs = [routing.active_config() for routing in active_routings(model)]
-    if not hasattr(trainer, "ref_model") or any(traits_of(config.gate).soft for config in configs):
+    if not hasattr(trainer, "ref_model") or any(GATES[config.gate].soft for config in configs):
         yield
         return
     with state_of(model).override(selection="predictor" if configs[0].causal_rule == "predictor" else "threshold"):

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..base.cache import without_cache
 from ..base.contexts import hooked
-from ..base.readout import ReadOut, predicting
+from ..base.lm_head import LMHead, predicting
 from ..base.stack import stack_of
 from ..base.sublayers import hidden_of
 from ..data.batches import breaks_of
@@ -29,7 +29,7 @@ from ..execution.call import RoutedCall
 from ..execution.context import ForwardContext, unpack
 from ..execution.layer import routed_call
 from ..inference.calibration import active_routings
-from ..parts.traits import traits_of
+from ..parts.gates import GATES
 from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
 from .trace_statistics import mean_of_all
@@ -52,9 +52,9 @@ class Prefix:
         first = active_routings(model)[0].layer_index
         self.model = model
         self.layers: list[Any] = list(stack_of(model).layers)[first:]
-        self.read_out = ReadOut(model)
+        self.lm_head = LMHead(model)
         # Forks call parts of layers, past the hooks of whatever moves or gathers weights around a whole layer.
-        modules = [*self.layers, self.read_out.norm, self.read_out.head]
+        modules = [*self.layers, self.lm_head.norm, self.lm_head.head]
         parameters = [parameter for module in modules for parameter in module.parameters()]
         if any(hasattr(parameter, "ds_id") or hasattr(parameter, "placements") for parameter in parameters):
             raise ValueError("oracle and distill losses do not work under FSDP or ZeRO-3; use DDP")
@@ -215,7 +215,7 @@ def _follow(call: RoutedCall, batch: int) -> tuple[torch.Tensor, torch.Tensor, t
 
 def _check_forkable(plan: RoutePlan) -> None:
     """Raise `ValueError` for adapters whose two paths are not a choice between two streams at one token."""
-    config, gate = plan.config, traits_of(plan.config.gate)
+    config, gate = plan.config, GATES[plan.config.gate]
     refused = {
         "target": plan.target.per_pair,
         "granularity": config.granularity == "sequence",
@@ -233,7 +233,7 @@ def fork_losses(
     labels_BT = labels_BT.to(streams_FBTd.device)
     counted_BT = _counted(prefix, labels_BT)
     targets_N = labels_BT.roll(-1, dims=1)[counted_BT].repeat(len(streams_FBTd))
-    losses_N = prefix.read_out.token_losses(streams_FBTd[:, counted_BT].flatten(0, 1), targets_N)
+    losses_N = prefix.lm_head.token_losses(streams_FBTd[:, counted_BT].flatten(0, 1), targets_N)
     losses_FBT = torch.zeros(streams_FBTd.shape[:3], device=streams_FBTd.device)
     losses_FBT[:, counted_BT] = losses_N.view(len(streams_FBTd), -1)
     return losses_FBT, counted_BT
@@ -249,9 +249,9 @@ def divergence_from_dense(prefix: Prefix, logits_BTV: torch.Tensor, labels_BT: t
     counted_BT = _counted(prefix, labels_BT).to(trunk_1BTd.device)
     rows_Nd, student_NV = trunk_1BTd[0][counted_BT], logits_BTV[counted_BT]
     total = logits_BTV.new_zeros((), dtype=torch.float32)
-    for rows, logits in prefix.read_out.chunks(rows_Nd, student_NV):
+    for rows, logits in prefix.lm_head.chunks(rows_Nd, student_NV):
         with prefix.replaying():
-            target = prefix.read_out(rows).float().log_softmax(-1)
+            target = prefix.lm_head(rows).float().log_softmax(-1)
         total = total + F.kl_div(logits.float().log_softmax(-1), target, reduction="sum", log_target=True)
     return mean_of_all(total[None], counted_BT.sum()[None].to(total.dtype))[0]
 

@@ -19,8 +19,8 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..base.families import FAMILIES
+from ..base.lm_head import logit_change
 from ..base.readable import is_watched, is_whole
-from ..base.readout import logit_change
 
 # Float32 logits that exist at one time, in elements. The head's weight is read twice a chunk; with fewer, that shows.
 _LOGITS = {"cpu": 2**24, "cuda": 2**27}

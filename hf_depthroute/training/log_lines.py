@@ -14,7 +14,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerState
 
 from ..config.adapter import DepthRouteConfig
 from ..files.shown import say
-from ..parts.traits import traits_of
+from ..parts.gates import GATES
 
 _FAR = 0.1  # from the budget, in shares of the tokens
 _NOT_SHOWN = ("epoch", "total_flos")
@@ -90,7 +90,7 @@ def missed_budget(config: DepthRouteConfig, history: Sequence[Mapping[str, Any]]
     Only a loss pulls such a gate to its budget, and nothing corrects the share afterwards: `calibrate` moves no fixed
     threshold.
     """
-    gate = traits_of(config.gate)
+    gate = GATES[config.gate]
     if config.fixed_threshold is None or gate.soft or gate.static or gate.exits:
         return None
     found = [[v for name, v in logs.items() if name.startswith("full_ratio/")] for logs in history]

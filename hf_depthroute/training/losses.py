@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..base.contexts import hooked
-from ..base.readout import ReadOut, predicting
+from ..base.lm_head import LMHead, predicting
 from ..base.stack import stack_of
 from ..inference.calibration import active_routings
 from ..parts.selection import topk_mask
@@ -181,7 +181,7 @@ def alive_loss(inputs: LossInputs) -> torch.Tensor | None:
 class Exits(dict[int, torch.Tensor]):
     """Layer index -> the stream that entered the routed layer, `[B, T, d]` with graph; filled by `observe_exits`."""
 
-    read_out: ReadOut
+    lm_head: LMHead
     with_graph = False
 
 
@@ -193,7 +193,7 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
         ValueError: No depth-routed adapter is active.
     """
     exits, layers = Exits(), stack_of(model).layers
-    exits.read_out = ReadOut(model)
+    exits.lm_head = LMHead(model)
 
     def keeper(index: int) -> Any:
         def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -230,7 +230,7 @@ def exit_cross_entropy(exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Ten
     losses: list[Any] = []
     for stream_BTd in exits.values():
         rows_Nd = stream_BTd[:, :-1][counted_BT.to(stream_BTd.device)]
-        losses.append(checkpoint(exits.read_out.token_losses, rows_Nd, targets_N, use_reentrant=False))
+        losses.append(checkpoint(exits.lm_head.token_losses, rows_Nd, targets_N, use_reentrant=False))
     losses_CN = stack(losses)
     return token_mean(losses_CN, torch.ones_like(losses_CN, dtype=torch.bool)).mean()
 

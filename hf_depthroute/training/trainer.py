@@ -19,7 +19,7 @@ from ..files.out_of_resources import disk_full, out_of_memory
 from ..files.shown import reason, shown
 from ..files.staged import write_json
 from ..inference.calibration import active_routings
-from ..parts.traits import traits_of
+from ..parts.gates import GATES
 from . import checkpoints
 from .callbacks import DepthRouteCallback, RoutingCallback, is_standard, routed_loss
 from .fused_loss import FusedLoss, fused_loss_obstacle
@@ -115,7 +115,7 @@ class DepthRouteTrainerMixin(_Trainer):
         They do too in a subclass whose `compute_loss` asks for the outputs, or over a Trainer with one of its own.
         """
         arguments = self.routing_objective.arguments
-        gates = [traits_of(routing.active_config().gate) for routing in active_routings(self.model)]
+        gates = [GATES[routing.active_config().gate] for routing in active_routings(self.model)]
         split = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.n_gpu > 1
         split = split or getattr(self.accelerator, "parallelism_config", None) is not None
         obstacles = {

@@ -12,8 +12,8 @@ from ..config.adapter import DepthRouteConfig
 from ..config.fields import PATTERNS
 from ..config.rules import ConfigError
 from ..execution.sites import SITES, FFNSite
+from ..parts.gates import GATES
 from ..parts.targets import TARGETS
-from ..parts.traits import traits_of
 from .settings import settings_of
 
 _PARTS = {  # that a target may skip
@@ -74,7 +74,7 @@ def check_adapter(config: DepthRouteConfig) -> None:
     Raises:
         ConfigError: What it is that cannot be served, and why.
     """
-    gate = traits_of(config.gate)
+    gate = GATES[config.gate]
     if type(SITES[config.target]) is not FFNSite:  # what the operator runs
         reasons = [_PARTS[part] for part in TARGETS[config.target].skips if part in _PARTS]
         _refuse("target", config.target, next(iter(reasons), "only the FFN's rows can be left out there"))

@@ -22,7 +22,7 @@ from ..execution.executors import executor_of
 from ..execution.layer import call_on_stream
 from ..execution.sites import FFNSite, attended
 from ..parts.branches import rms_of
-from ..parts.joint import JointMaps, joint_maps
+from ..parts.fused import FusedGateBranch, fuse
 from ..parts.selection import tail_mask
 from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
@@ -60,7 +60,7 @@ class FFNStep:
         self.count = count
         self._budgets = budgets
         self._prompts = -1  # of the routing, that what is below was made for
-        self._joints: dict[str, JointMaps | None] = {}
+        self._joints: dict[str, FusedGateBranch | None] = {}
         self._thresholds: dict[RoutePlan, float] = {}
 
     def __call__(self, stream: Tensor, normed: Tensor, batch: Any) -> Tensor:
@@ -108,7 +108,7 @@ class FFNStep:
             self.count.add(ran, real)
         return out
 
-    def _joint_of(self, routing: Routing, plan: RoutePlan) -> JointMaps | None:
+    def _joint_of(self, routing: Routing, plan: RoutePlan) -> FusedGateBranch | None:
         """Gate and branch as one product, where a decoding step of the library's own would have them so."""
         self._follow(routing)
         if plan.adapter not in self._joints:
@@ -118,7 +118,7 @@ class FFNStep:
                 # vLLM has put its own norm of the kind there.
                 weight = norm_of(self.layer, routing.family, "ffn").weight
                 branch = routing.depth_route_branch._modules.get(plan.adapter)
-                joint = joint_maps((weight, rms[1]), routing.depth_route_gate[plan.adapter], branch)
+                joint = fuse((weight, rms[1]), routing.gate(plan.adapter), branch)
             self._joints[plan.adapter] = joint
         return self._joints[plan.adapter]
 

@@ -52,7 +52,7 @@ from hf_depthroute import (
     preset,
     record_routes,
 )
-from hf_depthroute.base.readout import token_losses
+from hf_depthroute.base.lm_head import token_losses
 from hf_depthroute.base.stack import stack_of
 from hf_depthroute.parts.memory import NgramMemory, suffixes
 from hf_depthroute.training import losses

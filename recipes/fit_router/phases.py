@@ -29,7 +29,7 @@ ROUNDS = 15
 def losses(model: Any, ids: torch.Tensor, prompt: str, rest: str) -> torch.Tensor:
     """The mean loss of each row's continuation, nats; `prompt` and `rest` are `"all"`, `"prefill"` or `"full"`."""
     from hf_depthroute import set_phases
-    from hf_depthroute.base.readout import token_losses
+    from hf_depthroute.base.lm_head import token_losses
     from hf_depthroute.routing.trace import full_depth
 
     def run(phases: str, part: torch.Tensor, cache: Any) -> Any:

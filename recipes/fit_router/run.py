@@ -170,7 +170,7 @@ def pretrain(rows: torch.Tensor, folder: Path, steps: int = 2000) -> None:
 @torch.no_grad()
 def row_losses(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """The mean loss of each row, nats."""
-    from hf_depthroute.base.readout import token_losses
+    from hf_depthroute.base.lm_head import token_losses
 
     found = []
     for batch in batches(ids):

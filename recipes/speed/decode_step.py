@@ -34,7 +34,7 @@ from hf_depthroute.bench.modes import random_tokens
 from hf_depthroute.bench.timing import describe_machine
 from hf_depthroute.execution.decode import DecodeStep
 from hf_depthroute.files.staged import write_json
-from hf_depthroute.parts.joint import JointMaps
+from hf_depthroute.parts.fused import FusedGateBranch
 
 PROMPT, WAYS = 256, ("dense", "routed", "free")
 
@@ -94,14 +94,14 @@ def measure(layers: Any, depth: int | None, steps: int, rounds: int) -> dict[str
         for part in ("attention_norm", "attention", "ffn_norm", "ffn"):
             module = getattr(layer, getattr(family, part))
             module.forward = clock.around(part.replace("_", " "), module.forward)
-    scores = JointMaps.scores
+    scores = FusedGateBranch.scores
 
-    def recorded(maps: JointMaps, a: torch.Tensor, threshold: float, *rest: Any) -> Any:
+    def recorded(maps: FusedGateBranch, a: torch.Tensor, threshold: float, *rest: Any) -> Any:
         out = run(maps, a, threshold, *rest)
         free.decisions.append(bool(out[1]))
         return out
 
-    run = JointMaps.run
+    run = FusedGateBranch.run
     whole: dict[str, list[float]] = {way: [] for way in WAYS}
     parts: dict[str, dict[str, list[float]]] = {way: defaultdict(list) for way in WAYS}
     with torch.no_grad(), model.disable_adapter():
@@ -122,7 +122,7 @@ def measure(layers: Any, depth: int | None, steps: int, rounds: int) -> dict[str
         cache.crop(-steps)
 
     with torch.no_grad():
-        with patch.object(JointMaps, "run", recorded):
+        with patch.object(FusedGateBranch, "run", recorded):
             decode("routed")
         whole["routed"].clear()
         for turn in range(rounds):
@@ -130,10 +130,10 @@ def measure(layers: Any, depth: int | None, steps: int, rounds: int) -> dict[str
                 with as_way(way, model, free):
                     decode(way)
         clock.on = True
-        timed = {"scores": clock.around("gate, up", scores), "cheap": clock.around("down", JointMaps.cheap)}
+        timed = {"scores": clock.around("gate, up", scores), "cheap": clock.around("down", FusedGateBranch.cheap)}
         for _ in range(rounds):
             for way in WAYS:
-                with as_way(way, model, free), patch.multiple(JointMaps, **timed):
+                with as_way(way, model, free), patch.multiple(FusedGateBranch, **timed):
                     decode(way)
     ms = {way: 1e3 * statistics.median(found) for way, found in whole.items()}
     share = sum(free.decisions) / len(free.decisions)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_depthroute.base.readout import token_losses
+from hf_depthroute.base.lm_head import token_losses
 from hf_depthroute.evaluation.cost import route_cost
 from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.inference.calibration import calibrate, gated_routings, use_selection

@@ -18,7 +18,7 @@ from .stack import stack_of
 _LOGITS = 2**25  # elements of the logits that exist at one time: 128 MiB in float32
 
 
-class ReadOut:
+class LMHead:
     """`logits = f(head(norm(stream)))`: `[..., d] -> [..., V]`, `f` a scale or a soft cap where the family has one.
 
     Args:

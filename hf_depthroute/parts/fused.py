@@ -1,4 +1,4 @@
-"""A gate and a branch that read the same RMS norm, their first maps in one product, for decoding on a CPU.
+"""A gate and a branch that read the same RMS norm, fused: their first maps are one product, for decoding on a CPU.
 
 With `x / rms(x)` before both, norms with weights `v` and `w` fold into the maps that follow:
 
@@ -15,32 +15,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .branches import LowRankBranch, RMSNorm, TensorMap
+from .gate import Gate
+from .scores import ScoreMaps
 
 
-class ScoreMaps(NamedTuple):
-    """A gate as `u = out . SiLU(weight x + bias) + out_bias`; without `out`, `u` is the one row of the first map.
-
-    Attributes:
-        weight: `[g, d]`.
-        bias: `[g]`, or None.
-        out: `[g]`, or None.
-        out_bias: `[1]`, or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    out: Tensor | None = None
-    out_bias: Tensor | None = None
-
-
-class JointMaps:
+class FusedGateBranch:
     """Scores and cheap updates of one new token per sequence, in float32, from copies of the weights as they are now.
 
     Args:
@@ -126,22 +111,22 @@ class JointMaps:
         return torch.addmm(bias, hidden, weight.t())[:, None]
 
 
-def joint_maps(rms: tuple[Tensor, float] | None, gate: nn.Module, branch: nn.Module | None) -> JointMaps | None:
-    """The maps of a gate and of a branch as one; None if they are not of the kind that joins.
+def fuse(rms: tuple[Tensor, float] | None, gate: Gate, branch: nn.Module | None) -> FusedGateBranch | None:
+    """The maps of a gate and of a branch as one; None if they are not of the kind that fuses.
 
     Args:
         rms: Weight and epsilon of the norm that the gate reads, from `branches.rms_of`.
         gate: One of `GATES`.
         branch: A `LowRankBranch`; None if the cheap path adds nothing.
     """
-    if rms is None or "score_maps" not in vars(type(gate)):  # a subclass may score in another way
+    maps = gate.score_maps()
+    if rms is None or maps is None:
         return None
-    maps = cast(Any, gate).score_maps()
     if branch is None:
-        return JointMaps(*rms, maps, None)
+        return FusedGateBranch(*rms, maps, None)
     if type(branch) is not LowRankBranch or not isinstance(branch.norm, RMSNorm) or branch.norm.eps != rms[1]:
         return None
-    return JointMaps(*rms, maps, branch)
+    return FusedGateBranch(*rms, maps, branch)
 
 
 def _copied(weight: Tensor) -> Tensor:

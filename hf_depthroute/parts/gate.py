@@ -1,0 +1,108 @@
+"""`Gate`: the base class of gates, and what a gate declares, so that no other code compares their names.
+
+Shapes: B batch, T positions, E experts, d model width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from .branches import TensorMap, reset_linear
+from .scores import GateOutput, ScoreMaps
+
+
+class Gate(nn.Module, ABC):
+    """From the residual stream to one score per token. A subclass overrides the declarations that are not its own.
+
+    Args:
+        width: `d`.
+        config: The adapter's configuration.
+        scores: How many scores a token gets: 1, or one per expert.
+
+    Attributes:
+        outputs: Names of its outputs besides the scores, kept in the trace.
+        sizes: Fields of `DepthRouteConfig` that set how many weights it has.
+        called: How messages name it.
+        targets: The rows of `TARGETS` that it decides on; empty for all (of experts, `scores_experts` has a say too).
+        granularities: What one of its decisions may cover, `"token"` or `"sequence"`; empty for both.
+        scores_experts: Whether it can return one score per expert, `[B, T, E]`.
+        selections: The rules that it can train with; empty for all.
+        default_selection: The training rule where the configuration names none. Where tokens are not ranked (whole
+            sequences, a global budget), `"threshold"` stands in for `"topk"`.
+        default_threshold: The score that a token has to reach where the configuration names neither rule nor
+            threshold; None: what the budget asks for.
+        default_temperature: `tau` in `p = sigmoid(u / tau)`, where the configuration names none.
+        reads: The `gate_input` that it always has; None for the configuration's.
+        spares_layer_0: It never routes layer 0; where the configuration names no layers, it routes all others.
+        static: It decides nothing: every token takes the cheap path, and the budget has no say.
+        exits: A token that takes the cheap path takes it in every later layer, too.
+        reads_logits: `connect` gives it the final norm and the LM head.
+        predicts_outcomes: It is trained on the outcomes of both paths, `z_full` and `z_cheap` in the trace, seen
+            through a `TargetProjection`.
+        soft: `p` weighs the two paths in inference, too: nothing is compared with a threshold, and no budget is held.
+        scales_sublayers: `p` multiplies the update of each sublayer (arXiv:2605.05222), not that of the full path.
+        scales_ffn: `p` multiplies the update of a block's FFN, for a token that runs, and `1 - p` the branch's, for one
+            that does not; the attention's update is as it is (arXiv:2503.23798).
+        hidden_divisor: The default of `gate_hidden` is the model's width divided by it.
+    """
+
+    outputs: ClassVar[tuple[str, ...]] = ()
+    sizes: ClassVar[tuple[str, ...]] = ()
+    called: ClassVar[str] = "the gate"
+    targets: ClassVar[tuple[str, ...]] = ()
+    granularities: ClassVar[tuple[str, ...]] = ()
+    scores_experts: ClassVar[bool] = False
+    selections: ClassVar[tuple[str, ...]] = ()
+    default_selection: ClassVar[str] = "topk"
+    default_threshold: ClassVar[float | None] = None
+    default_temperature: ClassVar[float] = 2.0
+    reads: ClassVar[str | None] = None
+    spares_layer_0: ClassVar[bool] = False
+    static: ClassVar[bool] = False
+    exits: ClassVar[bool] = False
+    reads_logits: ClassVar[bool] = False
+    predicts_outcomes: ClassVar[bool] = False
+    soft: ClassVar[bool] = False
+    scales_sublayers: ClassVar[bool] = False
+    scales_ffn: ClassVar[bool] = False
+    hidden_divisor: ClassVar[int] = 4
+
+    def __init__(self, width: int, config: Any, scores: int = 1) -> None:
+        super().__init__()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass that scores in a way of its own does not decode in that of its parent."""
+        super().__init_subclass__(**kwargs)
+        if "forward" in vars(cls):
+            for name in ("for_decoding", "score_maps"):
+                if name not in vars(cls):
+                    setattr(cls, name, getattr(Gate, name))
+
+    @abstractmethod
+    def forward(self, a: torch.Tensor) -> GateOutput:
+        """`"scores"`, float32 `[B, T]` or per expert `[B, T, E]`, of `a` `[B, T, d]`; and its `outputs` by name."""
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw the weights from `generator`; here, those of linear maps."""
+        for linear in self.children():
+            if isinstance(linear, nn.Linear):
+                reset_linear(linear, generator)
+
+    def weights_per_token(self) -> int:
+        """Weights that one decision multiplies with, biases left out; here, those of linear maps."""
+        return sum(linear.weight.numel() for linear in self.children() if isinstance(linear, nn.Linear))
+
+    def connect(self, lm_head: Any) -> None:
+        """Take the model's `base.lm_head.LMHead`, where `reads_logits`."""
+
+    def for_decoding(self, dtype: torch.dtype) -> TensorMap:
+        """The gate with its weights as they are now, in `dtype`: `[B, 1, d] -> [B]`, in as few operators as it can."""
+        return lambda a: self(a)["scores"].view(-1)
+
+    def score_maps(self) -> ScoreMaps | None:
+        """The gate as data, for one score per token; None if it is not two linear maps with a SiLU between, or one."""
+        return None
