@@ -82,7 +82,7 @@ class DepthRouteLM(HFLM):
             set_budget(model, float(budget))
         if phases is not None:
             set_phases(model, phases)
-        configs = [routing.active_config() for routing in active_routings(model)]
+        configs = [holder.active_config() for holder in active_routings(model)]
         if any(config.granularity == "sequence" or config.phases == "prefill" for config in configs):
             kwargs["batch_size"] = 1
         self.seconds = 0.0  # inside the model
