@@ -39,7 +39,7 @@ from hf_depthroute import (
 from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace
 from hf_depthroute.training.forks import observe_prefix
-from hf_depthroute.training.losses import LossInputs, observe_exits, routing_losses
+from hf_depthroute.training.losses import LOSSES, LossInputs, observe_exits, routing_losses
 from hf_depthroute.training.objective import RoutingObjective
 from hf_depthroute.training.oracle import prefix_utility
 from hf_depthroute.training.record import remembered
@@ -93,9 +93,10 @@ def step(
         inputs: dict[str, Any] = {}
         weights = {"alive": 1.0, "cgs": 0.5, "z": 0.1}
         if observed:
-            stack.enter_context(state_of(model).override(observed=("similarity", "missed")))
-            inputs["exits"] = stack.enter_context(observe_exits(model))
-            inputs["observed"] = {observe_routers: stack.enter_context(observe_routers(model))}
+            metrics = {**LOSSES["similarity"].metrics, **LOSSES["recoverability"].metrics}
+            stack.enter_context(state_of(model).override(observed=metrics))
+            watches = (observe_exits, observe_routers)
+            inputs["observed"] = {watch: stack.enter_context(watch(model)) for watch in watches}
             others = ("capacity", "depth", "similarity", "recoverability", "exit")
             weights |= dict.fromkeys(others, 1.0)
         lm = wrapped(**mine, num_items_in_batch=targets).loss * world

@@ -456,6 +456,28 @@ def test_a_loss_from_outside_brings_what_it_watches(monkeypatch: pytest.MonkeyPa
     assert not model.get_output_embeddings()._forward_pre_hooks
 
 
+def test_a_loss_from_outside_brings_what_it_wants_to_know_of_both_paths(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def largest(before: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor) -> torch.Tensor:
+        return (after_full - after_cheap).abs().amax(dim=-1)
+
+    def sure_where_it_matters(inputs: LossInputs) -> torch.Tensor | None:
+        records = list(inputs.trace.values())
+        if not all("largest" in record.extras for record in records):
+            return None
+        return torch.stack([(record.largest * (1 - record.probs)).mean() for record in records]).mean()
+
+    term = LossTerm(0.0, sure_where_it_matters, metrics={"largest": largest})
+    monkeypatch.setitem(LOSSES, "matters", term)
+    model = get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1, 2]))
+    given = training_arguments(tmp_path, max_steps=1, loss_weights={"matters": 0.5})
+    trainer = DepthRouteTrainer(model, given, train_dataset=rows(2))
+    trainer.train()
+    assert trainer.state.log_history[0]["loss_matters"] > 0
+    assert all("largest" not in record.extras for record in record_of_pass(model).values())
+
+
 def record_of_pass(model: Any) -> Any:
     with record_routes(model.train()) as trace:
         model(**stacked(rows(2)))

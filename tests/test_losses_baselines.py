@@ -21,7 +21,7 @@ from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.thresholds import BudgetController
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes
 from hf_depthroute.training import objective as objective_module
-from hf_depthroute.training.losses import exit_cross_entropy, mean_probability, observe_exits, routing_losses
+from hf_depthroute.training.losses import LOSSES, exit_cross_entropy, mean_probability, observe_exits, routing_losses
 from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
 
 
@@ -162,7 +162,7 @@ def test_exit_loss_is_the_mean_cross_entropy_of_the_head_on_the_layers_inputs() 
     with observe_exits(model) as exits, record_routes(model) as trace:
         model(input_ids=ids, attention_mask=real.long(), output_hidden_states=False)
         streams = {index: stream.detach() for index, stream in exits.items()}
-        loss = term("exit", trace, exits=exits, labels=labels)
+        loss = term("exit", trace, observed={observe_exits: exits}, labels=labels)
     base = model.get_base_model()
 
     def cross_entropy(stream: torch.Tensor) -> torch.Tensor:
@@ -335,7 +335,7 @@ def test_what_the_cheap_path_misses_is_how_far_its_update_is_from_the_full_one()
     parts = {"full": layer.mlp, "cheap": routing.depth_route_branch["default"]}
     for name, part in parts.items():
         part.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
-    with state_of(model).override(observed=("missed",)), record_routes(model) as trace:
+    with state_of(model).override(observed=LOSSES["recoverability"].metrics), record_routes(model) as trace:
         model(tokens(2, 8))
     torch.testing.assert_close(trace[routing.layer_index].missed, (seen["full"] - seen["cheap"]).norm(dim=-1))
 

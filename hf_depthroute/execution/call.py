@@ -309,10 +309,7 @@ def _outcomes(call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> dict
     if "z_full" in call.plan.extras:
         project = call.routing.projections[call.plan.adapter][0]
         found = {"z_full": project(after_full), "z_cheap": project(after_cheap)}
-    if "similarity" in call.plan.extras:
-        with torch.no_grad():
-            found["similarity"] = torch.cosine_similarity(call.stream.float(), after_full.float(), dim=-1)
-    if "missed" in call.plan.extras:
-        with torch.no_grad():
-            found["missed"] = (after_full.float() - after_cheap.float()).norm(dim=-1)
+    with torch.no_grad():
+        for name, metric in call.plan.observed.items():
+            found[name] = metric(call.stream, after_full, after_cheap)
     return found

@@ -6,7 +6,8 @@ Shapes: B batch, T positions, K experts per token.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -22,7 +23,7 @@ from .thresholds import BudgetController, ScoreQuantiles
 
 if TYPE_CHECKING:
     from .routing import Routing
-    from .state import Recorder
+    from .state import PathMetric, Recorder
 
 _KEPT_PLANS = 64  # with their steps: of as many budgets of requests as are in use at one time
 
@@ -40,6 +41,7 @@ class RoutePlan:
         mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"`, `"scaled_sublayers"` or
             `"scaled_ffn"`.
         extras: What is recorded besides mask, scores and probs.
+        observed: Those of them that losses asked for, `RunSettings.observed`.
         budget: The budget in force: the adapter's, or the training schedule's; NaN where the gate is soft.
         threshold: The score that a token has to reach, for the rules that use one. Read here, because training moves
             the quantile tables between a forward pass and its recomputation.
@@ -67,6 +69,7 @@ class RoutePlan:
     temperature: float
     replayed: torch.Tensor | None
     recorders: tuple[Recorder, ...]
+    observed: Mapping[str, PathMetric] = field(default_factory=dict)
     last_tokens: torch.Tensor | None = None
     everything: bool = False
     kept: dict[int, torch.Tensor] | None = None
@@ -202,6 +205,7 @@ def make_plan(
         temperature=state.temperature(asked.temperature, training),
         replayed=None if replayed is None else replayed.probs if gate.soft else replayed.mask,
         recorders=settings.recorders,
+        observed=settings.observed if training else {},
         last_tokens=last_tokens,
         everything=everything,
         executor=executor,
@@ -228,7 +232,9 @@ def _extras(routing: Routing, name: str, gate: type[Gate], target: Target, train
         return (*extras, "expert_index")
     if training and name in routing.projections:
         extras += ("z_full", "z_cheap")
-    return (*extras, *routing.state.settings.observed) if training else extras
+    if training:
+        extras += tuple(routing.state.settings.observed)
+    return extras
 
 
 def decide(

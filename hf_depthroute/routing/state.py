@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
+
+from torch import Tensor
 
 if TYPE_CHECKING:
     from .trace import RouteRecord, RouteTrace
+
+# From the stream before the routed part, after the full path and after the cheap one, each `[B, T, d]`, to `[B, T]`.
+PathMetric = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Recorder(Protocol):
@@ -29,7 +34,7 @@ class RunSettings:
         replay: Decisions to use instead of the model's own.
         selection: Overrides the rule in training and inference: `"topk"` or `"threshold"`.
         executor: How inference runs the routed part: `"auto"`, or a row of `execution.executors.EXECUTORS`.
-        observed: What losses want to know of the paths, in training: `"similarity"`, `"missed"`.
+        observed: What losses want to know of both paths in training, by the name that a record has it under.
         budget: Overrides the adapter's budget and a training schedule's.
     """
 
@@ -38,7 +43,7 @@ class RunSettings:
     replay: RouteTrace | None = None
     selection: str | None = None
     executor: str = "auto"
-    observed: tuple[str, ...] = ()
+    observed: Mapping[str, PathMetric] = field(default_factory=dict)
     budget: float | None = None
 
 
@@ -50,7 +55,7 @@ class Changes(TypedDict, total=False):
     replay: RouteTrace | None
     selection: str | None
     executor: str
-    observed: tuple[str, ...]
+    observed: Mapping[str, PathMetric]
     budget: float | None
 
 

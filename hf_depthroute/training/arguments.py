@@ -8,9 +8,9 @@ fills in the rows of `LOSSES`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ..config.fields import with_help
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ..routing.state import PathMetric
     from .losses import LossInputs
 
 ORACLES = ("all_full", "on_policy")
@@ -33,11 +34,15 @@ class LossTerm:
         compute: The loss; None if the term does not apply.
         observe: Where the loss needs more of a forward pass than its trace: a context manager of the model, around the
             pass. What it yields is `inputs.observed[observe]`, once for all rows with the same one.
+        metrics: Where it needs a number of both paths of a token: functions of the stream before the routed part, after
+            the full path and after the cheap one, each `[B, T, d]`, to `[B, T]`. Each record of the trace has their
+            results, without gradient, by these names.
     """
 
     weight: float
     compute: Callable[[LossInputs], torch.Tensor | None]
     observe: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
+    metrics: Mapping[str, PathMetric] = field(default_factory=dict)
 
 
 LOSSES: dict[str, LossTerm] = {}  # every term of the training loss by its name; another package adds its own

@@ -72,7 +72,6 @@ class LossInputs:
         labels: Its labels `[B, T]`, for `distill` and `exit`.
         budget_scope: `"layer"`, or `"global"`: `budget` and `alive` hold the mean over layers instead of each layer;
             None: what the adapter says that the trace was recorded of.
-        exits: The streams that entered the routed layers, for `exit`.
         observed: What rows have watched, by their `observe`.
     """
 
@@ -87,7 +86,6 @@ class LossInputs:
     logits: torch.Tensor | None = None
     labels: torch.Tensor | None = None
     budget_scope: str | None = None
-    exits: Exits | None = None
     observed: Mapping[Any, Any] = field(default_factory=dict)
 
 
@@ -216,11 +214,14 @@ def exit_loss(inputs: LossInputs) -> torch.Tensor | None:
 
     With L exits in all, the final one included, weights `lm` 1/L and `exit` (L - 1)/L give the mean over exits.
     """
-    if inputs.exits is None or inputs.labels is None:
+    exits: Exits | None = inputs.observed.get(observe_exits)
+    if exits is None:
         return None
+    if inputs.labels is None:
+        raise ValueError("the exit loss needs labels in the batch")
     record = next(iter(inputs.trace.values()))
     real_BT = record.real if record.real.ndim == 2 else record.real[..., 0]
-    return exit_cross_entropy(inputs.exits, inputs.labels, real_BT.to(inputs.labels.device))
+    return exit_cross_entropy(exits, inputs.labels, real_BT.to(inputs.labels.device))
 
 
 def exit_cross_entropy(exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Tensor) -> torch.Tensor:
@@ -286,16 +287,35 @@ def predictor_loss(inputs: LossInputs) -> torch.Tensor | None:
     return _cross_entropy(predicted_CBT, stack([record.mask.float() for record in records]), real_tokens(inputs.trace))
 
 
-for _name, _compute in {
-    "lm": lambda i: i.lm,
-    "jepa": jepa_loss, "util": util_loss, "rank": rank_loss, "budget": budget_loss, "alive": alive_loss,
-    "cgs": cgs_loss, "z": z_loss, "distill": distill_loss, "capacity": capacity_loss,
-    "depth": lambda i: mean_probability(i.trace).mean(),
-    "squared_depth": lambda i: squared_depth(i.trace),
-    "similarity": similarity_loss, "recoverability": recoverability_loss,
-    "predictor": predictor_loss, "exit": exit_loss,
-}.items():  # fmt: skip
-    LOSSES[_name] = LossTerm(getattr(RoutingArguments, f"{_name}_weight"), _compute)
+def _similarity(before: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor) -> torch.Tensor:
+    """The cosine between the stream before and after the full path, `[B, T]`."""
+    return torch.cosine_similarity(before.float(), after_full.float(), dim=-1)
+
+
+def _missed(before: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor) -> torch.Tensor:
+    """`|after full - after cheap|`, `[B, T]`."""
+    return (after_full.float() - after_cheap.float()).norm(dim=-1)
+
+
+for _name, _compute, _needs in (
+    ("lm", lambda i: i.lm, {}),
+    ("jepa", jepa_loss, {}),
+    ("util", util_loss, {}),
+    ("rank", rank_loss, {}),
+    ("budget", budget_loss, {}),
+    ("alive", alive_loss, {}),
+    ("cgs", cgs_loss, {}),
+    ("z", z_loss, {}),
+    ("distill", distill_loss, {}),
+    ("capacity", capacity_loss, {}),
+    ("depth", lambda i: mean_probability(i.trace).mean(), {}),
+    ("squared_depth", lambda i: squared_depth(i.trace), {}),
+    ("similarity", similarity_loss, {"metrics": {"similarity": _similarity}}),
+    ("recoverability", recoverability_loss, {"metrics": {"missed": _missed}}),
+    ("predictor", predictor_loss, {}),
+    ("exit", exit_loss, {"observe": observe_exits}),
+):
+    LOSSES[_name] = LossTerm(getattr(RoutingArguments, f"{_name}_weight"), _compute, **_needs)
 
 
 def routing_losses(

@@ -21,7 +21,7 @@ from ..routing.trace import RouteRecord, RouteTrace, record_routes
 from .arguments import LOSSES, RoutingArguments
 from .forks import Prefix, observe_prefix
 from .label_scale import LabelScale
-from .losses import LossInputs, diagnostics, observe_exits, routing_losses
+from .losses import LossInputs, diagnostics, routing_losses
 from .oracle import prefix_utility
 from .trace_statistics import stack
 
@@ -67,21 +67,19 @@ class RoutingObjective:
         a = self.arguments
         with ExitStack() as watchers:
             watchers.enter_context(_without_input_gradients(self.model))
-            observed = {"similarity": a.similarity_weight, "missed": a.recoverability_weight}
-            names = tuple(name for name, weight in observed.items() if weight > 0)
-            watchers.enter_context(state_of(self.model).override(observed=names))
+            rows = [LOSSES[name] for name, weight in a.weights().items() if weight > 0]
+            metrics = {name: metric for row in rows for name, metric in row.metrics.items()}
+            watchers.enter_context(state_of(self.model).override(observed=metrics))
             trace = watchers.enter_context(record_routes(self.model))
             trace.with_graph = True
             prefix = watchers.enter_context(observe_prefix(self.model)) if a.forks() else None
-            exits = watchers.enter_context(observe_exits(self.model)) if a.exit_weight > 0 else None
-            watches = dict.fromkeys(LOSSES[name].observe for name, weight in a.weights().items() if weight > 0)
+            watches = dict.fromkeys(row.observe for row in rows)
             seen = {watch: watchers.enter_context(watch(self.model)) for watch in watches if watch is not None}
             yield LossInputs(
                 trace,
                 alive_min=a.alive_min,
                 jepa_targets=a.jepa_targets,
                 prefix=prefix,
-                exits=exits,
                 observed=seen,
             )
 
@@ -107,8 +105,6 @@ class RoutingObjective:
         """
         a, trace, prefix = self.arguments, watched.trace, watched.prefix
         due: dict[str, Any] = {}
-        if watched.exits is not None and labels is None:
-            raise ValueError("the exit loss needs labels in the batch")
         if prefix is not None:
             if labels is None:
                 raise ValueError("the util, rank, cgs and distill losses need labels in the batch")
