@@ -107,6 +107,28 @@ def test_batch_size_and_padding_change_no_score(base: Path, tasks: Path, fields:
         torch.testing.assert_close(other, found[0], rtol=0, atol=1e-4)
 
 
+def test_with_prompts_alone_answers_are_scored_as_they_are_served(base: Path, tasks: Path) -> None:
+    """The prompt is read once for all of its answers, and each token of an answer is decoded behind it."""
+    model, tokenizer = routed(AutoModelForCausalLM.from_pretrained(base), "mlp", phases="prefill"), word_tokenizer()
+    lm, pairs = DepthRouteLM(model, tokenizer=tokenizer), requests(tasks)
+    passes = []
+    with model.register_forward_hook(lambda *_: passes.append(1)):
+        found = lm.loglikelihood(pairs, disable_tqdm=True)
+    prompts = {pair.args[0] for pair in pairs}
+    assert len(passes) == len(prompts) + sum(" " in pair.args[1].strip() for pair in pairs)
+    for pair, (score, greedy) in zip(pairs, found):
+        prompt, answer = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in pair.args)
+        cache, logits = None, []
+        for part in [prompt, *[[token] for token in answer[:-1]]]:
+            with torch.no_grad():
+                out = model(torch.tensor([part]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logits.append(out.logits[0, -1])
+        log_probs = torch.stack(logits).log_softmax(-1)
+        assert score == pytest.approx(float(log_probs.gather(1, torch.tensor(answer)[:, None]).sum()), abs=1e-4)
+        assert greedy == (log_probs.argmax(-1).tolist() == answer)
+
+
 def test_dense_and_routed_are_compared_and_the_budget_is_restored(base: Path, tasks: Path) -> None:
     model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp", budget=0.4)
     names = ["small_choice", "small_generation"]

@@ -20,6 +20,7 @@ import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tqdm.auto import tqdm
 
 from ..adapter.base_check import allow_base_mismatch as allowed
 from ..files.hub import explained
@@ -30,6 +31,7 @@ from ..routing.stack import state_of
 from ..routing.trace import RouteCounter
 from .generated import read_generated
 from .harness_scores import read_scores
+from .served import served_scores
 
 
 @register_model("depthroute")
@@ -38,8 +40,9 @@ class DepthRouteLM(HFLM):
 
     Decisions about tokens are causal, so a score depends neither on the batch nor on its padding. A decision about a
     whole sequence reads all of it, `phases="prefill"` asks for its last token, and lm-eval pads without a mask: there,
-    batches hold one sequence. A continuation that is scored enters with its prompt in one pass, so `phases="prefill"`
-    routes all of it but the last token.
+    batches hold one sequence. With `phases="prefill"` a continuation is scored as it is served: its prompt is read
+    first, once for all continuations of it, and the continuation in full behind it. A text without a prompt, whose
+    perplexity is asked for, enters in one pass, as if all of it were a prompt.
 
     Args:
         pretrained: The base's Hub id or folder, by default the adapter's own; or a `PeftModel` that is routed.
@@ -85,9 +88,25 @@ class DepthRouteLM(HFLM):
         configs = [holder.active_config() for holder in active_routings(model)]
         if any(config.granularity == "sequence" or config.phases == "prefill" for config in configs):
             kwargs["batch_size"] = 1
+        self._prompts_alone = any(config.phases == "prefill" for config in configs)
         self.seconds = 0.0  # inside the model
         self.counter: RouteCounter | None = None  # of what runs full, if that is wanted
         super().__init__(pretrained=model, trust_remote_code=trust_remote_code, **kwargs)
+
+    def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        without_prompt = any(name is None for name, _, _ in requests)
+        if not self._prompts_alone or without_prompt:
+            found: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
+            return found
+        scored: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        start = time.perf_counter()
+        with tqdm(total=len(requests), disable=kwargs.get("disable_tqdm", False), desc="Scoring answers") as bar:
+            for number, score, greedy in served_scores(self.model, requests, self.max_length, self._counting):
+                scored[number] = score, greedy
+                self.cache_hook.add_partial("loglikelihood", requests[number][0], scored[number])
+                bar.update()
+        self.seconds += time.perf_counter() - start
+        return scored
 
     def _model_call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._counting():

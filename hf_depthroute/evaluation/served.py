@@ -1,0 +1,56 @@
+"""Scores of continuations as a model with `phases="prefill"` serves them: the prompt first, then the rest in full.
+
+Shapes: T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ..routing.trace import full_depth
+
+Request = tuple[Any, list[int], list[int]]
+
+
+@torch.no_grad()
+def served_scores(
+    model: Any, requests: Sequence[Request], max_length: int, counting: AbstractContextManager[None] | Any
+) -> Iterator[tuple[int, float, bool]]:
+    """The log-likelihood of every continuation, and whether it is the greedy one, with the number of its request.
+
+    A prompt that several continuations follow is read once. Of text that is too long, the beginning is left out.
+
+    Args:
+        model: A causal language model in eval mode.
+        requests: As lm-eval's `_loglikelihood_tokens` gets them: a name, the prompt's ids, the continuation's.
+        max_length: Tokens that the model reads, at most.
+        counting: Called before each pass of a prompt: a context in which it is counted.
+    """
+    numbers: dict[tuple[int, ...], list[int]] = {}
+    for number, (_, prompt, continuation) in enumerate(requests):
+        left = max(1, max_length + 1 - len(continuation))
+        numbers.setdefault(tuple(prompt[-left:]), []).append(number)
+    for prompt_ids, of_prompt in numbers.items():
+        ids_1T = torch.tensor([prompt_ids], device=model.device)
+        with counting():
+            read = model(input_ids=ids_1T, use_cache=True, logits_to_keep=1)
+        for number in of_prompt:
+            yield (number, *_score(model, read, requests[number][2]))
+
+
+def _score(model: Any, read: Any, continuation: list[int]) -> tuple[float, bool]:
+    ids_1T = torch.tensor([continuation], device=model.device)
+    logits_TV = read.logits[0, -1:]
+    if len(continuation) > 1:
+        cache = copy.deepcopy(read.past_key_values)  # other continuations follow the same prompt
+        with full_depth(model):
+            rest = model(input_ids=ids_1T[:, :-1], past_key_values=cache, use_cache=True).logits[0]
+        logits_TV = torch.cat([logits_TV, rest])
+    log_probs_TV = logits_TV.float().log_softmax(-1)
+    score = log_probs_TV.gather(1, ids_1T.T).sum()
+    return float(score), bool((log_probs_TV.argmax(-1) == ids_1T[0]).all())
