@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from .adapter.tuner import get_depth_routed_model as get_depth_routed_model
     from .config.adapter import DepthRouteConfig as DepthRouteConfig
     from .evaluation.cost import route_cost as route_cost
-    from .evaluation.slots import slot_use as slot_use
     from .fitting.router import fit_router as fit_router
     from .inference.autotune import tune_execution as tune_execution
     from .inference.calibration import calibrate as calibrate
@@ -40,7 +39,6 @@ _NAMES = {
     "adapter.tuner": ["get_depth_routed_model"],
     "config.adapter": ["DepthRouteConfig"],
     "evaluation.cost": ["route_cost"],
-    "evaluation.slots": ["slot_use"],
     "fitting.router": ["fit_router"],
     "inference.autotune": ["tune_execution"],
     "inference.calibration": ["calibrate", "calibrate_budgets", "set_budget", "use_budget"],

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from engram.slots import slot_use
 from hypothesis import given
 from hypothesis import strategies as st
 from models import (
@@ -34,6 +35,7 @@ from protocol import gap
 from safetensors.torch import load_file, save_file
 from study.metrics import oracle_auc
 from study.run import unfreeze
+from study.utility import exact_utility, utility_labels
 from test_invariants_causal import CONTINUATIONS, LENGTH, Run, run
 from test_invariants_causal import continued as continued_run
 from torch import nn
@@ -53,7 +55,6 @@ from hf_depthroute import (
     route_cost,
     set_budget,
     set_phases,
-    slot_use,
     tune_execution,
 )
 from hf_depthroute.adapter.doctor import examine
@@ -69,7 +70,6 @@ from hf_depthroute.routing.routing import Routing
 from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace
 from hf_depthroute.training.losses import LOSSES
-from hf_depthroute.training.oracle import exact_utility, utility_labels
 from hf_depthroute.vllm.limits import check_adapter
 
 LAYERS = (1, 2, 3)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from engram.slots import slot_use
 from models import WIDTH, build_base, build_routed, decoder_layers, logits, routed, tokens
 from peft import PeftModel
 from protocol import assert_free, assert_pinned, gap, narrow, spread
 from safetensors.torch import load_file, save_file
+from study.utility import utility_labels
 from test_invariants_causal import CONTINUATIONS, LENGTH, base_gap, run
 from test_invariants_causal import continued as continued_run
 from test_memory import GENERATIONS, change, naive_suffixes
@@ -32,7 +34,6 @@ from hf_depthroute import (
     replay_routes,
     route_cost,
     set_budget,
-    slot_use,
     tune_execution,
 )
 from hf_depthroute.adapter.doctor import examine
@@ -46,7 +47,6 @@ from hf_depthroute.parts.memory import MISSING, NgramMemory, suffixes
 from hf_depthroute.routing.routing import Routing
 from hf_depthroute.routing.stack import state_of
 from hf_depthroute.routing.trace import RouteTrace
-from hf_depthroute.training.oracle import utility_labels
 from hf_depthroute.vllm.limits import check_adapter
 
 SMALL: dict[str, Any] = {"branch": "memory", "memory_slots": 8192, "memory_width": 4}

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from models import FAMILY_NAMES, GATES, build_routed, decoder_layers, tokens
 from study.refresh import refresh_cost
+from study.utility import exact_utility, utility_labels
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -22,9 +23,7 @@ from hf_depthroute.training.forks import divergence_from_dense, observe_prefix
 from hf_depthroute.training.oracle import (
     ORACLES,
     UtilityLabels,
-    exact_utility,
     prefix_utility,
-    utility_labels,
 )
 
 LAYERS = (1, 2, 3)

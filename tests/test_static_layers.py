@@ -18,6 +18,7 @@ from protocol import gap
 from report_pages import byte_tokenizer
 from safetensors.torch import load_file, save_file
 from speed.draft_search import search_draft
+from study.utility import exact_utility, utility_labels
 from test_invariants_execution import assert_only_decided_rows_ran, counted_rows
 from training import backward, make_trainer, rows, stacked, step_logs
 
@@ -49,7 +50,6 @@ from hf_depthroute.report.run_page import render_page
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import RouteTrace, count_routes
 from hf_depthroute.training.log_lines import log_line
-from hf_depthroute.training.oracle import exact_utility, utility_labels
 from hf_depthroute.training.record import remembered
 from hf_depthroute.vllm.limits import check_adapter
 

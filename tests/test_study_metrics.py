@@ -7,10 +7,10 @@ import torch
 from models import build_routed, tokens
 from study import metrics
 from study.blocks import draw_order, spread
+from study.utility import utility_labels
 
 from hf_depthroute.base.families import find_decoder, find_family
 from hf_depthroute.evaluation.cost import route_cost
-from hf_depthroute.training.oracle import utility_labels
 
 EVALUATIONS = [(0, 9.0), (2, 4.0), (4, 2.0), (6, 3.0), (8, 2.0)]
 

@@ -17,17 +17,13 @@ forks do to it through later attention. The exact fork changes one position at a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from ..data.batches import labels_of, model_inputs
 from .arguments import ORACLES
-from .forks import Prefix, fork_losses, observe_prefix, run_forks
+from .forks import Prefix, fork_losses, run_forks
 
 
 @dataclass(frozen=True)
@@ -65,62 +61,13 @@ def prefix_utility(
     Returns:
         Labels by layer index.
     """
-    differences, counted_BT = _differences(
+    differences, counted_BT = differences_of(
         prefix, labels_BT, kind, window, gamma, lambda path_BTd, trunk_BTd: path_BTd[None], layers
     )
     valid_BT = _windowed(counted_BT.float(), window, gamma, prefix.documents) > 0
     if prefix.token_mask is not None:
         valid_BT = valid_BT & prefix.token_mask
     return {index: UtilityLabels(difference_1BT[0], valid_BT) for index, difference_1BT in differences.items()}
-
-
-def utility_labels(
-    model: nn.Module,
-    batch: Mapping[str, torch.Tensor],
-    kind: str = "all_full",
-    window: int = 8,
-    gamma: float = 0.5,
-    layers: Collection[int] | None = None,
-) -> dict[int, UtilityLabels]:
-    """`prefix_utility` of a batch.
-
-    A dict with `input_ids` and optionally `attention_mask`, `position_ids` and `labels`, each `[B, T]`.
-    In eval mode `"on_policy"` follows the causal thresholds; `calibration.use_selection(model, "topk")` changes that.
-
-    Raises:
-        ValueError: `kind` is unknown, or no depth-routed adapter is active.
-    """
-    with _observed(model, batch) as (prefix, labels_BT):
-        return prefix_utility(prefix, labels_BT, kind, window, gamma, layers)
-
-
-def exact_utility(
-    model: nn.Module,
-    batch: Mapping[str, torch.Tensor],
-    positions: torch.Tensor,
-    kind: str = "all_full",
-    window: int = 8,
-    gamma: float = 0.5,
-) -> dict[int, torch.Tensor]:
-    """`u*` at `positions` (int64 `[S]`), each forked alone: float32 `[B, S]` by layer index.
-
-    Runs one trajectory per layer and position (two with `"on_policy"`); meant for a few positions.
-
-    Raises:
-        ValueError: `kind` is unknown, or no depth-routed adapter is active.
-    """
-
-    def place(path_BTd: torch.Tensor, trunk_BTd: torch.Tensor) -> torch.Tensor:
-        here = F.one_hot(positions.to(trunk_BTd.device), trunk_BTd.shape[1]).bool()[:, None, :, None]  # [S, 1, T, 1]
-        return torch.where(here, path_BTd, trunk_BTd)
-
-    with _observed(model, batch) as (prefix, labels_BT):
-        differences, _ = _differences(prefix, labels_BT, kind, window, gamma, place)
-    result = {}
-    for index, difference_SBT in differences.items():
-        at = positions.to(difference_SBT.device)[:, None, None].expand(-1, difference_SBT.shape[1], 1)
-        result[index] = difference_SBT.gather(-1, at)[..., 0].T.contiguous()
-    return result
 
 
 def _windowed(losses: torch.Tensor, window: int, gamma: float, documents: torch.Tensor | None) -> torch.Tensor:
@@ -134,7 +81,7 @@ def _windowed(losses: torch.Tensor, window: int, gamma: float, documents: torch.
     return summed
 
 
-def _differences(
+def differences_of(
     prefix: Prefix,
     labels_BT: torch.Tensor,
     kind: str,
@@ -162,12 +109,3 @@ def _differences(
         full_KBT, cheap_KBT = new.chunk(2) if on_policy else (summed_FBT[:1], new)
         found[index] = cheap_KBT - full_KBT
     return found, counted_BT
-
-
-@contextmanager
-def _observed(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Iterator[tuple[Prefix, torch.Tensor]]:
-    """The prefix of a forward pass over `batch`, and its labels."""
-    with observe_prefix(model) as prefix:
-        with torch.no_grad():
-            model(**next(model_inputs(model, batch)), use_cache=False, logits_to_keep=1)
-        yield prefix, labels_of(batch)

@@ -43,6 +43,7 @@ import torch
 import transformers
 from study.metrics import oracle_auc
 from study.step_ratio import Stopwatch
+from study.utility import utility_labels
 
 from hf_depthroute import (
     DepthRouteConfig,
@@ -56,7 +57,6 @@ from hf_depthroute.base.lm_head import token_losses
 from hf_depthroute.base.stack import stack_of
 from hf_depthroute.parts.memory import NgramMemory, suffixes
 from hf_depthroute.training import losses
-from hf_depthroute.training.oracle import utility_labels
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "embedded_base" / "model"

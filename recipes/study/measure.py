@@ -17,12 +17,12 @@ from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.inference.calibration import calibrate, gated_routings, use_selection
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import count_routes, record_routes
-from hf_depthroute.training.oracle import exact_utility, utility_labels
 from hf_depthroute.training.trainer import DepthRouteTrainingArguments
 
 from . import metrics
 from .blocks import Blocks, spread, to_batches
 from .refresh import refresh_cost
+from .utility import exact_utility, utility_labels
 
 CALIBRATION_BLOCKS = 64  # training blocks that set the thresholds
 AUC_BLOCKS = 24  # validation blocks that the gate is compared with the oracle on

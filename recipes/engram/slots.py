@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..data.batches import document_starts, model_inputs, token_mask
-from ..inference.calibration import active_routings
-from ..parts.memory import MISSING, NgramMemory, shortest_order, suffixes
+from hf_depthroute.data.batches import document_starts, model_inputs, token_mask
+from hf_depthroute.inference.calibration import active_routings
+from hf_depthroute.parts.memory import MISSING, NgramMemory, shortest_order, suffixes
 
 
 @dataclass(frozen=True)
