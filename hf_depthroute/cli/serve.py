@@ -17,17 +17,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..files.shown import reason, say
 from . import options as o
 from .errors import CliError
-from .serve_generation import limited_managers
-from .serve_limits import Guard, error_body
-from .serve_settings import Limits
 from .serve_vllm import ServedAdapter, serve_vllm
+
+if TYPE_CHECKING:
+    from .serve_settings import Limits
 
 _GRACE = 5  # seconds that running answers have when the server is told to end
 _BASE_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -81,9 +81,12 @@ def serve(options: ServeOptions) -> None:
     if gguf_file is not None:
         raise CliError(f"model {base}: serve reads no GGUF file; save {gguf_file} as safetensors, and pass --model")
     positions = getattr(base_config, "max_position_embeddings", None)
-    limits = Limits(options.max_prompt_tokens, options.max_output_tokens, options.max_requests, positions)
     name = loading.served_name(adapter)
     from transformers.cli.transformers import app
+
+    from .serve_settings import Limits
+
+    limits = Limits(options.max_prompt_tokens, options.max_output_tokens, options.max_requests, positions)
 
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="depthroute") as root:
         base_folder = loading.folder_of("model", base, [*_BASE_FILES, "*.py"] if trusted else _BASE_FILES)
@@ -124,6 +127,9 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
     import uvicorn
     from fastapi.responses import JSONResponse
     from transformers.cli.serving import server, utils
+
+    from .serve_generation import limited_managers
+    from .serve_limits import Guard, error_body
 
     owner = name.split("/")[0] if "/" in name else ""
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": owner}

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
+
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
 
 from ..files.shown import shown
 from .serve_generation import STREAMERS
 from .serve_prompts import fault_of_prompt
-from .serve_settings import Limits, parse_json, wrong_settings
+from .serve_settings import Limits, wrong_settings
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -24,7 +27,6 @@ Send = Callable[[Message], Awaitable[None]]
 
 GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _LOAD = "/load_model"
-_COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _BODY_SECONDS = 30.0
 
 
@@ -55,7 +57,8 @@ class Guard:
             await self.app(scope, receive, send)
             return
         try:
-            body = await _read(receive, self.limits.body_bytes) if self._serves(scope["path"]) else None
+            self._check_path(scope["path"])
+            body = await _read(Request(scope, receive), self.limits.body_bytes)
             if body is None:  # the client has left
                 return
             content = self._checked(scope["path"], body)
@@ -68,15 +71,14 @@ class Guard:
             finally:
                 self.requests -= 1
         except BadRequest as refused:
-            await _answer(send, refused)
+            await _answer(refused)(scope, receive, send)
         except asyncio.CancelledError:
             # The server ends, and the time that it gave its answers is over. Their clients see a broken connection.
             return
 
-    def _serves(self, path: str) -> bool:
+    def _check_path(self, path: str) -> None:
         if path not in (*GENERATION, _LOAD):
             raise BadRequest(404, f"{shown(path)[:100]} is not served; use one of: {', '.join(GENERATION)}")
-        return True
 
     async def _check_prompt(self, content: Mapping[str, Any]) -> None:
         """Refuse a prompt that is too long, in a thread: tokenising one of a megabyte takes seconds."""
@@ -89,21 +91,14 @@ class Guard:
     def _checked(self, path: str, body: bytes) -> dict[str, Any]:
         """The content of a body that may be run."""
         try:
-            content = parse_json(body.decode("utf-8"))
-            text = json.dumps(content, ensure_ascii=False)
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(400, "the body is not JSON in UTF-8") from error
+            content = from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise BadRequest(400, f"the body is not JSON in UTF-8: {error}") from error
         if not isinstance(content, dict):
             raise BadRequest(400, "the body is not a JSON object")
-        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-            raise BadRequest(400, "a string holds half of a surrogate pair, which is no character")
         wanted = content.get("model")
         if wanted != self.model and (wanted is not None or path == _LOAD):
             raise BadRequest(400, f"this server has one model, {self.model!r}; name it")
-        for name in _COUNTS:
-            value, most = content.get(name), self.limits.output_tokens
-            if value is not None and not (isinstance(value, int) and value is not True and 1 <= value <= most):
-                raise BadRequest(400, f"{name} must be a whole number from 1 to {most}")
         wrong = wrong_settings(content, self.limits.output_tokens, path)
         if wrong is not None:
             raise BadRequest(400, wrong)
@@ -147,37 +142,26 @@ class Guard:
                     streamer.cancel()
 
 
-async def _read(receive: Receive, most: int) -> bytes | None:
+async def _read(request: Request, most: int) -> bytes | None:
     """The body of a request; None if its client leaves before it has arrived."""
+    body = bytearray()
     try:
-        return await asyncio.wait_for(_read_parts(receive, most), _BODY_SECONDS)
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise BadRequest(413, f"the body is larger than {most:,} bytes")
     except TimeoutError:
         raise BadRequest(408, f"the body did not arrive within {_BODY_SECONDS:.0f} s") from None
+    except ClientDisconnect:
+        return None
+    return bytes(body)
 
 
-async def _read_parts(receive: Receive, most: int) -> bytes | None:
-    parts, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > most:
-            raise BadRequest(413, f"the body is larger than {most:,} bytes")
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-async def _answer(send: Send, refused: BadRequest) -> None:
-    body = json.dumps(error_body(str(refused))).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if refused.status == 429:
-        headers.append((b"retry-after", b"1"))
-    if refused.status in (408, 413):  # what is left of the body is not read
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _answer(refused: BadRequest) -> JSONResponse:
+    # What is left of a body that is too large, or late, is not read.
+    headers = {429: {"Retry-After": "1"}, 408: {"Connection": "close"}, 413: {"Connection": "close"}}
+    return JSONResponse(error_body(str(refused)), refused.status, headers.get(refused.status))
 
 
 def error_body(why: str) -> dict[str, Any]:
