@@ -414,7 +414,7 @@ def test_the_command_writes_the_full_models_text(generate: Callable[..., Any], o
     if "--sample" not in options:
         assert out == generate("--full")[1]
     assert said in err
-    found = re.match(r"\d+ tokens, [\d.]+ tokens/s, [\d.]+x plain generation \([\d.]+ tokens/s\), ([\d.]+) of the", err)
+    found = re.match(r"\d+ tokens, [\d.]+ tokens/s, ([\d.]+) of the draft accepted", err)
     assert found and 0 <= float(found[1]) <= 1
 
 
