@@ -560,27 +560,6 @@ def test_overwrite_replaces_the_files_of_an_adapter_and_no_others(
     assert run("doctor", ".").code == 0
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["generate", *PROMPT, "--adapter"]], ids=["doctor", "generate"])
-def test_an_adapter_that_a_killed_overwriting_hid_is_put_back(
-    command: list[object], run: Run, train_arguments: list[object], adapter: Path, tmp_path: Path
-) -> None:
-    """Earlier versions renamed the old folder before they renamed the new one."""
-    before = {path.name: path.read_bytes() for path in adapter.iterdir()}
-    hidden = adapter.with_name(".adapter.previous-4711")
-    adapter.rename(hidden)
-    ended = run(*command, adapter)
-    assert ended.code == 0
-    assert "was left as .adapter.previous-4711 by a run that was killed; put back" in ended.err
-    assert {path.name: path.read_bytes() for path in adapter.iterdir()} == before
-    adapter.rename(hidden)
-    assert "pass --overwrite" in run(*train_arguments, "--out", adapter).err
-    adapter.rename(hidden)
-    shutil.copytree(hidden, adapter.with_name(".adapter.previous-4712"))
-    ended = run("doctor", adapter)
-    assert ended.code == errors.ADAPTER
-    assert ".adapter.previous-4711, .adapter.previous-4712" in ended.error
-
-
 class SmallDisk(io.RawIOBase):
     """A file on a disk that holds `room` bytes more."""
 

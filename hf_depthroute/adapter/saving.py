@@ -99,7 +99,7 @@ def staged_save(folder: Path) -> Iterator[Path]:
     created = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with alone_in(folder):
-        finish(folder)  # of processes that were killed: the routing of the lock is alone
+        finish(folder)  # of processes that were killed: the holder of the lock is alone
         for leftover in folder.glob(f"{STAGE_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))

@@ -9,7 +9,6 @@ from pathlib import Path
 from ..files.shown import say
 from . import options as o
 from .errors import ADAPTER, CliError
-from .output import restore_hidden
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,95})?")
 
@@ -24,7 +23,6 @@ def doctor(adapter: o.Adapter = "", adapter_option: o.OldAdapter = None, debug: 
       hf-depthroute doctor routed
     """
     folder = Path(adapter)
-    restore_hidden(folder)
     if not folder.is_dir():
         folder = _downloaded(adapter, debug)
     if not debug:

@@ -20,7 +20,6 @@ from ..files.remote_code import code_repositories, refused_code, trusts_remote_c
 from ..files.shown import reason, say
 from .errors import ADAPTER, USAGE, CliError
 from .gguf import find_gguf_file
-from .output import restore_hidden
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +63,6 @@ def load_adapter_config(adapter: str) -> DepthRouteConfig:
     from ..config.adapter import DepthRouteConfig
 
     folder = Path(adapter)
-    restore_hidden(folder)
     for name in ("adapter_config.json", "adapter_model.safetensors") if folder.is_dir() else ():
         if not (folder / name).is_file():
             raise CliError(f"adapter {adapter}: there is no {name} in it; is this the --out of a training?", ADAPTER)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from ..files import staged
-from ..files.shown import reason, say, say_block, shown
-from .errors import ADAPTER, RESOURCES, CliError
+from ..files.shown import reason, say_block, shown
+from .errors import RESOURCES, CliError
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 STDOUT = Path("-")
@@ -33,7 +31,6 @@ def check_out(out: Path, overwrite: bool, resume: bool = False) -> Path:
     resolved = out.expanduser().resolve()
     if resolved.is_file():
         raise CliError(f"--out {out}: is a file; name a folder")
-    restore_hidden(resolved)
     held = sorted(entry.name for entry in resolved.iterdir()) if resolved.is_dir() else []
     checkpoints = [name for name in held if _CHECKPOINT.fullmatch(name)]
     if checkpoints and not resume:
@@ -73,23 +70,6 @@ def made(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 path.rmdir()
         raise
-
-
-def restore_hidden(folder: Path) -> None:
-    """Put back an adapter that is not in its place: earlier versions renamed it while they replaced it.
-
-    One that was killed between its two renames left `.NAME.previous-PID` next to the folder.
-    """
-    pattern = f".{glob.escape(folder.name)}.previous-*"
-    if folder.exists() or not folder.name or not folder.parent.is_dir():
-        return
-    hidden = [path for path in sorted(folder.parent.glob(pattern)) if (path / "adapter_config.json").is_file()]
-    if len(hidden) > 1:
-        names = ", ".join(path.name for path in hidden)
-        raise CliError(f"{folder}: is not there, but {names} next to it are adapters; rename one of them", ADAPTER)
-    if hidden:
-        hidden[0].rename(folder)
-        say(f"note: {folder} was left as {hidden[0].name} by a run that was killed; put back", file=sys.stderr)
 
 
 def check_file(path: Path | None) -> Path | None:

@@ -58,7 +58,7 @@ def _within_limit(value: int, info: ValidationInfo) -> int:
 
 
 def _for_template(given: dict[str, Any]) -> dict[str, Any]:
-    """What a chat template is to be given; a template of the client's own would be a program."""
+    """Values for the chat template; a template of the client's own would be a program."""
     from transformers import PreTrainedTokenizerBase
 
     taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
