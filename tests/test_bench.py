@@ -127,6 +127,19 @@ def test_variants_run_what_their_names_say():
     assert rows["budget 0.5"] < 0.8 * rows["base"]
 
 
+def test_an_adapter_without_a_budget_is_timed_as_it_is():
+    base = build_base("llama")
+    view = dense_view(base)
+    config = DepthRouteConfig(layers=[1, 2], gate="sinks", branch="none", budget=0.01, phases="prefill")
+    model = get_depth_routed_model(base, config)
+    result = bench(model, base=view, budgets=[0.5, 0.25], batch=2, length=16, decode_steps=2, repeats=2)
+    assert list(result["prefill"]["overheads"]) == ["disabled"]
+    (row,) = result["prefill"]["budgets"].values()
+    assert row["full_ratio"] == pytest.approx(1 / 16) and row["flops_routed_over_dense"] < 1
+    (row,) = result["decode"]["budgets"].values()
+    assert row["full_ratio"] == 1.0
+
+
 def test_budget_thresholds_and_tuned_executors_are_restored(measured):
     model, table, _ = measured
     routing = active_routings(model)[0]

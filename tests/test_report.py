@@ -64,12 +64,12 @@ def test_layers_left_out_that_cannot_be_as_fast_have_no_loss(tmp_path):
 
 def test_the_demo_times_made_up_weights_in_the_form_of_bench(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "report", sys.modules["demo.report"])  # which it imports as a script does
-    from demo import demo
+    from demo import small_llama
 
     monkeypatch.chdir(RECIPES.parent)
-    monkeypatch.setattr(demo, "HERE", RECIPES / "demo")
-    monkeypatch.setattr(demo, "WIDE", demo.WIDE | {"depth": 1, "vocabulary": 64})
-    wide = demo.wide_times(tmp_path, [0.5], "float32", rounds=1)
+    monkeypatch.setattr(small_llama, "HERE", RECIPES / "demo")
+    monkeypatch.setattr(small_llama, "WIDE", small_llama.WIDE | {"depth": 1, "vocabulary": 64})
+    wide = small_llama.wide_times(tmp_path, [0.5], "float32", rounds=1)
     assert wide["setting"]["depth"] == 1 and wide["prefill"]["batch"] == 4 and wide["decode"]["steps"] == 48
     (row,) = times({"bench": wide, "bench_wide": wide})
     assert row[0] == "0.5" and all("(" in cell for cell in row[1:])

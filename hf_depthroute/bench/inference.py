@@ -232,6 +232,8 @@ def _report(
     }
     if reference == BASE:
         for name in (DISABLED, FULL):  # in the mode that the dense model is fastest in, for like with like
+            if name not in variants.names:
+                continue
             value, error = samples.ratio((name, dense[1]), dense).rounded()
             part["overheads"][name] = {"ratio": value, "ratio_error": error, "mode": dense[1]}
         part["disabled_over_base"] = part["overheads"][DISABLED]["ratio"]

@@ -73,7 +73,7 @@ def _overheads(m: Mapping[str, Any]) -> Iterator[Row]:
         roof = m["roofline"]
         yield {
             "case": short_label(m),
-            **{f"{name} / base": with_error(m["overheads"][name]) for name in ("disabled", "budget 1.0")},
+            **{f"{name} / base": with_error(m["overheads"][name]) for name in m["overheads"]},
             "dense GFLOP": f"{roof['gflop']:.1f}", "dense GB": f"{roof['gb']:.2f}",
             "roofline ms": f"{roof['ideal_ms']:.2f}", "bound by": roof["bound"],
             "roofline / dense": f"{roof['ideal_ms'] / m['dense_ms']:.2f}",

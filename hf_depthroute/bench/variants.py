@@ -15,6 +15,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,14 +56,15 @@ class Variants:
     Args:
         model: A `PeftModel` with an active depth-routed adapter; put into eval mode.
         base: The untouched base, from `dense_view` before the adapter was injected; None if there is none.
-        budgets: Budgets below 1, each routed and, with `masked`, masked.
+        budgets: Budgets below 1, each routed and, with `masked`, masked. An adapter that follows no budget is timed as
+            it is, under its own.
         masked: Whether to include the mask-after-compute router.
         input_ids: `[B, T]`, tokens to calibrate every budget on. None: the adapter's own thresholds are used.
         tune: Prompts `[B, T]` to choose executors on, for the variant with tuned ones; None: without it.
         decodes: Whether executors are chosen for decoding steps after the prompts, or for the prompts.
 
     Raises:
-        ValueError: No routed adapter is active, or its inference does not follow a budget.
+        ValueError: No routed adapter is active.
     """
 
     def __init__(
@@ -76,8 +78,9 @@ class Variants:
         decodes: bool = False,
     ) -> None:
         self.model, self.base = model.eval(), base
-        self.budgets = tuple(float(budget) for budget in budgets if budget < 1.0)
         self.config = active_routings(model)[0].active_config()
+        follows = self.config.takes_budget()
+        self.budgets = tuple(float(budget) for budget in (budgets if follows else [self.config.budget]) if budget < 1.0)
         self._budget, self._saved = self.config.budget, _thresholds(model)
         # All thresholds are found now: calibration must not run between timed rounds.
         self._tables = {1.0: self._saved}
@@ -86,13 +89,14 @@ class Variants:
         self.chosen: dict[float, dict[str, int]] = {}  # by budget: how many layers took which executor
         self._set_tuned(None)
         for budget in self.budgets:
-            if input_ids is not None:
+            if input_ids is not None and follows:
                 calibrate(model, [{"input_ids": input_ids}], budget=budget)
             self._tables[budget] = _thresholds(model)
             if tune is not None:
                 self.config.budget = budget
                 self._tune(budget, tune, decodes)
-        names = [*([BASE] if base is not None else []), DISABLED, FULL, *map(budget_name, self.budgets)]
+        dense = [*([BASE] if base is not None else []), DISABLED, *([FULL] if follows else [])]
+        names = [*dense, *map(budget_name, self.budgets)]
         names += [*(map(masked_name, self.budgets) if masked else ()), *map(tuned_name, self._tuned)]
         self.names: tuple[str, ...] = tuple(names)
         self.reference = self.names[0]
@@ -186,8 +190,8 @@ def hold_adapter_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def adapter_dtype(model: nn.Module) -> str:
-    """The dtype of the adapter's weights, such as `"float32"`."""
-    weights = (p for routing in active_routings(model) for p in routing.parameters())
+    """The dtype of the adapter's weights, such as `"float32"`; that of the base where it has none."""
+    weights = chain((p for routing in active_routings(model) for p in routing.parameters()), model.parameters())
     return str(next(weights).dtype).removeprefix("torch.")
 
 

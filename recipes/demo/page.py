@@ -44,4 +44,4 @@ def study() -> Study:
             [[budget, *row] for budget, row in times.items()],
         ),
     ]
-    return Study("Demo: a small Llama", "demo", "make demo", brief, section)
+    return Study("A small Llama", "demo", "python recipes/demo/small_llama.py", brief, section)
