@@ -50,7 +50,7 @@ def call_of(batch: int, length: int, sizes: tuple[int, int], **changes: Any) -> 
         stream=stream,
         plan=SimpleNamespace(**plan | changes),
         routing=SimpleNamespace(width=sizes[0], ffn_width=sizes[1], state=state),
-        site=SimpleNamespace(supports_rows=lambda call: True, hides=lambda call: False),
+        target=SimpleNamespace(supports_rows=lambda call: True, hides=lambda call: False),
         needs_both_paths=False,
     )
 

@@ -11,14 +11,15 @@ from models import build_routed, decoder_layers, tokens
 from peft import PeftModel
 
 from hf_depthroute import record_routes, tune_execution
-from hf_depthroute.execution import attention, sites
-from hf_depthroute.execution.call import RoutedCall
+from hf_depthroute.execution import attention, targets
+from hf_depthroute.execution.call import Executor, RoutedCall
+from hf_depthroute.execution.decode import run_base
 from hf_depthroute.execution.executors import EXECUTORS
 from hf_depthroute.execution.gathered import cpu_slice
 from hf_depthroute.routing.stack import routings_of, state_of
 
 
-class Chosen:
+class Chosen(Executor):
     """Both paths of every token, and one of them taken."""
 
     def __init__(self) -> None:
@@ -114,7 +115,7 @@ def test_the_ffn_is_called_in_slices_of_its_width(family: str, monkeypatch: pyte
         widths.append(width)
         return 4
 
-    monkeypatch.setattr(sites, "cpu_slice", four)
+    monkeypatch.setattr(targets.ffn, "cpu_slice", four)
     ffn = getattr(decoder_layers(model)[1], routings_of(model)[0].family.ffn)
     ffn.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[:-1].numel()))
     sliced = logits(model, "gathered")
@@ -140,3 +141,27 @@ def test_slices_of_queries_see_all_keys_in_front_of_them_and_no_others(
     monkeypatch.setattr(attention, "_CAUSAL_SLICE", 3)
     torch.testing.assert_close(logits(model, "gathered", ids), whole, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits(model, "masked", ids), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_row_of_another_package_may_make_decoding_steps_and_runs_them_without(
+    chosen: Chosen, prepares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped: list[Any] = []
+
+    def prepare(layer: Any, plan: Any, batch: int) -> Any:
+        def step(layer: Any, h: torch.Tensor, kwargs: dict[str, Any], context: Any) -> torch.Tensor | None:
+            stepped.append(layer)
+            return run_base(layer, h, kwargs, context)
+
+        return step if prepares else None
+
+    monkeypatch.setattr(chosen, "prepare", prepare)
+    model = build_routed("llama", "mlp", layers=[1, 2]).eval()
+    ids = tokens(2, 6)
+    with state_of(model).override(executor="chosen"), torch.no_grad():
+        cache = model(ids[:, :5], use_cache=True).past_key_values
+        chosen.layers.clear()
+        model(ids[:, 5:], past_key_values=cache)
+    routed = [layer for layer in decoder_layers(model) if "routing" in layer._modules]
+    assert (stepped, chosen.layers) == ((routed, []) if prepares else ([], routed))

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,16 +32,20 @@ from hf_depthroute import (
 )
 from hf_depthroute.adapter.doctor import examine
 from hf_depthroute.base.families import Family
+from hf_depthroute.base.stack import stack_of
 from hf_depthroute.base.sublayers import hidden_of, norm_of
 from hf_depthroute.card import make_card
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.evaluation.cost import route_cost
-from hf_depthroute.execution.call import RoutedCall, Site
-from hf_depthroute.execution.sites import SITES
+from hf_depthroute.execution.call import RoutedCall
+from hf_depthroute.execution.decode import DecodeStep
+from hf_depthroute.execution.steps import decode_steps
+from hf_depthroute.execution.target import Target
+from hf_depthroute.execution.targets.ffn import FFNTarget
 from hf_depthroute.parts.gate import Gate
 from hf_depthroute.parts.gates import GATES, GateOutput, ScoreHead
 from hf_depthroute.parts.rules import RULES, Rule, RuleContext
-from hf_depthroute.parts.targets import TARGETS, Target
+from hf_depthroute.parts.targets import TARGETS
 from hf_depthroute.training.losses import LOSSES, LossInputs, LossTerm, routing_losses
 from hf_depthroute.training.trace_statistics import mean_probability
 
@@ -88,8 +92,14 @@ class DoubtGate(Gate):
         return {"scores": self.score(-(surprise.exp() * surprise).sum(-1, keepdim=True))}
 
 
-class LayerSite(Site):
+class LayerTarget(Target):
     """A whole decoder layer, run as the base runs it."""
+
+    skips = ("attention", "ffn")
+    called = "layers"
+    decides: ClassVar[dict[str, str]] = {"token": "whether it runs the layer."}
+    norm_of = "attention"
+    decode_step = None
 
     def norm(self, layer: Any, family: Family, stream: torch.Tensor) -> torch.Tensor:
         return norm_of(layer, family, "attention")(stream)
@@ -285,20 +295,46 @@ def test_gate_that_spares_layer_0_says_so() -> None:
 
 @pytest.fixture
 def layer_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows, and the class of the second."""
-    decides = {"token": "whether it runs the layer."}
-    row = Target(skips=("attention", "ffn"), called="layers", decides=decides, norm="attention")
-    monkeypatch.setitem(TARGETS, "layer", row)
-    monkeypatch.setitem(SITES, "layer", LayerSite())
+    monkeypatch.setitem(TARGETS, "layer", LayerTarget())
 
 
 def test_target_without_its_full_path_is_refused_where_it_is_made() -> None:
-    class HalfSite(Site):
+    class HalfTarget(Target):
+        decode_step = None
+
         def norm(self, layer: Any, family: Family, stream: torch.Tensor) -> torch.Tensor:
             return stream
 
     with pytest.raises(TypeError, match="full"):
-        HalfSite()  # type: ignore[abstract]
+        HalfTarget()  # type: ignore[abstract]
+
+
+def test_target_says_itself_whether_a_decoding_step_computes_it() -> None:
+    with pytest.raises(TypeError, match=r"OtherFFN\.decode_step is not declared"):
+
+        class OtherFFN(FFNTarget):
+            def full(self, call: RoutedCall) -> torch.Tensor:
+                return call.stream
+
+
+@pytest.mark.parametrize("step", [DecodeStep, None])
+def test_target_of_another_package_decodes_by_the_step_that_it_declares(
+    step: type[DecodeStep] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SameFFN(FFNTarget):
+        called = "FFNs of another package"
+        decode_step = step
+
+    monkeypatch.setitem(TARGETS, "same", SameFFN())
+    model, ffn = (
+        get_depth_routed_model(build_base("llama"), DepthRouteConfig(layers=[1, 3], target=target)).eval()
+        for target in ("same", "ffn")
+    )
+    steps = decode_steps(stack_of(model).layers, 1)
+    made = [steps.get(routing_layer) for routing_layer in (stack_of(model).layers[i] for i in (1, 3))]
+    assert [type(each) for each in made] == [type(None) if step is None else step] * 2
+    generated = [m.generate(tokens(1, 6), max_new_tokens=4, do_sample=False) for m in (model, ffn)]
+    assert torch.equal(*generated)
 
 
 @pytest.mark.usefixtures("layer_target")

@@ -14,6 +14,7 @@ import torch
 
 from ..config.described import SavedAdapter
 from ..config.rules import ConfigError
+from ..execution import targets as targets  # the rows of `TARGETS`
 from ..files.shown import shown
 from ..parts.gates import GATES
 from ..parts.memory import NgramMemory

@@ -25,6 +25,11 @@ def attention_update(layer: Any, family: Family, normed: torch.Tensor, kwargs: K
     return behind(layer, family, "attention", getattr(layer, family.attention)(normed, **kwargs)[0])
 
 
+def attended(layer: Any, family: Family, target: torch.Tensor, read: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
+    """`target` and the attention's update from the stream `read`, `[B, T, d]`."""
+    return target + attention_update(layer, family, norm_of(layer, family, "attention")(read), kwargs)
+
+
 def ffn_map(layer: Any, family: Family) -> Any:
     """From what the FFN reads to what it adds to the stream: `[..., n, d] -> [..., n, d]`."""
     ffn = getattr(layer, family.ffn)

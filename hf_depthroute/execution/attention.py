@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..base.cache import cache_of, is_paged
 from ..base.projections import STYLES, Projections
@@ -151,6 +150,8 @@ def _run(
     attention: Any, make: Projections, queries: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None
 ) -> Tensor:
     """The model's own attention kernel: `[R, H, Q, k]` to `[R, Q, H, k]`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # a model that runs has loaded it
+
     eager = sys.modules[type(attention).__module__].eager_attention_forward
     kernel: Any = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
     if allowed is not None and allowed.dtype == torch.bool and attention.config._attn_implementation == "eager":

@@ -1,7 +1,7 @@
 """One call of the routed part of a layer: what there is to run, what was decided, and who runs it.
 
-A `Site` is a target: where the routed part is in a layer, and what its paths compute. An `Executor` is a way to run it:
-which rows are computed, and by which operators. Their tables are `sites.SITES` and `executors.EXECUTORS`.
+A `target.Target` is where the routed part is in a layer, and what its paths compute. An `Executor` is a way to run it:
+which rows are computed, and by which operators. Their tables are `TARGETS` and `executors.EXECUTORS`.
 
 Shapes: B batch, T positions, d model width, E experts, K experts per token.
 """
@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.families import Family
-from ..routing.plan import RoutePlan
-from ..routing.routing import Routing
-from .context import ForwardContext
-from .masked import masked_update
+from ..base.sublayers import Kwargs
+from .context import Step
 
-Kwargs = dict[str, Any]
+if TYPE_CHECKING:
+    from ..routing.plan import RoutePlan
+    from ..routing.routing import Routing
+    from .target import Target
 
 
 @dataclass
@@ -68,7 +69,7 @@ class RoutedCall:
         layer: The decoder layer.
         routing: Its adapter state.
         plan: How this forward pass routes.
-        site: The target's class.
+        target: The plan's; of one that reads more than the stream, the one of this pass.
         stream: The residual stream before the routed part, `[B, T, d]`. It may be overwritten when no gradient is
             recorded, unless the family's layers are parallel.
         normed: What the full path reads, `[B, T, d]`, where it is known already; see `norm`.
@@ -77,18 +78,20 @@ class RoutedCall:
         decision: None if nothing is decided, because both paths are wanted.
         ngrams: Int64 `[B, T, N]`, the n-grams that end at each token, over the KV cache; None if nothing is looked
             up.
+        finishes: Whether `finish` adds what follows the routed part.
     """
 
     layer: Any
     routing: Routing
     plan: RoutePlan
-    site: Site
+    target: Target
     stream: Tensor
     normed: Tensor | None
     token_mask: Tensor | None
     kwargs: Kwargs
     decision: Decision | None = None
     ngrams: Tensor | None = None
+    finishes: bool = True
 
     @property
     def family(self) -> Family:
@@ -142,11 +145,11 @@ class RoutedCall:
 
     def norm(self) -> Tensor:
         """The full path's input, `[B, T, d]`."""
-        return self.site.norm(self.layer, self.family, self.stream) if self.normed is None else self.normed
+        return self.target.norm(self.layer, self.family, self.stream) if self.normed is None else self.normed
 
     def full(self) -> Tensor:
         """The stream after the full path of every token, `[B, T, d]`."""
-        return self.site.full(self)
+        return self.target.full(self)
 
     def cheap(self) -> Tensor:
         """The stream after the cheap path of every token, `[B, T, d]`."""
@@ -183,7 +186,7 @@ class RoutedCall:
 
     def finish(self, after: Tensor) -> Tensor:
         """The layer's output, from the stream after the routed part, each `[B, T, d]`."""
-        return self.site.finish(self, after)
+        return self.target.finish(self, after) if self.finishes else after
 
     def of(self, rows: Any, kwargs: Kwargs) -> RoutedCall:
         """The call for the sequences `rows`, an index or a slice, and their `kwargs`."""
@@ -204,112 +207,21 @@ class RoutedCall:
         )
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """A way to run the routed part."""
 
+    @abstractmethod
     def supports(self, call: RoutedCall) -> bool:
         """Whether it can run this plan in this layer, on a stream of this kind, whatever is decided."""
-        ...
 
+    @abstractmethod
     def run(self, call: RoutedCall) -> Tensor:
         """The layer's output, `[B, T, d]`."""
-        ...
 
+    def prepare(self, layer: nn.Module, plan: RoutePlan, batch: int) -> Step | None:
+        """The layer's forward pass for one new token of each of `batch` sequences, made before any layer runs.
 
-class Site(ABC):
-    """One target: what of a decoder layer is routed. One object serves all layers, unless `of_call` makes others.
-
-    It splits the layer's forward pass into what comes before the routed part, the part itself, and the rest:
-
-        stream = enter(h);   after = full path or cheap path;   out = finish(after)
-
-    A target has to have `norm` and `full`, and `enter` and `finish` where something stands in front or behind. The
-    methods below them compute every token's both paths; a target that can save work says how.
-
-    Attributes:
-        attends_behind: Whether `finish` runs the attention, with the layer's keyword arguments.
-    """
-
-    attends_behind = False
-
-    def of_call(self, routing: Routing, plan: RoutePlan, h: Tensor, context: ForwardContext, kwargs: Kwargs) -> Site:
-        """The site of one forward pass, where a target reads more than the stream.
-
-        Args:
-            routing: The layer's adapter state.
-            plan: How it routes.
-            h: The layer's input, `[B, T, d]`.
-            context: What the stack hands to its layers.
-            kwargs: What the decoder layer was called with.
+        None: such tokens are a call like any other. Steps are asked for on a CPU, where nothing is recorded, replayed
+        or compiled.
         """
-        return self
-
-    def enter(self, layer: Any, family: Family, h: Tensor, kwargs: Kwargs) -> Tensor:
-        """The stream before the routed part, from the layer's input, each `[B, T, d]`."""
-        return h
-
-    @abstractmethod
-    def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
-        """The full path's input, `[B, T, d]`."""
-
-    @abstractmethod
-    def full(self, call: RoutedCall) -> Tensor:
-        """The stream after the full path, `[B, T, d]`."""
-
-    def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
-        """The layer's output, from the stream after the routed part, each `[B, T, d]`."""
-        return after
-
-    def decide(self, routing: Routing, plan: RoutePlan, gate_input: Tensor, token_mask: Tensor | None) -> Decision:
-        """The gate's decision, from the stream or its norm, `[B, T, d]`."""
-        extras = routing.score(plan, gate_input)
-        scores = extras.pop("scores")
-        return Decision(scores, extras, *routing.decide(plan, scores, token_mask, extras.get("predicted")))
-
-    def both(self, call: RoutedCall) -> tuple[Tensor, Tensor]:
-        """The stream after the full and after the cheap path, for every token, each `[B, T, d]`."""
-        return call.full(), call.cheap()
-
-    def mixed(self, call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> Tensor:
-        """The stream after the two paths, mixed or chosen as the plan says, `[B, T, d]`."""
-        return masked_update(call.stream, after_full, after_cheap, call.mask, call.probs, call.plan.mix)
-
-    def masked(self, call: RoutedCall) -> Tensor:
-        """The stream after the routed part, `[B, T, d]`, both paths computed; adds to the decision's `extras`."""
-        assert call.decision is not None
-        after_full, after_cheap = self.both(call)
-        after = self.mixed(call, after_full, after_cheap)
-        call.decision.extras |= _outcomes(call, after_full, after_cheap)
-        return after
-
-    def gathered(self, call: RoutedCall) -> Tensor:
-        """The stream after the path that was chosen for each token, `[B, T, d]`; skipped rows are not computed."""
-        return self.masked(call)
-
-    def hides(self, call: RoutedCall) -> bool:
-        """Whether `gathered` would keep from hooks some of the outputs that they record in this forward pass."""
-        return False
-
-    def supports_rows(self, call: RoutedCall) -> bool:
-        """Whether `by_rows` can run the call."""
-        return False
-
-    def by_rows(self, call: RoutedCall) -> Tensor:
-        """As `gathered`, in row ops whose shapes do not depend on the mask; the cheap path runs for every token.
-
-        Raises:
-            TypeError: The site has no row ops, as `supports_rows` says.
-        """
-        raise TypeError(f"{type(self).__name__} has no row ops")
-
-
-def _outcomes(call: RoutedCall, after_full: Tensor, after_cheap: Tensor) -> dict[str, Tensor]:
-    """Observations of the two paths that losses ask for."""
-    found = {}
-    if "z_full" in call.plan.extras:
-        project = call.routing.projections[call.plan.adapter][0]
-        found = {"z_full": project(after_full), "z_cheap": project(after_cheap)}
-    with torch.no_grad():
-        for name, metric in call.plan.observed.items():
-            found[name] = metric(call.stream, after_full, after_cheap)
-    return found
+        return None

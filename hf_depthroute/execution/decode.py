@@ -2,32 +2,31 @@
 
 A step streams every weight through the caches, so Python and the dispatcher run cold in each layer: an operator that
 takes 3 us in a loop takes 30 us there, and a method that looks up a few attributes 80 us. What does not depend on the
-token is therefore done once for all layers before the first of them runs (`decode_steps`), and a `DecodeStep` keeps
-what is left.
+token is therefore done once for all layers before the first of them runs (`steps.decode_steps`), and a `DecodeStep`
+keeps what is left.
 
 Shapes: B batch, d model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..base.cache import SkippingLayer, cache_layer, cache_of, remembered
 from ..base.families import Family
-from ..base.readable import any_watched, is_watched, is_whole
-from ..routing.plan import RoutePlan
-from ..routing.routing import ROUTING, Routing
+from ..base.readable import is_watched, is_whole
 from .attention import write_keys_values
-from .call import Site
-from .context import ForwardContext, Step
+from .context import ForwardContext
 from .gathered import gathered_update
 from .memory import ngrams_of
-from .sites import SITES, AttentionSite, BlockSite, FFNSite
 from .step_weights import Prepared, StepWeights
+
+if TYPE_CHECKING:
+    from ..routing.plan import RoutePlan
+    from ..routing.routing import Routing
 
 DECODE_ROWS = 64  # more sequences than this are no longer bound by overhead
 
@@ -47,9 +46,11 @@ class DecodeStep:
 
     Attributes:
         scores: Whether it scores tokens.
+        most_rows: Sequences that it takes.
     """
 
-    scores = True
+    scores: ClassVar[bool] = True
+    most_rows: ClassVar[int] = DECODE_ROWS
 
     def __init__(self, routing: Routing, plan: RoutePlan, weights: StepWeights) -> None:
         family = routing.family
@@ -99,6 +100,8 @@ class AttentionStep(DecodeStep):
 
     A skipped token still writes its keys and values, for later ones to see.
     """
+
+    most_rows = 1
 
     def __init__(self, routing: Routing, plan: RoutePlan, weights: StepWeights) -> None:
         super().__init__(routing, plan, weights)
@@ -179,13 +182,6 @@ def _cheap(made: Prepared, a: Tensor, ngrams: Tensor | None, scale: Tensor | Non
     return a if ngrams is None or made.recall is None else a.add_(made.recall(ngrams))
 
 
-STEPS: dict[type[Site], type[DecodeStep]] = {
-    FFNSite: DecodeStep,
-    AttentionSite: AttentionStep,
-    BlockSite: AttentionStep,
-}
-
-
 def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
     """Changes whenever what an RMS norm on the CPU does; None if that is more than its weight says."""
     weight = norm._parameters.get("weight")
@@ -196,65 +192,14 @@ def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
     return id(norm), weight.data_ptr(), weight._version
 
 
-def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Step]:
-    """The steps of one new token of each of `batch` sequences, of the layers that have one."""
-    steps: dict[nn.Module, Step] = {}
-    for layer in layers:
-        routing = cast("Routing | None", layer._modules.get(ROUTING))
-        step = run_base if routing is None else _step_of(layer, routing, batch)
-        if step is not None:
-            steps[layer] = step
-    return steps
-
-
-def _step_of(layer: nn.Module, routing: Routing, batch: int) -> Step | None:
-    """None if the general forward pass has to run."""
-    plan = routing.plan(False, (batch, 1))
-    remembers = plan is not None and plan.adapter in routing.depth_route_memory
-    if plan is None:
-        return run_base
-    if plan.rule == "full" and not plan.recorders:
-        # The KV cache has to learn of the token, or knows what was decided about its sequence.
-        return None if remembers or plan.config.granularity == "sequence" else run_base
-    kind = STEPS.get(type(SITES[plan.site]))
-    if kind is None or not supports_decode(plan, routing.family):
-        return None
-    if any_watched(layer, routing.family.dropouts):
-        return None  # a step leaves them out
-    # A static layer without attention writes no keys and values, as a sequence without.
-    if plan.config.granularity == "sequence" or (kind is AttentionStep and plan.rule == "static"):
-        kind = SequenceStep
-    if (kind is AttentionStep and batch > 1) or (kind is SequenceStep and remembers):
-        return None
-    key = "weights", plan.adapter, plan.rule, kind.scores
-    weights: StepWeights | None = routing.derived.get(key)
-    if weights is None or weights.prompts != routing.prompts or not weights.usable():
-        weights = routing.derived[key] = StepWeights(routing, plan, kind.scores)
-    if not weights.usable():
-        return None
-    step: DecodeStep | None = routing.derived.get(plan)
-    if step is None or step.weights is not weights or type(step) is not kind:
-        step = routing.derived[plan] = kind(routing, plan, weights)
-    return step
-
-
 def run_base(layer: Any, h: Tensor, kwargs: dict[str, Any], context: ForwardContext) -> Tensor:
     """A layer that is not routed, or whose every token runs full."""
     return cast(Tensor, layer._base_forward(h, **kwargs))
-
-
-def decodes(decoder: nn.Module, inputs: Tensor) -> bool:
-    """Whether a forward pass of `inputs` `[B, T, ...]` is a decoding step on a CPU, in plain inference."""
-    if inputs.shape[1] != 1 or len(inputs) > DECODE_ROWS or inputs.device.type != "cpu":
-        return False
-    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
 
 
 def supports_decode(plan: RoutePlan, family: Family) -> bool:
     """Whether the step of its target computes what `plan` says, in a layer of `family`."""
     if not family.plain:
         return False
-    if plan.gate.exits or plan.recorders or plan.replayed is not None:
-        return False
     mixes = ("hard", "scaled_ffn") if plan.target.skips_attention else ("hard",)
-    return plan.by_token and plan.mix in mixes and plan.executor in ("auto", "gathered")
+    return plan.by_token and plan.mix in mixes and not plan.gate.exits

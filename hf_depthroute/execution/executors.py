@@ -4,22 +4,31 @@
 `tune_execution`; a call that it does not support runs as `"auto"` says. Adding an executor is one class and one row,
 from this package or from another one; after `"masked"`, which supports every call, it is only taken by name.
 
-On a CPU, `decode.DecodeStep` stands in for `"gathered"` and `"auto"` where one token per sequence is decoded.
+Where one token per sequence is decoded on a CPU, `prepare` of the same row may make a step that stands in for `run`.
 """
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.contexts import is_exporting
+from ..base.readable import any_watched
 from ..base.sublayers import hidden_of
+from ..routing.plan import RoutePlan
+from ..routing.routing import ROUTING, Routing
 from .call import Executor, RoutedCall
+from .context import Step
 from .costs import prefers_gathering
+from .decode import DecodeStep, SequenceStep, supports_decode
 from .sequences import skip_sequences, skips_sequences
+from .step_weights import StepWeights
+from .target import target_of
 
 
-class Sequences:
+class Sequences(Executor):
     """Whole sequences are left out of the batch: those that skip their attention write no keys and values."""
 
     def supports(self, call: RoutedCall) -> bool:
@@ -29,7 +38,7 @@ class Sequences:
         return call.finish(skip_sequences(call))
 
 
-class Full:
+class Full(Executor):
     """No token is skipped, and the host knows it. Bit for bit what the base computes.
 
     Chosen by its name, it turns the layer's routing off: the gate does not run either.
@@ -44,7 +53,7 @@ class Full:
         return call.finish(call.full())
 
 
-class Rows:
+class Rows(Executor):
     """Row operators, whose shapes do not depend on the mask: on CUDA, under a compiler, and where it is asked for.
 
     On CUDA, eager, `"auto"` takes them where few rows run, and gathers many (`costs.prefers_gathering`).
@@ -58,34 +67,59 @@ class Rows:
             return False
         if executor == "auto" and prefers_gathering(call):
             return False
-        return not call.needs_both_paths and not skips_sequences(call) and call.site.supports_rows(call)
+        return not call.needs_both_paths and not skips_sequences(call) and call.target.supports_rows(call)
 
     def run(self, call: RoutedCall) -> Tensor:
-        return call.finish(call.site.by_rows(call))
+        return call.finish(call.target.by_rows(call))
 
 
-class Gathered:
+class Gathered(Executor):
     """The chosen rows are gathered and run, and no others."""
 
     def supports(self, call: RoutedCall) -> bool:
-        if call.needs_both_paths or torch.compiler.is_compiling() or call.site.hides(call):
+        if call.needs_both_paths or torch.compiler.is_compiling() or call.target.hides(call):
             return False
         return not skips_sequences(call)
 
     def run(self, call: RoutedCall) -> Tensor:
         if call.plan.target.skips_attention and call.plan.mix == "hard" and bool(call.mask.all()):
             return EXECUTORS["full"].run(call)
-        return call.finish(call.site.gathered(call))
+        return call.finish(call.target.gathered(call))
+
+    def prepare(self, layer: nn.Module, plan: RoutePlan, batch: int) -> DecodeStep | None:
+        """The step of the plan's target, with the adapter's weights as they are, in a form that it shares."""
+        routing = cast(Routing, layer._modules[ROUTING])
+        kind = target_of(plan).decode_step
+        if kind is None or not supports_decode(plan, routing.family):
+            return None
+        if any_watched(layer, routing.family.dropouts):
+            return None  # a step leaves them out
+        remembers = plan.adapter in routing.depth_route_memory
+        # A static layer without attention writes no keys and values, as a sequence without.
+        if plan.config.granularity == "sequence" or (plan.target.skips_attention and plan.rule == "static"):
+            kind = SequenceStep
+        if batch > kind.most_rows or (kind is SequenceStep and remembers):
+            return None
+        key = "weights", plan.adapter, plan.rule, kind.scores
+        weights: StepWeights | None = routing.derived.get(key)
+        if weights is None or weights.prompts != routing.prompts or not weights.usable():
+            weights = routing.derived[key] = StepWeights(routing, plan, kind.scores)
+        if not weights.usable():
+            return None
+        step: DecodeStep | None = routing.derived.get(plan)
+        if step is None or step.weights is not weights or type(step) is not kind:
+            step = routing.derived[plan] = kind(routing, plan, weights)
+        return step
 
 
-class Masked:
+class Masked(Executor):
     """Both paths of every token: what training needs, and what runs anywhere."""
 
     def supports(self, call: RoutedCall) -> bool:
         return True
 
     def run(self, call: RoutedCall) -> Tensor:
-        return call.finish(call.site.masked(call))
+        return call.finish(call.target.masked(call))
 
 
 EXECUTORS: dict[str, Executor] = {
@@ -112,6 +146,21 @@ def executor_of(call: RoutedCall) -> Executor:
         if executor.supports(call):
             return executor
     raise ValueError(f"no executor supports a layer of {type(call.layer).__name__}")
+
+
+def prepare(layer: nn.Module, plan: RoutePlan, batch: int) -> Step | None:
+    """A step for one new token of each of `batch` sequences: of the row that the plan names, or of the first with one.
+
+    Raises:
+        ValueError: There is no such row.
+    """
+    check_executor(plan.executor)
+    rows = EXECUTORS.values() if plan.executor == "auto" else (EXECUTORS[plan.executor],)
+    for executor in rows:
+        step = executor.prepare(layer, plan, batch)
+        if step is not None:
+            return step
+    return None
 
 
 def check_executor(name: str) -> None:

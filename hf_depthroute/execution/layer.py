@@ -20,17 +20,18 @@ from torch import Tensor
 
 from ..base.cache import without_cache
 from ..base.recorded import ATTENTIONS, ROUTER_LOGITS, is_recorded, kept_weights
-from ..base.sublayers import hidden_of
+from ..base.sublayers import Kwargs, hidden_of
 from ..routing.misuse import warn_of_backward
 from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
 from ..routing.trace import RouteRecord
-from .call import Decision, Kwargs, RoutedCall, Site, without_scores
+from . import targets as targets  # the rows of `TARGETS`
+from .call import Decision, RoutedCall, without_scores
 from .context import ForwardContext, unpack
 from .executors import executor_of
 from .memory import ngrams_of
 from .sequences import as_decided, decide_sequences, remember_sequences
-from .sites import SITES
+from .target import Target, target_of
 
 
 def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -140,16 +141,16 @@ def routed_call(
     ngrams = None
     if plan.config.branch == "memory":  # first: the attention writes the KV cache that they are read over
         ngrams = ngrams_of(routing.layer_index, plan.config.ngram_order, context, kwargs)
-    site = SITES[plan.site].of_call(routing, plan, hidden_states, context, kwargs)
-    stream = site.enter(layer, routing.family, hidden_states, kwargs)
-    call = call_on_stream(layer, plan, site, stream, context.token_mask, kwargs, decides)
+    target = target_of(plan).of_call(routing, plan, hidden_states, context, kwargs)
+    stream = target.enter(layer, routing.family, hidden_states, kwargs)
+    call = call_on_stream(layer, plan, target, stream, context.token_mask, kwargs, decides)
     return call if ngrams is None else replace(call, ngrams=ngrams)
 
 
 def call_on_stream(
     layer: Any,
     plan: RoutePlan,
-    site: Site,
+    target: Target,
     stream: Tensor,
     token_mask: Tensor | None,
     kwargs: Kwargs,
@@ -161,12 +162,12 @@ def call_on_stream(
     reads_stream = plan.config.gate_input == "residual"
     # A gathered FFN needs the norm of the rows that it runs on, and of no others, unless a gate reads it.
     if normed is None and (plan.training or not (reads_stream or plan.gate.static)):
-        normed = site.norm(layer, routing.family, stream)
+        normed = target.norm(layer, routing.family, stream)
     decision = None
     if decides:
         gate_input = stream if reads_stream or normed is None else normed
         if plan.config.granularity == "sequence":
             decision = decide_sequences(layer, plan, gate_input, token_mask, kwargs)
         else:
-            decision = site.decide(routing, plan, gate_input, token_mask)
-    return RoutedCall(layer, routing, plan, site, stream, normed, token_mask, kwargs, decision)
+            decision = target.decide(routing, plan, gate_input, token_mask)
+    return RoutedCall(layer, routing, plan, target, stream, normed, token_mask, kwargs, decision)

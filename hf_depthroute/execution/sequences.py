@@ -71,7 +71,7 @@ def skips_sequences(call: RoutedCall) -> bool:
         return False
     cache, attended = cache_of(call.kwargs), call.kwargs.get("attention_mask")
     held = cache_layer(cache, call.routing.layer_index)
-    if records_attention(call.kwargs) or call.site.hides(call):
+    if records_attention(call.kwargs) or call.target.hides(call):
         if isinstance(held, SkippingLayer):
             raise ValueError(
                 f"layer {call.routing.layer_index}: attention weights or router logits are asked for over a KV cache "
@@ -85,7 +85,7 @@ def skips_sequences(call: RoutedCall) -> bool:
 def skip_sequences(call: RoutedCall) -> Tensor:
     """The stream after the routed part, `[B, T, d]`.
 
-    The sequences that are kept run the site in full, on their own; the others write no keys and values.
+    The sequences that are kept run the target in full, on their own; the others write no keys and values.
     """
     stream, keep, scale, branch = call.stream, call.mask[:, 0], call.scale, call.branch
     remember_sequences(call, skips_attention=True)

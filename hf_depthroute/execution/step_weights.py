@@ -5,7 +5,7 @@ Shapes: B batch, d model width.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -14,8 +14,10 @@ from ..base.readable import is_watched, is_whole
 from ..parts.branches import TensorMap, rms_of, version_key
 from ..parts.fused import FusedGateBranch, fuse
 from ..parts.gate import Gate
-from ..routing.plan import RoutePlan
-from ..routing.routing import Routing
+
+if TYPE_CHECKING:
+    from ..routing.plan import RoutePlan
+    from ..routing.routing import Routing
 
 
 class Prepared(NamedTuple):

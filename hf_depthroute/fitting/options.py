@@ -119,7 +119,7 @@ class Search:
         plan = routing.plan(False)
         assert plan is not None
         traits = TARGETS[target]
-        call = self._walk.call(routing.layer_index, batch, h, replace(plan, site=target, target=traits))
+        call = self._walk.call(routing.layer_index, batch, h, replace(plan, target=traits))
         if routing.family.parallel or not traits.skips_attention:
             return call, call.full()
         ffn_call, ffn_full = paths["ffn"][batch]

@@ -23,7 +23,7 @@ from ..base.stack import stack_of
 from ..execution.call import RoutedCall
 from ..execution.costs import GatherCosts, chosen_flops, gather_costs_of
 from ..execution.executors import EXECUTORS, check_executor
-from ..execution.sites import SITES
+from ..execution.target import target_of
 from ..parts.gates import GATES
 from ..routing.plan import shape_class
 from ..routing.routing import ROUTING, Routing
@@ -182,7 +182,7 @@ def _supported(
         routing: Routing = layer._modules[ROUTING]
         plan, stream = routing.plan(False), args[0] if args else kwargs["hidden_states"]
         assert plan is not None
-        call = RoutedCall(layer, routing, plan, SITES[plan.site], stream, None, None, kwargs)
+        call = RoutedCall(layer, routing, plan, target_of(plan), stream, None, None, kwargs)
         for name, executor in EXECUTORS.items():
             # By name on a GPU, where "auto" leaves out what it expects to be the slower way.
             asked = replace(call, plan=replace(plan, executor=name)) if stream.is_cuda else call

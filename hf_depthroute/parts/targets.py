@@ -1,19 +1,18 @@
-"""Targets: what of a decoder layer an easy token skips.
+"""`TARGETS`: what of a decoder layer an easy token can skip, and what a target declares of it.
 
-A row of `TARGETS` says what is known of a target without a model; its class in `execution.sites.SITES`, under the same
-name, runs it. Adding a target is one row and one class, from this package or from another one.
+The rows are the classes in `execution.targets`, which run a target; here is what is known of one without a model.
+Adding a target is one class, `execution.target.Target`, and one row, from this package or from another one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 
-@dataclass(frozen=True)
-class Target:
-    """The traits of a target.
+class TargetTraits:
+    """The declarations of a target.
 
     Attributes:
         skips: What an easy token skips, in the order that it runs: `"attention"`, `"ffn"`, or `"experts"` (those of the
@@ -21,20 +20,23 @@ class Target:
         called: How a message names what one decision is about, in the plural.
         decides: By granularity, what one decision settles, as a model card says it. A target that cannot be decided
             per `"token"` or per `"sequence"` leaves it out.
-        norm: The sublayer whose norm the cheap branch copies, `"attention"` or `"ffn"`.
+        norm_of: The sublayer whose norm the cheap branch copies, `"attention"` or `"ffn"`.
         per_pair: Whether a decision is about a token and one of its experts, and not about a token.
-        reads_ids: Whether it needs the token ids; the layers are then given the n-grams that end at each token.
+        reads_ids: Whether it needs the token ids, which the `ForwardContext` then has.
+        row_wise: Whether a token's paths read its own row of the stream alone, and no decision is about a pair: only
+            such a target runs where the rows of many requests share a batch (vLLM).
         fixed: Fields of `DepthRouteConfig` that have one value with this target: it stands in for the field's default,
             and any other value is refused.
     """
 
-    skips: tuple[str, ...]
-    called: str
-    decides: Mapping[str, str]
-    norm: str
-    per_pair: bool = False
-    reads_ids: bool = False
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    skips: ClassVar[tuple[str, ...]]
+    called: ClassVar[str]
+    decides: ClassVar[Mapping[str, str]]
+    norm_of: ClassVar[str]
+    per_pair: ClassVar[bool] = False
+    reads_ids: ClassVar[bool] = False
+    row_wise: ClassVar[bool] = False
+    fixed: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     @property
     def skips_attention(self) -> bool:
@@ -46,56 +48,4 @@ class Target:
         return "ffn" in self.skips
 
 
-TARGETS: dict[str, Target] = {
-    "ffn": Target(
-        skips=("ffn",),
-        called="FFNs",
-        decides={"token": "whether it enters the FFN.", "sequence": "whether it enters the FFN."},
-        norm="ffn",
-    ),
-    "attention": Target(
-        skips=("attention",),
-        called="attention",
-        decides={
-            "token": "whether it attends. A token that does not still writes its key and value.",
-            "sequence": "whether its attention runs. Where it does not, no keys and values are written.",
-        },
-        norm="attention",
-    ),
-    "block": Target(
-        skips=("attention", "ffn"),
-        called="whole blocks",
-        decides={
-            "token": "whether it enters the block, attention and FFN. A token that does not still writes its key and "
-            "value.",
-            "sequence": "whether its block runs, attention and FFN. Where it does not, no keys and values are written.",
-        },
-        norm="attention",
-    ),
-    "experts": Target(
-        skips=("experts",),
-        called="experts",
-        decides={"token": "which of the experts that the base chose are run."},
-        norm="ffn",
-        per_pair=True,
-    ),
-    "memory": Target(
-        skips=("memory",),
-        called="memory",
-        decides={"token": "how much of what a table of hashed n-grams holds for it is added before the attention."},
-        norm="attention",
-        reads_ids=True,
-        fixed={
-            "gate": "memory",
-            "branch": "none",
-            "budget": 1.0,
-            "budget_scope": "layer",
-            "selection": "soft",
-            "threshold": 0.0,
-            "gate_temperature": 1.0,
-            "scale_by_gate": False,
-            "phases": "all",
-            "causal_rule": "quantile",
-        },
-    ),
-}
+TARGETS: dict[str, TargetTraits] = {}  # every target by its name; `execution.targets` adds ours

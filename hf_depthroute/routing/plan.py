@@ -17,7 +17,7 @@ from ..parts.branches import version_key
 from ..parts.gate import Gate
 from ..parts.gates import GATES
 from ..parts.rules import RULES, RuleContext
-from ..parts.targets import TARGETS, Target
+from ..parts.targets import TARGETS, TargetTraits
 from .misuse import warn_of_thresholds
 from .thresholds import BudgetController, ScoreQuantiles
 
@@ -35,7 +35,6 @@ class RoutePlan:
     Attributes:
         adapter: Name of the active adapter, with its `config`.
         gate: What the layer's gate says of itself.
-        site: The name of the layer's target, the key of `TARGETS` and `SITES`.
         target: What it routes.
         rule: A row of `RULES`, or `"full"`: the base's layer runs, without the gate.
         mix: How the two paths make the output: `"hard"`, `"soft"`, `"scaled"`, `"scaled_sublayers"` or
@@ -59,8 +58,7 @@ class RoutePlan:
     adapter: str
     config: DepthRouteConfig
     gate: type[Gate]
-    site: str
-    target: Target
+    target: TargetTraits
     rule: str
     mix: str
     extras: tuple[str, ...]
@@ -173,7 +171,7 @@ def make_plan(
         threshold = cast(ScoreQuantiles, routing.depth_route_quantiles[name])(budget)
     replayed = None if settings.replay is None else settings.replay.get(routing.layer_index)
     gate = GATES[config.gate_of(routing.layer_index)]
-    target = config.target_of(routing.layer_index)
+    target = TARGETS[config.target_of(routing.layer_index)]
     if gate.static:
         rule = "static"
     elif gate.soft:
@@ -195,11 +193,10 @@ def make_plan(
         adapter=name,
         config=config,
         gate=gate,
-        site=target,
-        target=TARGETS[target],
+        target=target,
         rule=rule,
         mix=mix,
-        extras=_extras(routing, name, gate, TARGETS[target], training),
+        extras=_extras(routing, name, gate, target, training),
         budget=math.nan if gate.soft else budget,
         threshold=threshold,
         temperature=state.temperature(asked.temperature, training),
@@ -224,7 +221,7 @@ def _mix_of(gate: type[Gate], scale_by_gate: bool, rule: str) -> str:
     return "soft" if rule == "soft" else "hard"
 
 
-def _extras(routing: Routing, name: str, gate: type[Gate], target: Target, training: bool) -> tuple[str, ...]:
+def _extras(routing: Routing, name: str, gate: type[Gate], target: TargetTraits, training: bool) -> tuple[str, ...]:
     extras = gate.outputs
     if name in routing.depth_route_predictor:
         extras += ("predicted",)

@@ -22,7 +22,7 @@ from ..parts.gate import Gate
 from ..parts.gates import GATES, MLPGate, TargetProjection
 from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
-from ..parts.targets import TARGETS, Target
+from ..parts.targets import TARGETS, TargetTraits
 from .description import routing_summary
 from .plan import RoutePlan, decide, plan_of
 from .state import RunState
@@ -129,7 +129,7 @@ class Routing(nn.Module, BaseTunerLayer):
         if kind == "neurons":
             return NeuronBranch(self.norm_in_front("ffn"), self.ffn, self.width, rank)
         small_ffn, skipped = kind == "swiglu", TARGETS[target]
-        norm, same = self._norms[0]["ffn" if small_ffn and skipped.skips_ffn else skipped.norm]
+        norm, same = self._norms[0]["ffn" if small_ffn and skipped.skips_ffn else skipped.norm_of]
         made = SwiGLUBranch if small_ffn else LowRankBranch
         return made(norm, self.width, rank, bias=self.ffn_bias, copy_values=same)
 
@@ -183,7 +183,7 @@ class Routing(nn.Module, BaseTunerLayer):
         """The budget that inference of the calling thread follows; `ValueError` when no adapter is active."""
         return self.state.budget(self.active_config().budget)
 
-    def active_target(self) -> Target:
+    def active_target(self) -> TargetTraits:
         """The target of this layer's active adapter; `ValueError` when there is none."""
         return TARGETS[self.active_config().target_of(self.layer_index)]
 

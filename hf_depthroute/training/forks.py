@@ -192,7 +192,7 @@ def run_forks(
             streams_FBTd = torch.cat([streams_FBTd, new_KBTd])
             if routing.family.parallel:  # what is not routed reads the layer's input, for a new stream the trunk's
                 call = replace(call, stream=torch.cat([call.stream, call.stream[:batch].repeat(len(new_KBTd), 1, 1)]))
-            if routing.family.parallel or call.site.attends_behind:
+            if routing.family.parallel or call.target.finish_attends:
                 call = replace(call, kwargs=_repeated(observed, batch, len(streams_FBTd)))
         streams_FBTd = call.finish(streams_FBTd.flatten(0, 1)).unflatten(0, (-1, batch))
     return streams_FBTd, forks
@@ -206,10 +206,10 @@ def _follow(call: RoutedCall, batch: int) -> tuple[torch.Tensor, torch.Tensor, t
     # Without attention, sparse execution looks at no other token.
     alone = call.plan.mix == "hard" and not call.plan.target.skips_attention
     trunk = call.of(slice(batch), call.kwargs) if alone else call
-    after_full, after_cheap = call.site.both(trunk)
-    out = call.site.mixed(trunk, after_full, after_cheap)
+    after_full, after_cheap = call.target.both(trunk)
+    out = call.target.mixed(trunk, after_full, after_cheap)
     if alone and batch < len(call.stream):
-        out = torch.cat([out, call.site.gathered(call.of(slice(batch, None), call.kwargs))])
+        out = torch.cat([out, call.target.gathered(call.of(slice(batch, None), call.kwargs))])
     return out, after_full, after_cheap
 
 

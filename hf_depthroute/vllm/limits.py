@@ -11,7 +11,6 @@ from ..base.families import row_of, text_config
 from ..config.adapter import DepthRouteConfig
 from ..config.fields import PATTERNS
 from ..config.rules import ConfigError
-from ..execution.sites import SITES, FFNSite
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
 from .settings import settings_of
@@ -75,7 +74,7 @@ def check_adapter(config: DepthRouteConfig) -> None:
         ConfigError: What it is that cannot be served, and why.
     """
     gate = GATES[config.gate]
-    if type(SITES[config.target]) is not FFNSite:  # what the operator runs
+    if not TARGETS[config.target].row_wise:
         reasons = [_PARTS[part] for part in TARGETS[config.target].skips if part in _PARTS]
         _refuse("target", config.target, next(iter(reasons), "only the FFN's rows can be left out there"))
     for name in PATTERNS:

@@ -7,7 +7,7 @@ them: one sequence as far as the layer can see, so decisions are about tokens on
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,11 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ..base.sublayers import ffn_map, norm_of
-from ..execution.call import RoutedCall
+from ..base.sublayers import attended, ffn_map, norm_of
 from ..execution.decode import DECODE_ROWS, supports_decode
 from ..execution.executors import executor_of
 from ..execution.layer import call_on_stream
-from ..execution.sites import FFNSite, attended
+from ..execution.target import Target, target_of
 from ..parts.branches import rms_of
 from ..parts.fused import FusedGateBranch, fuse
 from ..parts.selection import tail_mask
@@ -34,16 +33,6 @@ NAME = "depth_route_name"  # the attribute of a routed layer that the operator f
 _KEPT = 64  # thresholds
 
 _library = torch.library.Library("hf_depthroute", "FRAGMENT")
-
-
-class _FFN(FFNSite):
-    """The FFN alone: the layer runs everything before it and parallel to it."""
-
-    def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
-        return after
-
-
-_SITE = _FFN()
 
 
 class FFNStep:
@@ -102,7 +91,8 @@ class FFNStep:
             if bars:
                 plan = replace(plan, threshold=_of_rows(bars, batch, rows, stream.device))
             own = stream if routing.family.parallel else stream.clone()  # an executor may overwrite it
-            call = call_on_stream(layer, plan, _SITE, own, token_mask, {}, normed=normed)
+            call = call_on_stream(layer, plan, target_of(plan), own, token_mask, {}, normed=normed)
+            call = replace(call, finishes=False)  # the layer runs what is parallel to the FFN
             ran, out = call.mask.sum(), executor_of(call).run(call)
         if self.count is not None and real is not None:
             self.count.add(ran, real)
@@ -188,8 +178,9 @@ def served_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     if routing is None:
         return layer._base_forward(hidden_states, **kwargs)
     family, h = routing.family, hidden_states
-    stream = h if family.parallel else attended(layer, family, h, h, kwargs)
-    normed = _SITE.norm(layer, family, stream)  # here a compiler joins it to what is around it
+    target = cast(Target, routing.active_target())
+    stream = target.enter(layer, family, h, kwargs)
+    normed = target.norm(layer, family, stream)  # here a compiler joins it to what is around it
     out = torch.ops.hf_depthroute.routed_ffn(stream, normed, getattr(layer, NAME))
     if family.parallel:
         out = attended(layer, family, out, h, kwargs)

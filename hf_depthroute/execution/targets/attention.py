@@ -1,0 +1,93 @@
+"""The target `"attention"`.
+
+Shapes: B batch, T positions, n rows, d model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...base.families import Family
+from ...base.sublayers import attention_update, behind, ffn_map, norm_of
+from ..attention import attended_rows, attended_update, supports_rows, supports_subset
+from ..call import RoutedCall
+from ..decode import AttentionStep, DecodeStep
+from ..gathered import add_cheap
+from ..target import Target
+from .ffn import slice_rows
+
+
+class AttentionTarget(Target):
+    """The attention is routed; the FFN follows, or runs in parallel, for every token.
+
+    The keys and values of every token are written.
+    """
+
+    skips: ClassVar[tuple[str, ...]] = ("attention",)
+    called = "attention"
+    decides: ClassVar[Mapping[str, str]] = {
+        "token": "whether it attends. A token that does not still writes its key and value.",
+        "sequence": "whether its attention runs. Where it does not, no keys and values are written.",
+    }
+    norm_of = "attention"
+    decode_step: ClassVar[type[DecodeStep] | None] = AttentionStep
+
+    def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
+        return norm_of(layer, family, "attention")(stream)
+
+    def full(self, call: RoutedCall) -> Tensor:
+        return call.stream + attention_update(call.layer, call.family, call.norm(), call.kwargs)
+
+    def rest(self, call: RoutedCall, rows: Tensor, before: Tensor, scale: Tensor | None) -> Tensor:
+        """The rest of the full path after the attention, for rows `[n, d]` of the stream after and before it."""
+        return rows
+
+    def gathered(self, call: RoutedCall) -> Tensor:
+        layer, family, mask, normed = call.layer, call.family, call.mask, call.norm()
+        attention, style = getattr(layer, family.attention), family.queries
+        if style is not None and supports_subset(attention, style, call.kwargs):
+            update = behind(layer, family, "attention", attended_rows(attention, style, normed, mask, call.kwargs))
+        else:  # computed for every token: nothing is saved before the FFN
+            update = attention_update(layer, family, normed, call.kwargs)[mask]
+        factor, of_attention, of_ffn = (
+            None if scale is None else scale[mask][:, None].to(update.dtype)
+            for scale in (call.scale, call.attention_scale, call.ffn_scale)
+        )
+        chosen = call.stream[mask]
+        attended = chosen + (update if of_attention is None else update * of_attention)
+        rows = self.rest(call, attended, chosen, of_ffn)
+        if factor is not None:
+            rows = chosen + (rows - chosen) * factor
+        flat = mask.reshape(-1)
+        before = call.stream.reshape(-1, call.stream.shape[-1])
+        out = add_cheap(before.clone(), before, flat, call.branch, slice_rows(call), call.cheap_scale)
+        out = out.index_copy_(0, flat.nonzero().squeeze(-1), rows.to(out.dtype))
+        return call.with_recalled(out.view(call.stream.shape))
+
+    def supports_rows(self, call: RoutedCall) -> bool:
+        attention = getattr(call.layer, call.family.attention)
+        return supports_rows(attention, call.family.queries, call.stream, call.kwargs)
+
+    def by_rows(self, call: RoutedCall) -> Tensor:
+        layer, family, stream, mask = call.layer, call.family, call.stream, call.mask
+        attention, style = getattr(layer, family.attention), family.queries
+        assert style is not None
+        update = behind(layer, family, "attention", attended_update(attention, style, call.norm(), mask, call.kwargs))
+        if call.attention_scale is not None:
+            update = update * call.attention_scale[..., None].to(update.dtype)
+        after = self.rest_by_rows(call, stream + update)
+        if call.scale is not None:
+            after = stream + (after - stream) * call.scale[..., None].to(update.dtype)
+        return torch.where(mask[..., None], after, call.cheap())
+
+    def rest_by_rows(self, call: RoutedCall, after: Tensor) -> Tensor:
+        """`rest` for the rows in the mask, `[B, T, d]`; what stands in the other rows does not matter."""
+        return after
+
+    def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
+        read = call.stream if call.family.parallel else after
+        return after + ffn_map(call.layer, call.family)(norm_of(call.layer, call.family, "ffn")(read))

@@ -1,0 +1,103 @@
+"""The target `"ffn"`: the FFN, or the whole MoE block.
+
+Shapes: B batch, T positions, d model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...base.families import Family
+from ...base.readable import any_watched
+from ...base.recorded import ROUTER_LOGITS, is_recorded, unrecorded
+from ...base.sublayers import Kwargs, attended, ffn_map, norm_of, router_of
+from ..call import RoutedCall
+from ..decode import DecodeStep
+from ..gathered import cpu_slice, gathered_update
+from ..kernels import swiglu_rows
+from ..kernels.eligible import is_swiglu
+from ..target import Target
+
+
+class FFNTarget(Target):
+    """`a = h + attention(LN1(h))` in front; the FFN, or the whole MoE block, is routed."""
+
+    skips = ("ffn",)
+    called = "FFNs"
+    decides: ClassVar[Mapping[str, str]] = {
+        "token": "whether it enters the FFN.",
+        "sequence": "whether it enters the FFN.",
+    }
+    norm_of = "ffn"
+    row_wise = True
+    decode_step: ClassVar[type[DecodeStep] | None] = DecodeStep
+
+    def enter(self, layer: Any, family: Family, h: Tensor, kwargs: Kwargs) -> Tensor:
+        if family.parallel:
+            return h
+        return attended(layer, family, h, h, kwargs)
+
+    def norm(self, layer: Any, family: Family, stream: Tensor) -> Tensor:
+        return norm_of(layer, family, "ffn")(stream)
+
+    def full(self, call: RoutedCall) -> Tensor:
+        return call.stream + ffn_map(call.layer, call.family)(call.norm())
+
+    def gathered(self, call: RoutedCall) -> Tensor:
+        """As `Target.gathered`; where the norm is not known yet, only the rows that run are normed."""
+        router = router_of(call.layer, call.family) if is_recorded(ROUTER_LOGITS) else None
+        if router is None:
+            return self._gathered(call, call.normed)
+        normed = call.norm()
+        router(normed.flatten(0, 1))  # records the logits of every token
+        with unrecorded(ROUTER_LOGITS):
+            return self._gathered(call, normed)
+
+    def _gathered(self, call: RoutedCall, normed: Tensor | None) -> Tensor:
+        ffn, rows = ffn_map(call.layer, call.family), slice_rows(call)
+        stream = call.stream.clone() if call.family.parallel else call.stream  # the layer's input is still needed
+        if normed is not None:
+            after = gathered_update(stream, normed, call.mask, ffn, call.branch, rows, call.scale)
+            return call.with_recalled(after)
+        norm = norm_of(call.layer, call.family, "ffn")
+        after = gathered_update(stream, stream, call.mask, lambda x: ffn(norm(x)), call.branch, rows, call.scale)
+        return call.with_recalled(after)
+
+    def supports_rows(self, call: RoutedCall) -> bool:
+        return runs_by_rows(call)
+
+    def by_rows(self, call: RoutedCall) -> Tensor:
+        stream = call.stream
+        base = stream if call.branch is None else torch.where(call.mask[..., None], stream, call.cheap())
+        return ffn_rows(call, base, call.norm(), call.scale)
+
+    def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
+        if not call.family.parallel:
+            return after
+        return attended(call.layer, call.family, after, call.stream, call.kwargs)
+
+
+def runs_by_rows(call: RoutedCall) -> bool:
+    """Whether `ffn_rows` can stand in for the FFN's update of a stream like the call's."""
+    family = call.family
+    if family.ffn_post_norm or family.residual_scale or any_watched(call.layer, family.dropouts):
+        return False
+    return is_swiglu(getattr(call.layer, family.ffn), call.stream)
+
+
+def ffn_rows(call: RoutedCall, stream: Tensor, normed: Tensor, scale: Tensor | None) -> Tensor:
+    """`stream + scale * ffn(normed)` at the tokens of the mask, `stream` at the others, `[B, T, d]`."""
+    ffn: Any = getattr(call.layer, call.family.ffn)
+    rows, x = (part.reshape(-1, part.shape[-1]) for part in (stream, normed))
+    weights = ffn.gate_proj.weight, ffn.up_proj.weight, ffn.down_proj.weight
+    flat = None if scale is None else scale.reshape(-1)
+    return swiglu_rows(rows, x, call.mask.reshape(-1), flat, *weights).view(stream.shape)
+
+
+def slice_rows(call: RoutedCall) -> int | None:
+    """Rows that gathered execution runs at one time; None for all of them."""
+    return cpu_slice(call.routing.ffn_width) if call.routing.dense_ffn and call.stream.device.type == "cpu" else None
