@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_depthroute.cli import main
 from hf_depthroute.evaluation.harness import DepthRouteLM, evaluate_tasks, scores
-from hf_depthroute.routing.stack import routings
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import count_routes
 
 GROUP = Path(__file__).parents[1] / "recipes" / "router_tuning" / "tasks"
@@ -143,7 +143,7 @@ def test_dense_and_routed_are_compared_and_the_budget_is_restored(base: Path, ta
     assert runs[0].full_ratio == runs[2].full_ratio == 1.0
     assert 0.0 < runs[1].full_ratio < 0.6
     assert all(run.seconds > 0 for run in runs)
-    assert {holder.active_config().budget for holder in routings(model)} == {0.4}
+    assert {routing.active_config().budget for routing in routings_of(model)} == {0.4}
     assert {"results", "configs", "versions", "n-shot"} <= set(runs[1].results)
 
 
@@ -157,7 +157,7 @@ def test_generations_are_timed_without_their_count_and_counted_as_they_were(
     generate = HFLM._model_generate
 
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recorders.extend(len(holder.state.settings.recorders) for holder in routings(self.model))
+        recorders.extend(len(routing.state.settings.recorders) for routing in routings_of(self.model))
         return generate(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:

@@ -85,7 +85,7 @@ class DepthRouteLM(HFLM):
             set_budget(model, float(budget))
         if phases is not None:
             set_phases(model, phases)
-        configs = [holder.active_config() for holder in active_routings(model)]
+        configs = [routing.active_config() for routing in active_routings(model)]
         if any(config.granularity == "sequence" or config.phases == "prefill" for config in configs):
             kwargs["batch_size"] = 1
         self._prompts_alone = any(config.phases == "prefill" for config in configs)

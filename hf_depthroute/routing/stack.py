@@ -58,9 +58,6 @@ def routings_of(model: nn.Module) -> list[Routing]:
     return list(stack.routed)
 
 
-routings = routings_of  # its earlier name
-
-
 def one_change(model: nn.Module) -> AbstractContextManager[Any]:
     """Inside the block no other thread changes `model` by what takes this block: their changes wait for its end.
 
