@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..base.families import Family
 from ..base.sublayers import Kwargs
 from .context import Step
+from .masked import scaled
 
 if TYPE_CHECKING:
     from ..routing.plan import RoutePlan
@@ -153,11 +154,10 @@ class RoutedCall:
 
     def cheap(self) -> Tensor:
         """The stream after the cheap path of every token, `[B, T, d]`."""
-        branch, recalled, scale = self.branch, self.recalled(), self.cheap_scale
         after = self.stream
-        if branch is not None:
-            update = branch(after)
-            after = after + (update if scale is None else update * scale[..., None].to(update.dtype))
+        recalled = self.recalled()
+        if self.branch is not None:
+            after = after + scaled(self.branch(after), self.cheap_scale)
         return after if recalled is None else after + recalled
 
     def recalled(self) -> Tensor | None:
@@ -194,11 +194,11 @@ class RoutedCall:
         def part(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[rows]
 
-        made, stream = self.decision, self.stream[rows]
+        made = self.decision
         decision = None if made is None else Decision(made.scores[rows], {}, part(made.mask), part(made.probs))
         return replace(
             self,
-            stream=stream,
+            stream=self.stream[rows],
             normed=part(self.normed),
             token_mask=part(self.token_mask),
             kwargs=kwargs,

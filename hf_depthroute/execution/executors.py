@@ -62,10 +62,10 @@ class Rows(Executor):
     """
 
     def supports(self, call: RoutedCall) -> bool:
-        executor, compiles = call.plan.executor, torch.compiler.is_compiling()
-        if is_exporting() or (executor != "rows" and not (executor == "auto" and (call.stream.is_cuda or compiles))):
+        if is_exporting() or call.plan.executor not in ("auto", "rows"):
             return False
-        if executor == "auto" and prefers_gathering(call):
+        unasked = call.plan.executor == "auto" and not (call.stream.is_cuda or torch.compiler.is_compiling())
+        if unasked or (call.plan.executor == "auto" and prefers_gathering(call)):
             return False
         return not call.needs_both_paths and not skips_sequences(call) and call.target.supports_rows(call)
 

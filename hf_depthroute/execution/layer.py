@@ -48,23 +48,22 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         stepped = context.steps[layer](layer, hidden_states, kwargs, context)
         if stepped is not None:
             return stepped
-    rows = hidden_states.shape[0], hidden_states.shape[1]
+    if routing is None:
+        return _outputs(layer, None, context, hidden_states, kwargs)[0]
     # Without gradients it is no step of training: rollouts, references and metrics decide as inference does.
     trains = layer.training and torch.is_grad_enabled()
-    plan = None if routing is None else routing.plan(trains, rows, context.last_tokens, context.kept)
-    if plan is not None and context.unrouted is not None and layer in context.unrouted:
+    batch, length = hidden_states.shape[:2]
+    plan = routing.plan(trains, (batch, length), context.last_tokens, context.kept)
+    if plan is None:
+        return _outputs(layer, None, context, hidden_states, kwargs)[0]
+    if context.unrouted is not None and layer in context.unrouted:
         plan = replace(plan, rule="full")
-    returned = (
-        None if routing is None or plan is None or not routing.family.returns_weights else routing.family.attention
-    )
     weights: list[Tensor | None] = []
-    if returned is not None and kwargs.get("output_attentions"):
-        with kept_weights(getattr(layer, returned)) as weights:
+    if routing.family.returns_weights and kwargs.get("output_attentions"):
+        with kept_weights(getattr(layer, routing.family.attention)) as weights:
             outputs = _outputs(layer, plan, context, hidden_states, kwargs)
     else:
         outputs = _outputs(layer, plan, context, hidden_states, kwargs)
-    if routing is None or plan is None:
-        return outputs[0]
     if not layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         warn_of_backward(routing, plan.config, outputs[0], *outputs[3:4])
     if plan.recorders:
@@ -74,7 +73,7 @@ def routed_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         record = RouteRecord(mask, scores, probs, context.token_mask, plan.budget, named, *state)
         for trace in plan.recorders:
             trace[routing.layer_index] = record
-    return (outputs[0], next(iter(weights), None)) if returned is not None else outputs[0]
+    return (outputs[0], next(iter(weights), None)) if routing.family.returns_weights else outputs[0]
 
 
 def _outputs(layer: Any, plan: RoutePlan | None, context: ForwardContext, hidden_states: Tensor, kwargs: Kwargs) -> Any:

@@ -9,6 +9,13 @@ import torch
 from torch import Tensor
 
 
+def scaled(update: Tensor, scale: Tensor | None) -> Tensor:
+    """`update` `[..., d]`, times `scale` `[...]` where there is one."""
+    if scale is None:
+        return update
+    return update * scale[..., None].to(update.dtype)
+
+
 def masked_update(
     before: Tensor, after_full: Tensor, after_cheap: Tensor, mask: Tensor, probs: Tensor, mix: str = "hard"
 ) -> Tensor:

@@ -16,6 +16,7 @@ from ..base.recorded import records_attention
 from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
 from .call import Decision, RoutedCall, without_scores
+from .masked import scaled
 
 
 def as_decided(plan: RoutePlan, layer_index: int, kwargs: dict[str, Any]) -> RoutePlan:
@@ -87,7 +88,8 @@ def skip_sequences(call: RoutedCall) -> Tensor:
 
     The sequences that are kept run the target in full, on their own; the others write no keys and values.
     """
-    stream, keep, scale, branch = call.stream, call.mask[:, 0], call.scale, call.branch
+    stream = call.stream
+    keep = call.mask[:, 0]
     remember_sequences(call, skips_attention=True)
     rows, others = keep.nonzero().squeeze(-1), (~keep).nonzero().squeeze(-1)
     if len(rows):
@@ -98,12 +100,12 @@ def skip_sequences(call: RoutedCall) -> Tensor:
     held = cache_layer(cache_of(call.kwargs), call.routing.layer_index)
     if held is not None:
         held.advance(stream.shape[1])
-    if scale is not None:
-        after = stream[rows] + (after - stream[rows]) * scale[rows][..., None].to(after.dtype)
+    if call.scale is not None:
+        after = stream[rows] + scaled(after - stream[rows], call.scale[rows])
     out = stream.clone()
     out[rows] = after
-    if branch is not None and len(others):
-        out[others] = stream[others] + branch(stream[others])
+    if call.branch is not None and len(others):
+        out[others] = stream[others] + call.branch(stream[others])
     return call.with_recalled(out)
 
 

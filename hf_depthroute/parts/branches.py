@@ -71,14 +71,14 @@ class MixedLinear(nn.Linear):
 
     def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         """Weight and bias in `dtype`."""
-        keeps = (
-            not (self.training or torch.is_grad_enabled()) and "weight" in self._parameters
-        )  # not a parametrized one
+        # A parametrized weight is none of the parameters.
+        keeps = not (self.training or torch.is_grad_enabled()) and "weight" in self._parameters
         now = version_key(self.weight, self.bias) if keeps else None
         held = self._derived.get("cast")  # with its stamp in one entry: threads share it
         if now is not None and held is not None and held[0] == (dtype, now):
             return held[1], held[2]
-        weight, bias = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        weight = self.weight.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
         if now is not None:
             self._derived["cast"] = (dtype, now), weight, bias
         return weight, bias

@@ -62,28 +62,31 @@ class FFNStep:
         """
         layer: Any = self.layer
         routing: Routing = layer._modules[ROUTING]
-        rows, real = stream.shape[1], None if batch is None else batch.num_actual_tokens
-        # Every request's next token: a batch of sequences.
+        rows = stream.shape[1]
+        real = None if batch is None else batch.num_actual_tokens
         generates = batch is not None and batch.max_query_len == 1
-        if not generates:
+        if generates:  # every request's next token: a batch of sequences
+            shape, last_rows = (rows, 1), None
+        else:
             routing.forget_prepared()  # there is a prompt among the rows
-        tail = routing.active_config().last_in_full
-        shape, last_rows = ((rows, 1), None) if generates else ((1, rows), _last_rows(batch, rows, tail))
+            shape, last_rows = (1, rows), _last_rows(batch, rows, routing.active_config().last_in_full)
         asked = [] if batch is None or self._budgets is None else self._budgets.of_batch(batch)
         plans = {budget: _plan_at(routing, budget, shape, last_rows) for budget in set(asked) or {None}}
         plan = next((plan for plan in plans.values() if plan.rule != "full"), next(iter(plans.values())))
         bars = [] if len(plans) == 1 else [self._threshold_of(routing, plans[budget]) for budget in asked]
         ran: Tensor | int = rows if real is None else real  # rows in full
+        joint = None
+        if generates and rows == real and rows <= DECODE_ROWS and plan.rule != "full":
+            joint = self._joint_of(routing, plan)
         if plan.rule == "full":
             out = stream + ffn_map(layer, routing.family)(normed)
-        elif (
-            generates and rows == real and rows <= DECODE_ROWS and (joint := self._joint_of(routing, plan)) is not None
-        ):
+        elif joint is not None:
             # To a layer, rows of one sequence are what one row of each of as many sequences is: `[N, 1, d]`.
-            ffn, own = ffn_map(layer, routing.family), stream.transpose(0, 1).clone()
+            own = stream.transpose(0, 1).clone()
             bar = bars or self._threshold_of(routing, plan)
-            after, chosen = joint.run(own, bar, ffn, normed.transpose(0, 1))
-            ran, out = len(chosen), after.transpose(0, 1)
+            after, chosen = joint.run(own, bar, ffn_map(layer, routing.family), normed.transpose(0, 1))
+            ran = len(chosen)
+            out = after.transpose(0, 1)
         else:
             token_mask = None
             if real is not None and real < rows:  # what a graph of a fixed size is filled up with
@@ -93,7 +96,8 @@ class FFNStep:
             own = stream if routing.family.parallel else stream.clone()  # an executor may overwrite it
             call = call_on_stream(layer, plan, target_of(plan), own, token_mask, {}, normed=normed)
             call = replace(call, finishes=False)  # the layer runs what is parallel to the FFN
-            ran, out = call.mask.sum(), executor_of(call).run(call)
+            ran = call.mask.sum()
+            out = executor_of(call).run(call)
         if self.count is not None and real is not None:
             self.count.add(ran, real)
         return out

@@ -73,8 +73,12 @@ def _causal(time_F: Tensor, past: int) -> Tensor:
 
 def _attention(q: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None, scaling: float) -> Tensor:
     """Queries `[F, H, k]` of one sequence against its keys `[G, S, k]`: `[F, H, k]`."""
-    seen, grouped = None if allowed is None else allowed[None, None], q.shape[1] != keys.shape[0]
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen, scale=scaling, enable_gqa=grouped
+        q.transpose(0, 1)[None],
+        keys[None],
+        values[None],
+        attn_mask=None if allowed is None else allowed[None, None],
+        scale=scaling,
+        enable_gqa=q.shape[1] != keys.shape[0],
     )
     return out[0].transpose(0, 1)

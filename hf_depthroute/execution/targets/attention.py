@@ -17,6 +17,7 @@ from ..attention import attended_rows, attended_update, supports_rows, supports_
 from ..call import RoutedCall
 from ..decode import AttentionStep, DecodeStep
 from ..gathered import add_cheap
+from ..masked import scaled
 from ..target import Target
 from .ffn import slice_rows
 
@@ -47,21 +48,21 @@ class AttentionTarget(Target):
         return rows
 
     def gathered(self, call: RoutedCall) -> Tensor:
-        layer, family, mask, normed = call.layer, call.family, call.mask, call.norm()
-        attention, style = getattr(layer, family.attention), family.queries
+        layer, family, mask = call.layer, call.family, call.mask
+        normed = call.norm()
+        attention = getattr(layer, family.attention)
+        style = family.queries
         if style is not None and supports_subset(attention, style, call.kwargs):
             update = behind(layer, family, "attention", attended_rows(attention, style, normed, mask, call.kwargs))
         else:  # computed for every token: nothing is saved before the FFN
             update = attention_update(layer, family, normed, call.kwargs)[mask]
-        factor, of_attention, of_ffn = (
-            None if scale is None else scale[mask][:, None].to(update.dtype)
-            for scale in (call.scale, call.attention_scale, call.ffn_scale)
-        )
         chosen = call.stream[mask]
-        attended = chosen + (update if of_attention is None else update * of_attention)
-        rows = self.rest(call, attended, chosen, of_ffn)
-        if factor is not None:
-            rows = chosen + (rows - chosen) * factor
+        scale, of_attention, of_ffn = (
+            None if factor is None else factor[mask] for factor in (call.scale, call.attention_scale, call.ffn_scale)
+        )
+        rows = self.rest(call, chosen + scaled(update, of_attention), chosen, of_ffn)
+        if scale is not None:
+            rows = chosen + scaled(rows - chosen, scale)
         flat = mask.reshape(-1)
         before = call.stream.reshape(-1, call.stream.shape[-1])
         out = add_cheap(before.clone(), before, flat, call.branch, slice_rows(call), call.cheap_scale)
@@ -73,16 +74,15 @@ class AttentionTarget(Target):
         return supports_rows(attention, call.family.queries, call.stream, call.kwargs)
 
     def by_rows(self, call: RoutedCall) -> Tensor:
-        layer, family, stream, mask = call.layer, call.family, call.stream, call.mask
-        attention, style = getattr(layer, family.attention), family.queries
-        assert style is not None
-        update = behind(layer, family, "attention", attended_update(attention, style, call.norm(), mask, call.kwargs))
-        if call.attention_scale is not None:
-            update = update * call.attention_scale[..., None].to(update.dtype)
-        after = self.rest_by_rows(call, stream + update)
+        layer, family, stream = call.layer, call.family, call.stream
+        attention = getattr(layer, family.attention)
+        assert family.queries is not None
+        rows = attended_update(attention, family.queries, call.norm(), call.mask, call.kwargs)
+        update = behind(layer, family, "attention", rows)
+        after = self.rest_by_rows(call, stream + scaled(update, call.attention_scale))
         if call.scale is not None:
-            after = stream + (after - stream) * call.scale[..., None].to(update.dtype)
-        return torch.where(mask[..., None], after, call.cheap())
+            after = stream + scaled(after - stream, call.scale)
+        return torch.where(call.mask[..., None], after, call.cheap())
 
     def rest_by_rows(self, call: RoutedCall, after: Tensor) -> Tensor:
         """`rest` for the rows in the mask, `[B, T, d]`; what stands in the other rows does not matter."""

@@ -16,6 +16,7 @@ from ...base.sublayers import attention_update, ffn_map, norm_of, router_of
 from ..call import RoutedCall
 from ..decode import AttentionStep
 from ..gathered import in_slices
+from ..masked import scaled
 from .attention import AttentionTarget
 from .ffn import ffn_rows, runs_by_rows, slice_rows
 
@@ -56,7 +57,7 @@ class BlockTarget(AttentionTarget):
         ffn, norm = ffn_map(call.layer, call.family), norm_of(call.layer, call.family, "ffn")
         read = before if call.family.parallel else rows
         update = in_slices(lambda part: ffn(norm(part)), read, slice_rows(call))
-        return rows + (update if scale is None else update * scale)
+        return rows + scaled(update, scale)
 
     def supports_rows(self, call: RoutedCall) -> bool:
         return super().supports_rows(call) and runs_by_rows(call)
@@ -72,11 +73,6 @@ class BlockTarget(AttentionTarget):
         """`a = h + s attention(LN1(h))`, then `a + t FFN(LN2(a))`, with `s` and `t` `[B, T]`, 1 where None."""
         layer, family, stream = call.layer, call.family, call.stream
         update = attention_update(layer, family, call.norm(), call.kwargs)
-        a = stream + _times(update, of_attention)
+        a = stream + scaled(update, of_attention)
         update = ffn_map(layer, family)(norm_of(layer, family, "ffn")(stream if family.parallel else a))
-        return a + _times(update, of_ffn)
-
-
-def _times(update: Tensor, scale: Tensor | None) -> Tensor:
-    """`update` `[B, T, d]`, times `scale` `[B, T]` where there is one."""
-    return update if scale is None else update * scale[..., None].to(update.dtype)
+        return a + scaled(update, of_ffn)
