@@ -22,7 +22,7 @@ from hf_depthroute import DepthRouteConfig, fit_router, record_routes
 from hf_depthroute.base.stack import stack_of
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import token_mask
-from hf_depthroute.evaluation.roofline import count_work
+from hf_depthroute.evaluation.flops import count_flops
 from hf_depthroute.fitting import option_times, prompts
 from hf_depthroute.fitting.bar import FitBar
 from hf_depthroute.fitting.option_times import time_savings
@@ -51,10 +51,10 @@ def found(model: Any) -> dict[str, Any]:
 def prompt_flops(model: Any, length: int) -> float:
     """The share of a prompt's FLOPs that is left, as it is counted elsewhere."""
     in_full = model.peft_config["default"].prompt_tail / length
-    shares = {routing.layer_index: (in_full, 1.0) for routing in active_routings(model)}
-    routed = count_work(model, batch=1, length=length, shares=shares).total_flops
+    shares = {routing.layer_index: in_full for routing in active_routings(model)}
+    routed = sum(count_flops(model, batch=1, length=length, shares=shares).values())
     with model.disable_adapter():
-        return routed / count_work(model, batch=1, length=length).total_flops
+        return routed / sum(count_flops(model, batch=1, length=length).values())
 
 
 def test_the_last_layer_of_a_prompt_is_free() -> None:

@@ -10,19 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import build_base, build_routed
 from speed import bench as program
-from speed import gpu_all
+from speed import gpu_all, roofline
 from speed.lora import loading_rows, measure_training, training_rows
 from speed.result_plots import plot_result
+from speed.roofline import Peaks, count_work, roofline_rows
 from speed.shapes import SHAPES, random_model
 from speed.suites import SuiteCase, read_suite, run_suite
 
 from hf_depthroute import DepthRouteConfig
-from hf_depthroute.bench import timing
-from hf_depthroute.bench.measurements import compare_results, measurements, read_result
+from hf_depthroute.bench.measurements import TIMED, compare_results, measurements, read_result
 from hf_depthroute.bench.result_tables import comparison_table, tables
 from hf_depthroute.cli import main
-from hf_depthroute.evaluation.roofline import Peaks
+from hf_depthroute.evaluation.flops import count_flops
+from hf_depthroute.inference.calibration import active_routings
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "speed"
 PEAKS = Peaks(bytes_per_s=1e10, flops_per_s=1e11)
@@ -46,8 +48,8 @@ def tiny(monkeypatch):
 @pytest.fixture(autouse=True)
 def small_peaks(monkeypatch):
     """The machine's peaks from small arrays; they are only bookkeeping here."""
-    monkeypatch.setattr(timing, "_BUFFER_BYTES", {"cpu": 1 << 18})
-    monkeypatch.setattr(timing, "_MATMUL_SIZE", {"cpu": 32})
+    monkeypatch.setattr(roofline, "_BUFFER_BYTES", {"cpu": 1 << 18})
+    monkeypatch.setattr(roofline, "_MATMUL_SIZE", {"cpu": 32})
 
 
 def test_a_shape_can_be_cut_in_depth_and_vocabulary(tiny):
@@ -137,8 +139,8 @@ def test_the_recipes_suites_can_be_read(path):
 def suite_result(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SHAPES, "tiny", TINY)
-        patch.setattr(timing, "_BUFFER_BYTES", {"cpu": 1 << 18})
-        patch.setattr(timing, "_MATMUL_SIZE", {"cpu": 32})
+        patch.setattr(roofline, "_BUFFER_BYTES", {"cpu": 1 << 18})
+        patch.setattr(roofline, "_MATMUL_SIZE", {"cpu": 32})
         path = tmp_path_factory.mktemp("suite") / "small.yaml"
         path.write_text(SUITE)
         name, cases = read_suite(path)
@@ -162,7 +164,62 @@ def test_a_suite_measures_every_case(suite_result):
     assert set(by_case["decode"]["tuned"]) == set(by_case["prefill"]["masked"]) == {"0.5"}
     assert by_case["train"]["routed_trained_parameters"] > 0 < by_case["train"]["routed_peak_bytes"]
     assert by_case["load"]["routed"]["bytes"] > 0 < by_case["load"]["lora"]["load_ms"]
-    assert by_case["train"]["roofline"]["gflop"] > 0
+    assert by_case["train"]["roofline"]["gflop"] > 0 < by_case["decode"]["roofline"]["gb"]
+    assert suite_result["peaks"]["float32"]["gflop_per_s"] > 0
+    for measured in (m for m in suite_result["measurements"] if m["case"] == "prefill"):
+        row = measured["budgets"]["0.5"]
+        if row["eta_roofline"] is not None:  # the report is rounded
+            expected = (1 - row["ratio"]) / (1 - row["roofline_routed_over_dense"])
+            assert row["eta_roofline"] == pytest.approx(expected, rel=5e-3, abs=0.01)
+
+
+# Roofline
+
+
+@pytest.mark.parametrize(
+    "family, kind",
+    [("llama", "mlp"), ("gpt2", "attention"), ("llama", "block"), ("olmoe", "mlp"), ("olmoe", "experts")],
+)
+@pytest.mark.parametrize("length, cached", [(16, 0), (1, 20)])
+def test_the_roofline_counts_the_flops_that_the_package_counts(family, kind, length, cached):
+    model = build_routed(family, kind)
+    layers = [routing.layer_index for routing in active_routings(model)]
+    shares = {index: 0.2 + 0.1 * index for index in layers}
+    sizes = {"batch": 2, "length": length, "cached": cached, "logits": 1}
+    assert count_work(model, **sizes).flops == pytest.approx(count_flops(model, **sizes))
+    passed = {index: (share, 1.0) for index, share in shares.items()}
+    assert count_work(model, **sizes, shares=passed).flops == pytest.approx(count_flops(model, **sizes, shares=shares))
+
+
+def test_a_pass_that_skips_an_ffn_does_not_read_it():
+    model = build_routed("llama", layers=[0, 1, 2, 3])
+    sizes = {"batch": 1, "length": 1, "cached": 10, "logits": 1}
+    dense = count_work(model, **sizes)
+    nothing = count_work(model, **sizes, shares=dict.fromkeys(range(4), (0.0, 0.0)))
+    everything = count_work(model, **sizes, shares=dict.fromkeys(range(4), (1.0, 1.0)))
+    assert nothing.bytes["ffn"] == 0 and everything.bytes["ffn"] == dense.bytes["ffn"]
+    assert dense.bytes["ffn"] == 4 * 4 * (3 * 32 * 64 + 3 * (32 + 64))  # layers, bytes, weights, one token in and out
+    assert nothing.bytes["attention core"] == dense.bytes["attention core"]
+
+
+def test_a_skipped_query_reads_no_keys_in_decode():
+    model = build_routed("llama", "attention", layers=[0, 1, 2, 3])
+    sizes = {"batch": 1, "length": 1, "cached": 1000, "logits": 1}
+    moved = count_work(model, **sizes, shares=dict.fromkeys(range(4), (0.0, 0.0))).bytes["attention core"]
+    assert moved == 4 * 4 * 2 * 2 * 8  # layers, bytes, keys and values, heads, width: the new token's are written
+
+
+def test_the_larger_of_the_two_times_binds():
+    model = build_base("llama")
+    decode = count_work(model, batch=1, length=1, cached=8)
+    assert decode.summary(Peaks(1e3, 1e12))["bound"] == "bandwidth"
+    assert decode.summary(Peaks(1e12, 1e3))["bound"] == "compute"
+    slow = Peaks(1e6, 1e6)
+    parts = [max(decode.flops[p], decode.bytes[p]) / 1e6 for p in decode.flops]
+    assert decode.seconds(slow) == pytest.approx(sum(parts))
+
+
+# Suites
 
 
 def test_memory_that_runs_out_ends_one_case_only(tiny, monkeypatch):
@@ -211,8 +268,10 @@ def test_changes_beyond_the_noise_are_told_from_those_within(suite_result):
 
 
 def test_tables_hold_every_measurement(suite_result):
-    found = tables(suite_result, {training_rows: ("train",), loading_rows: ("load",)})
-    times, overheads, memory, training, loading = found
+    others = {roofline_rows: TIMED, training_rows: ("train",), loading_rows: ("load",)}
+    found = tables(suite_result, others)
+    times, overheads, memory, least, training, loading = found
+    assert len(least.rows) == 7 * 2
     assert len(times.rows) == 6 * 2 + 3 and len(overheads.rows) == 7
     assert len(training.rows) == 2 and len(loading.rows) == 2 and len(memory.rows) == 5
     assert all(len(row) == len(table.head) for table in found for row in table.rows)

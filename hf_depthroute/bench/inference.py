@@ -2,10 +2,9 @@
 
     eta = (T_dense - T_routed) / (T_dense - T_ideal),   T_ideal = T_dense * FLOPs_routed / FLOPs_dense
 
-`eta` is 1 when every skipped FLOP shows on the clock; `eta_roofline` is the same with the ratio of the two roofline
-times instead of FLOPs. `T_dense` is the fastest of the modes measured, and so is `T_routed`. All variants share one
-set of weights, one process and the same tokens; their runs are interleaved in random order; times are medians over
-rounds, and ratios are medians of each round's own ratio.
+`eta` is 1 when every skipped FLOP shows on the clock. `T_dense` is the fastest of the modes measured, and so is
+`T_routed`. All variants share one set of weights, one process and the same tokens; their runs are interleaved in random
+order; times are medians over rounds, and ratios are medians of each round's own ratio.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..evaluation.roofline import Peaks, count_work
+from ..evaluation.flops import count_flops
 from .modes import as_run, check_modes, fill_cache, new_cache, new_step, rewind_cache
-from .timing import Estimate, Samples, interleave, measure_peaks, seconds_of
+from .timing import Estimate, Samples, interleave, seconds_of
 from .variants import BASE, DISABLED, FULL, LEFT_OUT, Variants, budget_name, count_passes, masked_name, tuned_name
 
 Key = tuple[str, str]  # variant, mode
+Shares = Mapping[float, Mapping[int, tuple[float, float]]]  # by budget, what `PassCounter.shares` says
 _LONG = 2.0  # seconds
 _TELLING = 0.005  # an ideal saving below this share of the dense time gives no meaningful eta
 
@@ -53,7 +53,7 @@ class Workload:
         return self.input_ids.shape[1] - self.steps
 
     def sizes(self) -> dict[str, Any]:
-        """The sizes of one timed forward pass, as `count_work` takes them; in decode the middle one's."""
+        """The sizes of one timed forward pass, as `count_flops` takes them; in decode the middle one's."""
         if self.steps:
             return {"batch": self.batch, "length": 1, "cached": self.prompt + self.steps // 2, "logits": 1}
         kept = self.prompt if self.logits == "all" else 1
@@ -66,7 +66,7 @@ def measure_inference(
     *,
     modes: Sequence[str] | None = None,
     rounds: int = 15,
-    peaks: Peaks | None = None,
+    also: Callable[[dict[str, Any], Variants, Workload, Shares], None] | None = None,
 ) -> dict[str, Any]:
     """Time every variant in every mode.
 
@@ -75,15 +75,15 @@ def measure_inference(
         workload: Prefill or decode.
         modes: Some of `MODES`. Default: eager on CPUs, all on GPUs.
         rounds: Each times every variant and mode once.
-        peaks: The machine's peaks; measured when None.
+        also: Adds more to the result, by the shares that ran.
 
     Returns:
         A JSON-ready dict. `dense_ms` (per decoding step), `dense_mode`, `dense_modes`, `dense_error` (relative),
-        `dense_tokens_per_s`, `roofline`; `disabled_over_base`; `overheads` of the adapter when disabled and at budget
+        `dense_tokens_per_s`; `disabled_over_base`; `overheads` of the adapter when disabled and at budget
         1; `without_ffns`, the dense time's ratio when the routed FFNs are left out; `budgets` with for each
-        `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `eta_roofline`, `eta_free` (of a router that
+        `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `eta_free` (of a router that
         costs nothing and saves each skipped token's share of the FFNs' time), `full_ratio`, `full_passes`,
-        `flops_routed_over_dense`, `roofline` and `tokens_per_s`; `masked` and `tuned` with the same times for the
+        `flops_routed_over_dense` and `tokens_per_s`; `masked` and `tuned` with the same times for the
         mask-after-compute router and the chosen executors. Errors are standard errors of medians; an eta is None if
         the ideal saves nothing or it was not measured.
 
@@ -92,7 +92,6 @@ def measure_inference(
     """
     device = workload.input_ids.device
     modes = check_modes(modes, device)
-    peaks = peaks or measure_peaks(device, next(variants.inner.parameters()).dtype)
     runs = _Runs(variants, workload)
     # Without its FFNs the base would be one more model to compile, for a bound only.
     keys = [(name, mode) for mode in modes for name in variants.names]
@@ -100,7 +99,10 @@ def measure_inference(
     with torch.no_grad():
         samples = interleave({key: runs.timer(*key) for key in keys}, rounds)
         shares = {budget: runs.shares(budget) for budget in variants.budgets}
-    return _report(variants, workload, modes, samples, shares, peaks)
+    measured = _report(variants, workload, modes, samples, shares)
+    if also is not None:
+        also(measured, variants, workload, shares)
+    return measured
 
 
 class _Runs:
@@ -181,8 +183,7 @@ def _report(
     work: Workload,
     modes: Sequence[str],
     samples: Samples[Key],
-    shares: Mapping[float, Mapping[int, tuple[float, float]]],
-    peaks: Peaks,
+    shares: Shares,
 ) -> dict[str, Any]:
     per, tokens = max(1, work.steps), work.batch * (work.steps or work.prompt)
     reference = variants.reference
@@ -193,7 +194,7 @@ def _report(
     dense = fastest(reference)
     seconds = samples.median(dense)
     sizes = work.sizes()
-    dense_work = count_work(variants.model, **sizes)
+    dense_flops = sum(count_flops(variants.model, **sizes).values())
 
     def timed(name: str, label: str) -> tuple[dict[str, Any], Estimate]:
         key = fastest(name)
@@ -222,7 +223,6 @@ def _report(
         "dense_mode": dense[1],
         "dense_modes": {mode: round(samples.median((reference, mode)) * 1e3 / per, 3) for mode in modes},
         "dense_tokens_per_s": round(tokens / seconds, 1),
-        "roofline": dense_work.summary(peaks),
         "overheads": {},
         "disabled_over_base": None,
         "without_ffns": None,
@@ -245,29 +245,26 @@ def _report(
         row, ratio = timed(budget_name(budget), "routed")
         ran = {index: rows for index, (rows, _) in layers.items()}
         with variants.using(budget_name(budget)):
-            routed_work = count_work(variants.model, **sizes, shares=layers)
-        ideal = routed_work.total_flops / dense_work.total_flops
-        ideal_roofline = routed_work.seconds(peaks) / dense_work.seconds(peaks)
+            routed_flops = sum(count_flops(variants.model, **sizes, shares=ran).values())
+        ideal = routed_flops / dense_flops
         share = statistics.mean(ran.values())
         row |= {
-            "eta": _eta(ratio.value, ideal),
-            "eta_roofline": _eta(ratio.value, ideal_roofline),
-            "eta_free": None if left_out is None else _eta(share + (1 - share) * left_out, ideal),
+            "eta": eta_of(ratio.value, ideal),
+            "eta_free": None if left_out is None else eta_of(share + (1 - share) * left_out, ideal),
             "full_ratio": round(share, 4),
             "full_passes": round(statistics.mean(passes for _, passes in layers.values()), 4),
             "flops_routed_over_dense": round(ideal, 4),
-            "roofline_routed_over_dense": round(ideal_roofline, 4),
-            "roofline": routed_work.summary(peaks),
         }
         part["budgets"][str(budget)] = row
         if masked_name(budget) in variants.names:
             part["masked"][str(budget)], masked = timed(masked_name(budget), "masked")
-            part["masked"][str(budget)]["eta"] = _eta(masked.value, ideal)
+            part["masked"][str(budget)]["eta"] = eta_of(masked.value, ideal)
         if budget in variants.chosen:  # layers may have turned routing off, so there is no eta
             part["tuned"][str(budget)], _ = timed(tuned_name(budget), "tuned")
             part["tuned"][str(budget)]["executors"] = variants.chosen[budget]
     return part
 
 
-def _eta(ratio: float, ideal: float) -> float | None:
+def eta_of(ratio: float, ideal: float) -> float | None:
+    """`eta` of a time over dense time and its ideal, 4 digits; None if the ideal saves nothing to speak of."""
     return round((1 - ratio) / (1 - ideal), 4) if 1 - ideal >= _TELLING else None

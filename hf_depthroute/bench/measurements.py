@@ -55,12 +55,12 @@ def as_single(result: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, 
         sizes: `batch`, `length`, `decode_batch`, `decode_steps` and `repeats`.
 
     Returns:
-        A JSON-ready dict: `setting`, `machine`, its `peaks`, and what was measured under the name of its case.
+        A JSON-ready dict: `setting`, `machine`, and what was measured under the name of its case.
 
     Raises:
         MemoryError: There was not enough for one of them.
     """
-    single: dict[str, Any] = {"setting": {}, "machine": result["machine"], "peaks": result["peaks"]}
+    single: dict[str, Any] = {"setting": {}, "machine": result["machine"]}
     for measured in result["measurements"]:
         if "error" in measured:
             raise MemoryError(measured["label"])

@@ -10,7 +10,7 @@ from .measurements import TIMED, Comparison, measurements, short_label
 
 Row = dict[str, str]  # by column
 Makers = dict[Callable[[Mapping[str, Any]], Iterator[Row]], tuple[str, ...]]  # with the cases that they are for
-_DETAILS = {"eta roofline", "eta free", "dense GFLOP", "dense GB"}  # for those who read the result file
+_DETAILS = {"eta free"}  # for those who read the result file
 _PLAIN = {"", "eager / eager"}
 
 
@@ -57,7 +57,7 @@ def _times(m: Mapping[str, Any]) -> Iterator[Row]:
     for kind, label in (("budgets", "routed"), ("masked", "masked"), ("tuned", "tuned")):
         for budget, row in m.get(kind, {}).items():
             routed = m["budgets"][budget]
-            etas = {name: row.get(name.replace(" ", "_")) for name in ("eta", "eta roofline", "eta free")}
+            etas = {name: row.get(name.replace(" ", "_")) for name in ("eta", "eta free")}
             yield {
                 "case": short_label(m), "variant": f"{label} {budget}", "share full": f"{routed['full_ratio']:.3f}",
                 "ms": f"{row[f'{label}_ms']:.2f}", "dense ms": f"{m['dense_ms']:.2f}",
@@ -70,14 +70,8 @@ def _times(m: Mapping[str, Any]) -> Iterator[Row]:
 
 def _overheads(m: Mapping[str, Any]) -> Iterator[Row]:
     if m.get("overheads"):
-        roof = m["roofline"]
-        yield {
-            "case": short_label(m),
-            **{f"{name} / base": with_error(m["overheads"][name]) for name in m["overheads"]},
-            "dense GFLOP": f"{roof['gflop']:.1f}", "dense GB": f"{roof['gb']:.2f}",
-            "roofline ms": f"{roof['ideal_ms']:.2f}", "bound by": roof["bound"],
-            "roofline / dense": f"{roof['ideal_ms'] / m['dense_ms']:.2f}",
-        }  # fmt: skip
+        over = {f"{name} / base": with_error(row) for name, row in m["overheads"].items()}
+        yield {"case": short_label(m), **over}
 
 
 def _memory(m: Mapping[str, Any]) -> Iterator[Row]:

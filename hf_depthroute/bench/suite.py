@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..evaluation.roofline import Peaks
 from ..files.out_of_resources import out_of_memory
 from ..inference.calibration import active_routings
 from ..parts.targets import TARGETS
 from .cases import Case
-from .inference import Workload, measure_inference
+from .inference import Shares, Workload, measure_inference
 from .measurements import as_single, label_of
 from .memory import measure_memory
 from .modes import first_sequences, forget_compiled, random_tokens
-from .timing import describe_machine, dtype_name, measure_peaks, relative_load
+from .timing import describe_machine, dtype_name, relative_load
 from .variants import Variants, adapter_dtype
 
 _TUNED_PROMPT = 128  # tokens
@@ -55,7 +54,7 @@ def run_cases(cases: Sequence[Case], given: Given, progress: Callable[[str], Non
         progress: Called with one line per case.
 
     Returns:
-        A JSON-ready dict: `name`, `machine`, `peaks` (per dtype) and `measurements`, in each of which `label` tells
+        A JSON-ready dict: `name`, `machine` and `measurements`, in each of which `label` tells
         the case, and `setting` how the model was made.
 
     Raises:
@@ -63,9 +62,8 @@ def run_cases(cases: Sequence[Case], given: Given, progress: Callable[[str], Non
     """
     device = next(given.model.parameters()).device
     result = new_result("bench", device)
-    peaks = add_peaks(result, given.model)
     setting = setting_of(given.model)
-    measure_one = functools.partial(measure, given=given, peaks=peaks)
+    measure_one = functools.partial(measure, given=given)
     for case in cases:
         label = label_of(case.sizes(), setting)
         result["measurements"].append(run_case(case, label, setting, measure_one, progress))
@@ -75,15 +73,7 @@ def run_cases(cases: Sequence[Case], given: Given, progress: Callable[[str], Non
 def new_result(name: str, device: torch.device) -> Result:
     """A result without measurements."""
     machine = describe_machine(device) | {"load_before": relative_load()}
-    return {"name": name, "machine": machine, "peaks": {}, "measurements": []}
-
-
-def add_peaks(result: Result, model: nn.Module) -> Peaks:
-    """The machine's peaks in the dtype of the model, which the result gets too."""
-    first = next(model.parameters())
-    peaks = measure_peaks(first.device, first.dtype)
-    result["peaks"][dtype_name(first.dtype)] = peaks.to_dict()
-    return peaks
+    return {"name": name, "machine": machine, "measurements": []}
 
 
 def run_case(
@@ -154,8 +144,10 @@ def bench(
     return as_single(result, sizes | {"decode_steps": decode_steps, "repeats": repeats})
 
 
-def measure(case: Case, given: Given, peaks: Peaks) -> Result:
-    """One case of a routed model."""
+def measure(
+    case: Case, given: Given, also: Callable[[Result, Variants, Workload, Shares], None] | None = None
+) -> Result:
+    """One case of a routed model; `also` as for `measure_inference`."""
     steps = {"prefill": 0, "memory": 1}.get(case.case, case.steps)
     ids = random_tokens(given.model, case.batch, case.length + steps)
     if given.input_ids is not None:
@@ -173,7 +165,7 @@ def measure(case: Case, given: Given, peaks: Peaks) -> Result:
         if case.case == "memory":
             measured = measure_memory(variants, workload)
         else:
-            measured = measure_inference(variants, workload, modes=case.baselines, rounds=case.rounds, peaks=peaks)
+            measured = measure_inference(variants, workload, modes=case.baselines, rounds=case.rounds, also=also)
     finally:
         variants.restore()
     return {"adapter_dtype": adapter_dtype(given.model), **measured}

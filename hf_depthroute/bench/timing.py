@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import random
@@ -14,12 +13,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import transformers
-
-from ..evaluation.roofline import Peaks
-
-_ROUNDS = 15
-_BUFFER_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}  # far beyond any cache
-_MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -45,26 +38,6 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
-    """The machine's peaks, the best of a few runs each; measured once per process, dtype and number of threads."""
-    return _measure_peaks(device, dtype, torch.get_num_threads())
-
-
-@functools.cache
-def _measure_peaks(device: torch.device, dtype: torch.dtype, threads: int) -> Peaks:
-    kind = device.type if device.type in _MATMUL_SIZE else "cpu"
-    width = 4096
-    matrix = torch.ones(_BUFFER_BYTES[kind] // dtype.itemsize // width, width, dtype=dtype, device=device)
-    target, vector = torch.empty_like(matrix), matrix[0].clone()
-    copied = 2 * matrix.nbytes / _best(target.copy_, (matrix,), device)
-    read = matrix.nbytes / _best(torch.mv, (matrix, vector), device)
-    del matrix, target
-    size = _MATMUL_SIZE[kind]
-    square = torch.randn(size, size, dtype=dtype, device=device)  # a GPU multiplies equal numbers faster
-    flops = 2 * size**3 / _best(torch.nn.functional.linear, (square, square), device)
-    return Peaks(max(copied, read), flops)
-
-
 def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
     """Wall time of one run, with everything that the device has to do for it."""
     synchronise(device)
@@ -72,11 +45,6 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
     run()
     synchronise(device)
     return time.perf_counter() - start
-
-
-def _best(run: Callable[..., Any], arguments: tuple[torch.Tensor, ...], device: torch.device) -> float:
-    """Seconds of the fastest run: a peak is what the machine can do when nothing disturbs it."""
-    return min(seconds_of(lambda: run(*arguments), device) for _ in range(_ROUNDS))
 
 
 def relative_load() -> float | None:

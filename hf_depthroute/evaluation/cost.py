@@ -19,10 +19,10 @@ from ..config.adapter import DepthRouteConfig, check_budget
 from ..inference.calibration import active_routings
 from ..parts.gates import GATES
 from ..routing.routing import Routing
-from .roofline import (
+from .flops import (
     attention_sizes,
     branch_weights,
-    count_work,
+    count_flops,
     gate_weights,
     in_full,
     matrices,
@@ -97,11 +97,12 @@ def route_cost(
         for routing in routings:
             share, always = _share(routing, routing.active_config(), budget), in_full(routing, length)
             full_ratio[routing.layer_index] = always + (1 - always) * share
-    shares = {routing.layer_index: (full_ratio[routing.layer_index], 1.0) for routing in routings}
+    shares = {routing.layer_index: full_ratio[routing.layer_index] for routing in routings}
     sizes: dict[str, Any] = {"batch": batch_size, "length": length, "cached": cached, "logits": logits_to_keep}
-    dense = count_work(model, **sizes).total_flops
-    work = count_work(model, **sizes, shares=shares)
-    ideal = work.total_flops - work.flops["router"]
+    dense = sum(count_flops(model, **sizes).values())
+    counted = count_flops(model, **sizes, shares=shares)
+    total = sum(counted.values())
+    ideal = total - counted["router"]
 
     adapter = {id(p): p for h in routings for p in h.parameters()}
     everything = {id(p): p for p in model.parameters()}
@@ -123,14 +124,14 @@ def route_cost(
             kv_bytes -= (1 - share) * per_token * (windows[routing.layer_index] - 1)
     return RouteCost(
         flops_dense=dense,
-        flops_routed=work.total_flops,
+        flops_routed=total,
         flops_ideal=ideal,
         ffn_ratio=sum(ratios) / len(ratios),
         parameters_base=sum(p.numel() for key, p in everything.items() if key not in adapter),
         parameters_adapter=sum(p.numel() for p in adapter.values()),
         parameters_trainable=sum(p.numel() for p in adapter.values() if p.requires_grad),
         kv_bytes=round(kv_bytes),
-        remark=_remark(routings[0], (dense - ideal) / (batch_size * length), gates, branches, work.total_flops / dense),
+        remark=_remark(routings[0], (dense - ideal) / (batch_size * length), gates, branches, total / dense),
     )
 
 

@@ -16,7 +16,7 @@ from peft import PeftModel
 from ..base.distributed import each_of_all, total
 from ..config.adapter import DepthRouteConfig
 from ..data.batches import token_mask
-from ..evaluation.roofline import count_work
+from ..evaluation.flops import count_flops
 from ..execution.call import RoutedCall
 from ..inference.calibration import active_routings
 from ..inference.fitting import fit_branch, ridge_of
@@ -260,8 +260,8 @@ def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> di
 def _savings(model: PeftModel, length: int, tail: int) -> Any:
     """A function of a layer's routing and an option: the share of the FLOPs of a prompt that the option leaves out."""
     in_full = min(1.0, tail / length)
-    full = dict.fromkeys((routing.layer_index for routing in active_routings(model)), (1.0, 1.0))
-    dense = count_work(model, batch=1, length=length, shares=full).total_flops
+    full = dict.fromkeys((routing.layer_index for routing in active_routings(model)), 1.0)
+    dense = sum(count_flops(model, batch=1, length=length, shares=full).values())
     known: dict[tuple[Any, ...], float] = {}
 
     def saved(routing: Routing, option: Option) -> float:
@@ -270,8 +270,8 @@ def _savings(model: PeftModel, length: int, tail: int) -> Any:
         if key not in known:
             before, config.target = config.target, option.target
             try:
-                shares = full | {routing.layer_index: (in_full, 1.0)}
-                left = count_work(model, batch=1, length=length, shares=shares).total_flops
+                shares = full | {routing.layer_index: in_full}
+                left = sum(count_flops(model, batch=1, length=length, shares=shares).values())
             finally:
                 config.target = before
             known[key] = (dense - left) / dense

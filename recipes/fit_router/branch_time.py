@@ -23,7 +23,7 @@ from run import Base, branch_of, embedded, stories
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.bench.timing import Estimate, describe_machine, seconds_of
-from hf_depthroute.evaluation.roofline import branch_weights
+from hf_depthroute.evaluation.flops import branch_weights
 from hf_depthroute.files.staged import write_json
 from hf_depthroute.inference.calibration import active_routings
 

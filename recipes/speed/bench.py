@@ -16,8 +16,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # `speed` is there
 
 import torch
 from speed.lora import loading_rows, training_rows
+from speed.roofline import roofline_rows
 from speed.suites import read_suite, run_suite
 
+from hf_depthroute.bench.measurements import TIMED
 from hf_depthroute.bench.result_tables import Table, tables
 from hf_depthroute.cli.output import print_table
 from hf_depthroute.files.staged import write_text
@@ -50,7 +52,8 @@ def main(words: list[str] | None = None) -> None:
     result = run_suite(cases, name, progress=lambda line: print(line, file=sys.stderr))
     if args.out is not None:
         write_text(args.out, json.dumps(result, indent=2) + "\n")
-    for table in map(Table.brief, tables(result, {training_rows: ("train",), loading_rows: ("load",)})):
+    others = {roofline_rows: TIMED, training_rows: ("train",), loading_rows: ("load",)}
+    for table in map(Table.brief, tables(result, others)):
         print_table(table.head, table.rows, wide=True)
     if args.plot is not None:
         from speed.result_plots import plot_result

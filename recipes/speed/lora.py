@@ -20,14 +20,15 @@ from hf_depthroute.bench.measurements import short_label
 from hf_depthroute.bench.memory import peak_bytes
 from hf_depthroute.bench.modes import random_tokens
 from hf_depthroute.bench.result_tables import Row, with_error
-from hf_depthroute.bench.timing import interleave, measure_peaks, seconds_of
+from hf_depthroute.bench.timing import interleave, seconds_of
 from hf_depthroute.bench.variants import dense_view
 from hf_depthroute.config.adapter import DepthRouteConfig
-from hf_depthroute.evaluation.roofline import Peaks, count_work
 from hf_depthroute.inference.calibration import active_routings
 from hf_depthroute.training.arguments import RoutingArguments
 from hf_depthroute.training.fused_loss import FusedLoss
 from hf_depthroute.training.objective import RoutingObjective
+
+from .roofline import Peaks, count_work, measure_peaks
 
 LOSSES = ("naive", "fused")
 _CLIP = 1.0

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `speed` is there
+
 import torch
 import torch.nn.functional as F
+from speed.roofline import Peaks, measure_peaks
 
-from hf_depthroute.bench.timing import describe_machine, interleave, measure_peaks, synchronise
-from hf_depthroute.evaluation.roofline import Peaks
+from hf_depthroute.bench.timing import describe_machine, interleave, synchronise
 from hf_depthroute.execution.gathered import gathered_update
 from hf_depthroute.execution.kernels import attend_rows, linear_rows, swiglu_rows
 

@@ -27,12 +27,13 @@ import torch
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.bench.cases import Case
 from hf_depthroute.bench.modes import check_modes
-from hf_depthroute.bench.suite import Given, add_peaks, measure, new_result, run_case, size_of
+from hf_depthroute.bench.suite import Given, measure, new_result, run_case, size_of
+from hf_depthroute.bench.timing import dtype_name
 from hf_depthroute.bench.variants import dense_view, hold_adapter_in, wants_base_dtype
-from hf_depthroute.evaluation.roofline import Peaks
 from hf_depthroute.files.strict_yaml import YamlError, read_mapping
 
 from .lora import LOSSES, measure_loading, measure_training
+from .roofline import Peaks, add_roofline, measure_peaks
 from .shapes import SHAPES, random_model
 
 _MANY = ("batch", "length", "loss")  # keys that may hold a list
@@ -179,16 +180,18 @@ def run_suite(
         progress: Called with one line per case.
 
     Returns:
-        A JSON-ready dict, as from `hf_depthroute.bench.run_cases`.
+        A JSON-ready dict, as from `hf_depthroute.bench.run_cases`, with the machine's `peaks` (per dtype).
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     result = new_result(name, device)
+    result["peaks"] = {}
     for kind in dict.fromkeys(case.made_from() for case in cases):
         group = [case for case in cases if case.made_from() == kind]
         first = group[0]
         dtype = getattr(torch, first.dtype)
         base = random_model(first.shape, dtype, depth=first.depth, vocabulary=first.vocabulary, device=device)
-        peaks = add_peaks(result, base)
+        peaks = measure_peaks(device, dtype)
+        result["peaks"][dtype_name(dtype)] = peaks.to_dict()
         for case in group:
             measure_one = functools.partial(_measure, base=base, peaks=peaks)
             result["measurements"].append(run_case(case, case.describe(), case.setting(base), measure_one, progress))
@@ -207,4 +210,4 @@ def _measure(case: SuiteCase, base: Any, peaks: Peaks) -> dict[str, Any]:
     device = next(base.parameters()).device
     if case.case != "memory" and wants_base_dtype(device, check_modes(case.baselines, device)):
         hold_adapter_in(model, getattr(torch, case.dtype))
-    return measure(case, Given(model, dense_view(base)), peaks)
+    return measure(case, Given(model, dense_view(base)), functools.partial(add_roofline, peaks=peaks))

@@ -1,15 +1,12 @@
-"""Roofline: the FLOPs and bytes of a forward pass, and the least time that a machine needs for them.
+"""The FLOPs of a forward pass, by part: two for each weight and token, and the attention's two products.
 
-Every part of a pass takes at least `max(bytes / bandwidth, FLOPs / matmul rate)`, and parts run one after the other.
-Counted are two FLOPs per weight and token, the attention's two products, and as bytes: every weight that is needed once
-per pass, the input and the output of every matrix product, the KV cache, and the logits. What can be fused (norms,
-activations, residual adds, the rotation) counts nothing.
+Norms, activations, residual adds and the rotation count nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -30,59 +27,6 @@ PARTS = ("attention projections", "attention core", "ffn", "router", "head")
 
 
 @dataclass(frozen=True)
-class Peaks:
-    """A machine's peak rates in one dtype.
-
-    Attributes:
-        bytes_per_s: The higher rate of a copy (bytes read and written) and of a matrix-vector product (bytes read).
-        flops_per_s: What a linear map of as many rows as features reaches, 1,024 on CPUs and 8,192 on GPUs.
-    """
-
-    bytes_per_s: float
-    flops_per_s: float
-
-    def to_dict(self) -> dict[str, float]:
-        return {
-            "gb_per_s": round(self.bytes_per_s / 1e9, 2),
-            "gflop_per_s": round(self.flops_per_s / 1e9, 2),
-        }
-
-
-@dataclass
-class Work:
-    """FLOPs and bytes of each of `PARTS`."""
-
-    flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    bytes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-
-    def add(self, part: str, flops: float, moved: float) -> None:
-        self.flops[part] += flops
-        self.bytes[part] += moved
-
-    @property
-    def total_flops(self) -> float:
-        return sum(self.flops.values())
-
-    def seconds(self, peaks: Peaks) -> float:
-        return sum(max(self._times(part, peaks)) for part in self.flops)
-
-    def summary(self, peaks: Peaks) -> dict[str, Any]:
-        """JSON-ready: totals, the least time, and which of the two binds for the larger part of it."""
-        times = [self._times(part, peaks) for part in self.flops]
-        by_bytes = sum(moving for computing, moving in times if moving >= computing)
-        seconds = self.seconds(peaks)
-        return {
-            "gflop": round(self.total_flops / 1e9, 4),
-            "gb": round(sum(self.bytes.values()) / 1e9, 4),
-            "ideal_ms": round(seconds * 1e3, 4),
-            "bound": "bandwidth" if by_bytes > seconds / 2 else "compute",
-        }
-
-    def _times(self, part: str, peaks: Peaks) -> tuple[float, float]:
-        return self.flops[part] / peaks.flops_per_s, self.bytes[part] / peaks.bytes_per_s
-
-
-@dataclass(frozen=True)
 class Matrix:
     """A weight that tokens are multiplied with: `[out, in]`, or of fused experts `[E, out, in]`.
 
@@ -99,9 +43,9 @@ class Matrix:
     left_out: float = 0.0
 
     @property
-    def per_token(self) -> float:
+    def per_token(self) -> int:
         """Weights that a token on the full path meets."""
-        return self.weight.numel() * (self.chosen / len(self.weight) if self.weight.ndim == 3 else 1)
+        return self.chosen * (self.weight[0] if self.weight.ndim == 3 else self.weight).numel()
 
 
 def matrices(layer: Any, config: Any, family: Family | None = None, routing: Routing | None = None) -> list[Matrix]:
@@ -182,13 +126,8 @@ def branch_weights(routing: Routing, config: Any) -> float:
     name, recalls = routing.active_name(), routing.active_config().branch == "memory"
     branches = [routing.depth_route_branch[name]] if name in routing.depth_route_branch else []
     weights = sum(matrix.per_token for branch in branches for matrix in matrices(branch, config))
-    weights += sum(_borrowed(branch) for branch in branches)
+    weights += sum(branch.borrowed_weights() for branch in branches if isinstance(branch, NeuronBranch))
     return weights + (_memory_weights(routing) if recalls else 0.0)
-
-
-def _borrowed(branch: nn.Module) -> int:
-    """Weights of the base that a branch multiplies a token with."""
-    return branch.borrowed_weights() if isinstance(branch, NeuronBranch) else 0
 
 
 def memory_weights(routing: Routing) -> float:
@@ -231,17 +170,16 @@ def query_key_pairs(length: int, cached: int, window: int) -> int:
     return growing * cached + growing * (growing + 1) // 2 + (length - growing) * window
 
 
-def count_work(
+def count_flops(
     model: nn.Module,
     *,
     batch: int,
     length: int,
     cached: int = 0,
     logits: int = 1,
-    shares: Mapping[int, tuple[float, float]] | None = None,
-    trained_from: int | None = None,
-) -> Work:
-    """The work of one forward pass.
+    shares: Mapping[int, float] | None = None,
+) -> dict[str, float]:
+    """The FLOPs of one forward pass, by `PARTS`.
 
     Args:
         model: A `PeftModel` with an active depth-routed adapter, or any base model of a known family.
@@ -249,81 +187,26 @@ def count_work(
         length: New tokens per sequence.
         cached: Tokens per sequence already in the KV cache.
         logits: Positions per sequence that go through the LM head.
-        shares: Per routed layer, the share of rows that run full and the share of passes in which any does, as from
-            `PassCounter.shares`. None: the dense model, without an adapter.
-        trained_from: Index of the first layer that trains. Then the work is that of a training step: one more time the
-            matrix products of this layer, of those after it and of the head (gradients of their inputs), and twice
-            the attention core; the gradients of the few trained weights count nothing.
+        shares: Per routed layer, the share of rows that run full. None: the dense model, without an adapter.
     """
     stack = stack_of(model)
-    family, layers = stack.family, stack.layers
     routings = {} if shares is None else {h.layer_index: h for h in active_routings(model) if not runs_full(h, length)}
-    work = Work()
     config = text_config(model.config)
-    size = next(p for n, p in layers[0].named_parameters() if f"{ROUTING}." not in n).element_size()
-    tokens, trains = batch * length, trained_from is not None
-    per_pair, cached_values = attention_sizes(config)
+    flops = dict.fromkeys(PARTS, 0.0)
+    tokens = batch * length
+    per_pair, _ = attention_sizes(config)
     windows = windows_of(config, cached + length)
-    for index, layer in enumerate(layers):
-        again = 2.0 if trained_from is not None and index >= trained_from else 1.0
+    for index, layer in enumerate(stack.layers):
         routing = routings.get(index)
-        rows, passes = (1.0, 1.0) if routing is None or shares is None else shares[index]
-        for matrix in matrices(layer, config, family, routing):
-            flops, moved = _product(matrix, tokens, rows, passes)
-            work.add(matrix.part, again * flops, again * size * moved)
-        skips = routing is not None and skips_attention(routing, config)
-        whole = routing is not None and skips_sequences(routing, config)
-        share = rows if skips else 1.0
-        read = share if length == 1 or whole or not skips else passes
-        held = min(cached, windows[index]) + length
-        moved = batch * cached_values * (held * read + length * (share if whole else 1.0))
-        moved += tokens * share * per_pair / 2  # queries in, outputs out
-        twice = 2 * again - 1
-        pairs = batch * query_key_pairs(length, cached, windows[index])
-        work.add("attention core", twice * share * pairs * per_pair, twice * size * moved)
+        full = 1.0 if routing is None or shares is None else shares[index]
+        for matrix in matrices(layer, config, stack.family, routing):
+            rows = tokens * (1 - matrix.left_out * (1 - full))
+            flops[matrix.part] += 2.0 * rows * matrix.per_token
+        attending = full if routing is not None and skips_attention(routing, config) else 1.0
+        flops["attention core"] += attending * batch * query_key_pairs(length, cached, windows[index]) * per_pair
         if routing is not None:
-            _count_router(work, routing, config, tokens, length, 1.0 if trains else 1 - rows, again)
-    again = 2.0 if trains else 1.0
-    kept, width, vocabulary = batch * logits, config.hidden_size, config.vocab_size
-    moved = size * (width * vocabulary + kept * (width + vocabulary))
-    work.add("head", again * 2.0 * kept * width * vocabulary, again * moved)
-    return work
-
-
-def _product(matrix: Matrix, tokens: int, rows: float, passes: float) -> tuple[float, float]:
-    """FLOPs of one matrix, and the values it moves; `rows` and `passes` as in `count_work`."""
-    weight, ran = matrix.weight, tokens * (1 - matrix.left_out * (1 - rows))
-    met = weight.numel() * (1 - matrix.left_out * (1 - passes))
-    if weight.ndim == 3:  # fused experts: those that any token is sent to
-        ran *= matrix.chosen
-        weight = weight[0]
-        experts = len(matrix.weight)
-        met = weight.numel() * experts * (1 - (1 - 1 / experts) ** ran)
-    return 2.0 * ran * weight.numel(), met + ran * sum(weight.shape)
-
-
-def _count_router(
-    work: Work, routing: Routing, config: Any, tokens: int, length: int, cheap: float, again: float
-) -> None:
-    """The gate and target memory on every token, the branch on the share `cheap`; weights are read on every pass."""
-    name = routing.active_name()
-    for group in (routing.depth_route_gate, routing.depth_route_predictor, routing.depth_route_branch):
-        if name not in group:
-            continue
-        module = group[name]
-        held = sum(p.numel() * p.element_size() for p in module.parameters())
-        if group is routing.depth_route_branch:
-            borrowed = _borrowed(module)
-            met, seen = sum(matrix.per_token for matrix in matrices(module, config)) + borrowed, tokens * cheap
-            held += borrowed * next(p.element_size() for p in module.parameters())
-        else:
-            met = float(cast(Gate, module).weights_per_token())
-            seen = tokens / length if routing.active_config().granularity == "sequence" else tokens
-        width = next(p.element_size() for p in module.parameters()) if held else 4
-        work.add("router", again * 2.0 * seen * met, again * (held + 2 * width * seen * routing.width))
-    if name in routing.depth_route_memory:
-        memory = cast(NgramMemory, routing.depth_route_memory[name])
-        met, size = memory.weights_per_token(), memory.table.element_size()
-        seen = tokens * cheap if routing.active_config().branch == "memory" else tokens
-        moved = size * (met + seen * (memory.value.in_features + routing.width))  # of the table, the rows looked up
-        work.add("router", again * 2.0 * seen * met, again * moved)
+            weights = gate_weights(routing, length) + memory_weights(routing)
+            weights += (1 - full) * branch_weights(routing, config)
+            flops["router"] += 2.0 * tokens * weights
+    flops["head"] = 2.0 * batch * logits * config.hidden_size * config.vocab_size
+    return flops
