@@ -24,6 +24,7 @@ from torch import nn
 from ..base.stack import stack_of
 from ..inference.autotune import tune_execution
 from ..inference.calibration import active_routings, calibrate
+from ..inference.restoring import snapshot
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
 from ..routing.stack import state_of
@@ -81,9 +82,8 @@ class Variants:
         self.config = active_routings(model)[0].active_config()
         follows = self.config.takes_budget()
         self.budgets = tuple(float(budget) for budget in (budgets if follows else [self.config.budget]) if budget < 1.0)
-        self._budget, self._saved = self.config.budget, _thresholds(model)
         # All thresholds are found now: calibration must not run between timed rounds.
-        self._tables = {1.0: self._saved}
+        self._thresholds = {1.0: snapshot(model)}
         self._tuned_before = [routing.tuned for routing in active_routings(model)]
         self._tuned: dict[float, list[dict[tuple[str, bool, int], str]]] = {}
         self.chosen: dict[float, dict[str, int]] = {}  # by budget: how many layers took which executor
@@ -91,7 +91,7 @@ class Variants:
         for budget in self.budgets:
             if input_ids is not None and follows:
                 calibrate(model, [{"input_ids": input_ids}], budget=budget)
-            self._tables[budget] = _thresholds(model)
+            self._thresholds[budget] = snapshot(model)
             if tune is not None:
                 self.config.budget = budget
                 self._tune(budget, tune, decodes)
@@ -137,8 +137,8 @@ class Variants:
     def restore(self) -> None:
         """Give the adapter back its budget, its thresholds and its tuned executors."""
         self._set_tuned(self._tuned_before)
-        self.config.budget, self._current = self._budget, None
-        _set_thresholds(self.model, self._saved)
+        self._thresholds[1.0]()
+        self._current = None
 
     def keeps_sequences(self) -> bool:
         """Whether a KV cache remembers decisions, so that no two variants can share one."""
@@ -158,8 +158,8 @@ class Variants:
 
     def _use(self, budget: float) -> None:
         if budget != self._current:
+            self._thresholds[budget]()
             self.config.budget = self._current = budget
-            _set_thresholds(self.model, self._tables[budget])
 
 
 class _Nothing(nn.Module):
@@ -222,23 +222,3 @@ def count_passes(model: nn.Module) -> Iterator[PassCounter]:
     counter = PassCounter()
     with state_of(model).override(recorders=(counter,)):
         yield counter
-
-
-def _thresholds(model: nn.Module) -> list[dict[str, torch.Tensor]]:
-    """Per routed layer, everything that a budget's threshold comes from."""
-    return [{name: value.clone() for name, value in state.items()} for state in _states(model)]
-
-
-def _set_thresholds(model: nn.Module, saved: list[dict[str, torch.Tensor]]) -> None:
-    for state, values in zip(_states(model), saved):
-        for name, value in values.items():
-            state[name].copy_(value)
-
-
-def _states(model: nn.Module) -> list[dict[str, torch.Tensor]]:
-    found = []
-    for routing in active_routings(model):
-        controller = routing.active_controller()
-        modules = (routing.active_quantiles(), *(() if controller is None else (controller,)))
-        found.append({f"{i}.{name}": value for i, m in enumerate(modules) for name, value in m.named_buffers()})
-    return found

@@ -16,7 +16,7 @@ from ..routing.stack import one_change, routings_of
 def restored(model: nn.Module) -> Iterator[None]:
     """Put the active adapter's budget, quantile tables and controllers back at the end of the block."""
     with one_change(model):
-        undo = _undoing(model)
+        undo = snapshot(model)
         try:
             yield
         finally:
@@ -26,7 +26,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def restored_on_error(model: nn.Module) -> Iterator[None]:
     """The same only where the block raises, and the choice of executors and every module's mode, too."""
-    undo = _undoing(model)
+    undo = snapshot(model)
     tuned = [(routing, routing.tuned) for routing in routings_of(model)]
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -54,8 +54,8 @@ def weights_restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
         raise
 
 
-def _undoing(model: nn.Module) -> Callable[[], None]:
-    """Puts back what is in force now."""
+def snapshot(model: nn.Module) -> Callable[[], None]:
+    """A function that puts the active adapter's budget, quantile tables and controllers back as they are now."""
     routings: list[Routing] = [routing for routing in routings_of(model) if routing.adapter() is not None]
     budgets = [(routing.active_config(), routing.active_config().budget) for routing in routings]
     measured = [(table, table.measured) for table in (routing.active_quantiles() for routing in routings)]
