@@ -34,7 +34,7 @@ COMMANDS = (
 OPTIONS = (
     *("--model", "--adapter", "--dataset", "--out", "--config", "--budget", "--budgets", "--layers", "--gate"),
     *("--steps", "--length", "--dtype", "--repeats", "--batch", "--compare", "--prompt", "--seed", "--threads"),
-    *("--json", "--masked", "--overwrite", "--full", "--lossless", "--lr", "--help", "--allow-base-mismatch"),
+    *("--json", "--debug", "--overwrite", "--full", "--lossless", "--lr", "--help", "--allow-base-mismatch"),
 )
 VALUES = ["", "0", "-1", "0.5", "nan", "1e999", "last:2", "1,2", "all", "x" * 300, "/nonexistent", ".", "\0"]
 WORDS = st.one_of(

@@ -481,7 +481,7 @@ def test_eval_refuses_budgets(budgets: str, message: str, run: Run, adapter: Pat
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["bench", "--compare", "a", "b", "--masked"], "bench: --masked has no effect with --compare"),
+        (["bench", "--compare", "a", "b", "--threads", "1"], "bench: --threads has no effect with --compare"),
         (["bench", "ADAPTER", "--cases", "decode", "--decode-steps", "0"], "leaves nothing of --cases decode"),
         (["eval", "ADAPTER", "--dataset", "TEXT", "--limit", "3"], "eval: --limit has no effect without --tasks"),
         (["eval", "ADAPTER", "--dataset", "TEXT", "--num-fewshot", "3"], "--num-fewshot has no effect"),

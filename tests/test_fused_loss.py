@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from models import DEVICE, FAMILY_NAMES, build_base, build_routed, tokens
 from peft import LoraConfig, get_peft_model
+from speed.memory import peak_bytes
 from torch import nn
 from training import adapter_state, assert_same_tensors, gradients, make_trainer, rows, stacked, step_logs
 from transformers import Trainer
 
 from hf_depthroute import DepthRouteTrainer, get_depth_routed_model
-from hf_depthroute.bench.memory import peak_bytes
 from hf_depthroute.config.adapter import DepthRouteConfig
 from hf_depthroute.training import fused_loss as module
 from hf_depthroute.training.fused_loss import FusedLoss, fused_cross_entropy, fused_loss_obstacle

@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import build_base, build_routed
+from models import build_base, build_routed, decoder_layers, tokens
 from speed import bench as program
 from speed import gpu_all, roofline
 from speed.lora import loading_rows, measure_training, training_rows
+from speed.memory import memory_rows, peak_bytes
 from speed.result_plots import plot_result
 from speed.roofline import Peaks, count_work, roofline_rows
 from speed.shapes import SHAPES, random_model
 from speed.suites import SuiteCase, read_suite, run_suite
+from speed.variants import SpeedVariants
 
-from hf_depthroute import DepthRouteConfig
+from hf_depthroute import DepthRouteConfig, get_depth_routed_model
+from hf_depthroute.bench import dense_view
 from hf_depthroute.bench.measurements import TIMED, compare_results, measurements, read_result
 from hf_depthroute.bench.result_tables import comparison_table, tables
 from hf_depthroute.cli import main
@@ -219,6 +222,56 @@ def test_the_larger_of_the_two_times_binds():
     assert decode.seconds(slow) == pytest.approx(sum(parts))
 
 
+# Variants
+
+
+def test_a_mask_after_compute_router_runs_both_paths_and_chosen_executors_are_put_back():
+    base = build_base("llama")
+    view = dense_view(base)
+    model = get_depth_routed_model(base, DepthRouteConfig(layers=[1, 2]))
+    routing = active_routings(model)[0]
+    routing.tuned = {("default", True, 9): "gathered"}
+    variants = SpeedVariants(model, view, [0.5], tokens(4, 12), masked=True, tune=tokens(2, 8))
+    assert variants.names[-3:] == ["budget 0.5", "masked 0.5", "tuned 0.5"]
+    assert sum(variants.chosen[0.5].values()) == 2
+    ids, logits, rows = tokens(3, 8), {}, {}
+    for name in variants.names:
+        with variants.using(name) as used, torch.no_grad():
+            seen = []
+            hooks = [
+                layer.mlp.register_forward_hook(lambda _, args, out, seen=seen: seen.append(args[0].numel() // 32))
+                for layer in (decoder_layers(used)[index] for index in (1, 2))
+            ]
+            logits[name] = used(ids).logits
+            assert (routing.tuned == {("default", True, 9): "gathered"}) == (name != "tuned 0.5")
+            for hook in hooks:
+                hook.remove()
+            rows[name] = sum(seen)
+    assert torch.allclose(logits["masked 0.5"], logits["budget 0.5"], atol=1e-5)
+    assert rows["masked 0.5"] == rows["base"] == 2 * ids.numel() > rows["budget 0.5"]
+    variants.restore()
+    assert routing.tuned == {("default", True, 9): "gathered"} and routing.active_config().budget == 0.5
+
+
+def test_memory_says_what_the_cache_and_the_run_hold(suite_result):
+    rows = next(m for m in suite_result["measurements"] if m["case"] == "memory")["variants"]
+    cached = 2 * 8 * 3 * 2 * 2 * 8 * 4  # sequences, tokens, layers, keys and values, heads, width, bytes
+    for row in rows.values():
+        assert row["kv_bytes"] == cached
+        assert row["prefill_bytes"] > cached and row["decode_bytes"] > 0
+    assert rows["masked 0.5"]["prefill_bytes"] >= rows["budget 0.5"]["prefill_bytes"]
+
+
+def test_peak_memory_is_the_most_at_one_time():
+    def run():
+        first = torch.zeros(1 << 20)  # 4 MB
+        second = first + 1
+        del first
+        return second * 2
+
+    assert peak_bytes(run, torch.device("cpu")) == pytest.approx(8 << 20, abs=1 << 12)
+
+
 # Suites
 
 
@@ -226,7 +279,7 @@ def test_memory_that_runs_out_ends_one_case_only(tiny, monkeypatch):
     def too_large(*args, **kwargs):
         raise torch.OutOfMemoryError("no")
 
-    monkeypatch.setattr("hf_depthroute.bench.suite.measure_memory", too_large)
+    monkeypatch.setattr("speed.suites.measure_memory", too_large)
     fields = {"shape": "tiny", "dtype": "float32", "layers": "last:1", "batch": 1, "length": 8, "rounds": 1}
     cases = [SuiteCase(case=name, **fields) for name in ("memory", "load")]
     failed, done = run_suite(cases)["measurements"]
@@ -268,9 +321,9 @@ def test_changes_beyond_the_noise_are_told_from_those_within(suite_result):
 
 
 def test_tables_hold_every_measurement(suite_result):
-    others = {roofline_rows: TIMED, training_rows: ("train",), loading_rows: ("load",)}
+    others = {roofline_rows: TIMED, memory_rows: ("memory",), training_rows: ("train",), loading_rows: ("load",)}
     found = tables(suite_result, others)
-    times, overheads, memory, least, training, loading = found
+    times, overheads, least, memory, training, loading = found
     assert len(least.rows) == 7 * 2
     assert len(times.rows) == 6 * 2 + 3 and len(overheads.rows) == 7
     assert len(training.rows) == 2 and len(loading.rows) == 2 and len(memory.rows) == 5

@@ -18,8 +18,6 @@ class Case:
     Attributes:
         case: One of `KINDS`.
         budgets: Budgets, in (0, 1).
-        masked: Whether the mask-after-compute router is timed too.
-        tune: Whether the executors that `tune_execution` chooses are timed too.
         baselines: Modes to run in, of `MODES`; None for eager on CPUs and all on GPUs.
         batch: Sequences.
         length: Tokens of the prompt.
@@ -32,12 +30,10 @@ class Case:
         ValueError: A value cannot be used. The message is one line.
     """
 
-    KINDS: ClassVar[tuple[str, ...]] = ("prefill", "decode", "memory")
+    KINDS: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
     case: str
     budgets: tuple[float, ...] = (0.5, 0.25)
-    masked: bool = False
-    tune: bool = False
     baselines: tuple[str, ...] | None = None
     batch: int = 4
     length: int = 256
@@ -52,9 +48,6 @@ class Case:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-        for name in ("masked", "tune"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         if any(check_budget(budget) == 1.0 for budget in self.budgets):
             raise ValueError(f"budgets={list(self.budgets)}: give numbers in (0, 1); budget 1 is always measured")
         if self.baselines is not None:

@@ -21,7 +21,7 @@ from torch import nn
 from ..evaluation.flops import count_flops
 from .modes import as_run, check_modes, fill_cache, new_cache, new_step, rewind_cache
 from .timing import Estimate, Samples, interleave, seconds_of
-from .variants import BASE, DISABLED, FULL, LEFT_OUT, Variants, budget_name, count_passes, masked_name, tuned_name
+from .variants import BASE, DISABLED, FULL, LEFT_OUT, Variants, budget_name, count_passes
 
 Key = tuple[str, str]  # variant, mode
 Shares = Mapping[float, Mapping[int, tuple[float, float]]]  # by budget, what `PassCounter.shares` says
@@ -66,7 +66,7 @@ def measure_inference(
     *,
     modes: Sequence[str] | None = None,
     rounds: int = 15,
-    also: Callable[[dict[str, Any], Variants, Workload, Shares], None] | None = None,
+    also: Callable[[dict[str, Any], Times, Shares], None] | None = None,
 ) -> dict[str, Any]:
     """Time every variant in every mode.
 
@@ -83,9 +83,8 @@ def measure_inference(
         1; `without_ffns`, the dense time's ratio when the routed FFNs are left out; `budgets` with for each
         `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `eta_free` (of a router that
         costs nothing and saves each skipped token's share of the FFNs' time), `full_ratio`, `full_passes`,
-        `flops_routed_over_dense` and `tokens_per_s`; `masked` and `tuned` with the same times for the
-        mask-after-compute router and the chosen executors. Errors are standard errors of medians; an eta is None if
-        the ideal saves nothing or it was not measured.
+        `flops_routed_over_dense` and `tokens_per_s`. Errors are standard errors of medians; an eta is None if the
+        ideal saves nothing or it was not measured.
 
     Raises:
         ValueError: A mode is unknown.
@@ -99,9 +98,10 @@ def measure_inference(
     with torch.no_grad():
         samples = interleave({key: runs.timer(*key) for key in keys}, rounds)
         shares = {budget: runs.shares(budget) for budget in variants.budgets}
-    measured = _report(variants, workload, modes, samples, shares)
+    times = Times(variants, workload, modes, samples)
+    measured = _report(times, shares)
     if also is not None:
-        also(measured, variants, workload, shares)
+        also(measured, times, shares)
     return measured
 
 
@@ -178,91 +178,107 @@ class _Runs:
         return self._caches[key]
 
 
-def _report(
-    variants: Variants,
-    work: Workload,
-    modes: Sequence[str],
-    samples: Samples[Key],
-    shares: Shares,
-) -> dict[str, Any]:
-    per, tokens = max(1, work.steps), work.batch * (work.steps or work.prompt)
-    reference = variants.reference
+class Times:
+    """The times of a workload, by variant and mode, in the terms of a result.
 
-    def fastest(name: str) -> Key:
-        return min(((name, mode) for mode in modes), key=samples.median)
+    Attributes:
+        variants: What was timed.
+        work: The workload.
+        samples: Seconds by variant and mode.
+        dense: The dense model in its fastest mode.
+    """
 
-    dense = fastest(reference)
-    seconds = samples.median(dense)
-    sizes = work.sizes()
-    dense_flops = sum(count_flops(variants.model, **sizes).values())
+    def __init__(self, variants: Variants, work: Workload, modes: Sequence[str], samples: Samples[Key]) -> None:
+        self.variants, self.work, self.samples = variants, work, samples
+        self._modes = modes
+        self._calls = max(1, work.steps)
+        self._tokens = work.batch * (work.steps or work.prompt)
+        self.dense = self._fastest(variants.reference)
 
-    def timed(name: str, label: str) -> tuple[dict[str, Any], Estimate]:
-        key = fastest(name)
-        ratio = samples.ratio(key, dense)
+    def _fastest(self, name: str) -> Key:
+        return min(((name, mode) for mode in self._modes), key=self.samples.median)
+
+    def ms(self, key: Key) -> float:
+        """Of a prompt, or of a decoding step."""
+        return round(self.samples.median(key) * 1e3 / self._calls, 3)
+
+    def tokens_per_s(self, key: Key) -> float:
+        return round(self._tokens / self.samples.median(key), 1)
+
+    def over_dense(self, name: str) -> Estimate:
+        """The time of a variant in its fastest mode over that of the dense model."""
+        return self.samples.ratio(self._fastest(name), self.dense)
+
+    def row(self, name: str, label: str) -> dict[str, Any]:
+        """What a result says of a variant; its milliseconds under `label`."""
+        key = self._fastest(name)
+        ratio = self.over_dense(name)
         value, error = ratio.rounded()
-        part = {
-            f"{label}_ms": round(samples.median(key) * 1e3 / per, 3),
+        row = {
+            f"{label}_ms": self.ms(key),
             "mode": key[1],
             "ratio": value,
             "ratio_error": error,
             "speedup": round(1 / ratio.value, 4),
-            "tokens_per_s": round(tokens / samples.median(key), 1),
+            "tokens_per_s": self.tokens_per_s(key),
         }
-        if len(modes) > 1:
-            part["modes"] = {mode: round(samples.ratio((name, mode), dense).value, 4) for mode in modes}
-        return part, ratio
+        if len(self._modes) > 1:
+            row["modes"] = {mode: round(self.samples.ratio((name, mode), self.dense).value, 4) for mode in self._modes}
+        return row
 
-    dense_error = samples.estimate(dense).error
-    part: dict[str, Any] = {
-        "batch": work.batch,
-        "length": work.prompt,
-        **({"steps": work.steps} if work.steps else {"logits": work.logits}),
-        "rounds": len(samples.seconds[dense]),
-        "dense_ms": round(seconds * 1e3 / per, 3),
-        "dense_error": None if dense_error is None else round(dense_error / seconds, 4),
-        "dense_mode": dense[1],
-        "dense_modes": {mode: round(samples.median((reference, mode)) * 1e3 / per, 3) for mode in modes},
-        "dense_tokens_per_s": round(tokens / seconds, 1),
-        "overheads": {},
-        "disabled_over_base": None,
-        "without_ffns": None,
-        "budgets": {},
-        "masked": {},
-        "tuned": {},
-    }
-    if reference == BASE:
-        for name in (DISABLED, FULL):  # in the mode that the dense model is fastest in, for like with like
-            if name not in variants.names:
-                continue
-            value, error = samples.ratio((name, dense[1]), dense).rounded()
-            part["overheads"][name] = {"ratio": value, "ratio_error": error, "mode": dense[1]}
-        part["disabled_over_base"] = part["overheads"][DISABLED]["ratio"]
-    left_out = None
-    if (LEFT_OUT, dense[1]) in samples.seconds:
-        left_out = samples.ratio((LEFT_OUT, dense[1]), dense).value
-        part["without_ffns"] = round(left_out, 4)
+    def of_dense(self) -> dict[str, Any]:
+        """What a result says of the dense model, and of the adapter where nothing is skipped."""
+        work, dense, samples = self.work, self.dense, self.samples
+        error = samples.estimate(dense).error
+        found: dict[str, Any] = {
+            "batch": work.batch,
+            "length": work.prompt,
+            **({"steps": work.steps} if work.steps else {"logits": work.logits}),
+            "rounds": len(samples.seconds[dense]),
+            "dense_ms": self.ms(dense),
+            "dense_error": None if error is None else round(error / samples.median(dense), 4),
+            "dense_mode": dense[1],
+            "dense_modes": {mode: self.ms((dense[0], mode)) for mode in self._modes},
+            "dense_tokens_per_s": self.tokens_per_s(dense),
+            "overheads": {},
+            "disabled_over_base": None,
+            "without_ffns": None,
+        }
+        if dense[0] == BASE:
+            for name in (DISABLED, FULL):  # in the mode that the dense model is fastest in, for like with like
+                if name not in self.variants.names:
+                    continue
+                value, error = samples.ratio((name, dense[1]), dense).rounded()
+                found["overheads"][name] = {"ratio": value, "ratio_error": error, "mode": dense[1]}
+            found["disabled_over_base"] = found["overheads"][DISABLED]["ratio"]
+        if (left_out := self.left_out()) is not None:
+            found["without_ffns"] = round(left_out, 4)
+        return found
+
+    def left_out(self) -> float | None:
+        """The time without the routed FFNs over the dense time; None if it was not measured."""
+        key = LEFT_OUT, self.dense[1]
+        return self.samples.ratio(key, self.dense).value if key in self.samples.seconds else None
+
+
+def _report(times: Times, shares: Shares) -> dict[str, Any]:
+    variants, sizes, left_out = times.variants, times.work.sizes(), times.left_out()
+    dense_flops = sum(count_flops(variants.model, **sizes).values())
+    budgets = {}
     for budget, layers in shares.items():
-        row, ratio = timed(budget_name(budget), "routed")
+        name = budget_name(budget)
         ran = {index: rows for index, (rows, _) in layers.items()}
-        with variants.using(budget_name(budget)):
-            routed_flops = sum(count_flops(variants.model, **sizes, shares=ran).values())
-        ideal = routed_flops / dense_flops
+        with variants.using(name):
+            ideal = sum(count_flops(variants.model, **sizes, shares=ran).values()) / dense_flops
         share = statistics.mean(ran.values())
-        row |= {
-            "eta": eta_of(ratio.value, ideal),
+        budgets[str(budget)] = times.row(name, "routed") | {
+            "eta": eta_of(times.over_dense(name).value, ideal),
             "eta_free": None if left_out is None else eta_of(share + (1 - share) * left_out, ideal),
             "full_ratio": round(share, 4),
             "full_passes": round(statistics.mean(passes for _, passes in layers.values()), 4),
             "flops_routed_over_dense": round(ideal, 4),
         }
-        part["budgets"][str(budget)] = row
-        if masked_name(budget) in variants.names:
-            part["masked"][str(budget)], masked = timed(masked_name(budget), "masked")
-            part["masked"][str(budget)]["eta"] = eta_of(masked.value, ideal)
-        if budget in variants.chosen:  # layers may have turned routing off, so there is no eta
-            part["tuned"][str(budget)], _ = timed(tuned_name(budget), "tuned")
-            part["tuned"][str(budget)]["executors"] = variants.chosen[budget]
-    return part
+    return times.of_dense() | {"budgets": budgets}
 
 
 def eta_of(ratio: float, ideal: float) -> float | None:

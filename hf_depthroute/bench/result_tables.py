@@ -37,7 +37,7 @@ class Table:
 def tables(result: Mapping[str, Any], others: Makers | None = None) -> list[Table]:
     """A table per kind of case that the result has; `others` make the rows of more kinds."""
     found = [m for m in measurements(result) if "error" not in m]
-    makers: Makers = {_times: TIMED, _overheads: TIMED, _memory: ("memory",), **(others or {})}
+    makers: Makers = {_times: TIMED, _overheads: TIMED, **(others or {})}
     made = [Table.of(row for m in found if m["case"] in cases for row in make(m)) for make, cases in makers.items()]
     return [table for table in made if table.rows]
 
@@ -72,15 +72,6 @@ def _overheads(m: Mapping[str, Any]) -> Iterator[Row]:
     if m.get("overheads"):
         over = {f"{name} / base": with_error(row) for name, row in m["overheads"].items()}
         yield {"case": short_label(m), **over}
-
-
-def _memory(m: Mapping[str, Any]) -> Iterator[Row]:
-    columns = {"KV cache MB": "kv_bytes", "prefill peak MB": "prefill_bytes", "decode peak MB": "decode_bytes"}
-    for name, row in m["variants"].items():
-        sizes = {"weights MB": m["base_bytes"] + (0 if name == "base" else m["adapter_bytes"])}
-        sizes |= {column: row.get(key) for column, key in columns.items()}
-        shown = {column: "-" if size is None else f"{size / 1e6:.2f}" for column, size in sizes.items()}
-        yield {"case": short_label(m), "variant": name, **shown}
 
 
 def with_error(row: Mapping[str, Any]) -> str:

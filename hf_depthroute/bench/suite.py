@@ -13,16 +13,13 @@ from torch import nn
 
 from ..files.out_of_resources import out_of_memory
 from ..inference.calibration import active_routings
-from ..parts.targets import TARGETS
 from .cases import Case
-from .inference import Shares, Workload, measure_inference
+from .inference import Workload, measure_inference
 from .measurements import as_single, label_of
-from .memory import measure_memory
 from .modes import first_sequences, forget_compiled, random_tokens
 from .timing import describe_machine, dtype_name, relative_load
 from .variants import Variants, adapter_dtype
 
-_TUNED_PROMPT = 128  # tokens
 Result = dict[str, Any]
 
 
@@ -121,7 +118,7 @@ def bench(
         decode_steps: Timed decoding steps after the prompt, of random tokens; 0 leaves decode out.
         repeats: Rounds.
         progress: Called with one line per part.
-        fields: What every `Case` gets: `budgets`, `batch`, `length`, `masked`, `tune`, `baselines`, `logits`.
+        fields: What every `Case` gets: `budgets`, `batch`, `length`, `baselines`, `logits`.
 
     Returns:
         A JSON-ready dict, as from `as_single`.
@@ -144,31 +141,25 @@ def bench(
     return as_single(result, sizes | {"decode_steps": decode_steps, "repeats": repeats})
 
 
-def measure(
-    case: Case, given: Given, also: Callable[[Result, Variants, Workload, Shares], None] | None = None
-) -> Result:
-    """One case of a routed model; `also` as for `measure_inference`."""
-    steps = {"prefill": 0, "memory": 1}.get(case.case, case.steps)
-    ids = random_tokens(given.model, case.batch, case.length + steps)
-    if given.input_ids is not None:
-        ids[:, : case.length] = given.input_ids.to(ids.device)[torch.arange(case.batch) % len(given.input_ids)]
-    decodes = case.case == "decode"
-    tuned_on = None
-    if case.tune and case.case != "memory":
-        tuned_on = ids[:, : case.length]
-        if decodes and not TARGETS[active_routings(given.model)[0].active_config().target].skips_attention:
-            tuned_on = tuned_on[:, -_TUNED_PROMPT:]  # an FFN's steps do not depend on how long the prompt was
-    calibrated_on = first_sequences(ids) if given.recalibrate else None
-    variants = Variants(given.model, given.base, case.budgets, case.masked, calibrated_on, tuned_on, decodes)
-    workload = Workload(ids, steps, case.logits)
+def measure(case: Case, given: Given) -> Result:
+    """One case of a routed model."""
+    work = workload_of(case, given)
+    calibrated_on = first_sequences(work.input_ids) if given.recalibrate else None
+    variants = Variants(given.model, given.base, case.budgets, calibrated_on)
     try:
-        if case.case == "memory":
-            measured = measure_memory(variants, workload)
-        else:
-            measured = measure_inference(variants, workload, modes=case.baselines, rounds=case.rounds, also=also)
+        measured = measure_inference(variants, work, modes=case.baselines, rounds=case.rounds)
     finally:
         variants.restore()
     return {"adapter_dtype": adapter_dtype(given.model), **measured}
+
+
+def workload_of(case: Case, given: Given) -> Workload:
+    """The prompts, of those that are given or of random tokens, and the steps."""
+    steps = case.steps if case.case == "decode" else 0
+    ids = random_tokens(given.model, case.batch, case.length + steps)
+    if given.input_ids is not None:
+        ids[:, : case.length] = given.input_ids.to(ids.device)[torch.arange(case.batch) % len(given.input_ids)]
+    return Workload(ids, steps, case.logits)
 
 
 def setting_of(model: Any) -> dict[str, Any]:

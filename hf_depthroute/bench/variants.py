@@ -5,14 +5,11 @@
 * `budget 1.0`: the adapter is on and every token runs full, but for static layers.
 * `without FFNs`: the base without the FFNs that are routed: what is left of its time when all of them are skipped.
 * `budget B`: the routed model.
-* `masked B`: the same decisions by a plain mask-after-compute router, which runs both paths for every token.
-* `tuned B`: every layer with the executor that `tune_execution` measured to be the fastest at this shape.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -22,7 +19,6 @@ import torch
 from torch import nn
 
 from ..base.stack import stack_of
-from ..inference.autotune import tune_execution
 from ..inference.calibration import active_routings, calibrate
 from ..inference.restoring import snapshot
 from ..parts.gates import GATES
@@ -37,14 +33,6 @@ def budget_name(budget: float) -> str:
     return f"budget {float(budget)}"
 
 
-def masked_name(budget: float) -> str:
-    return f"masked {float(budget)}"
-
-
-def tuned_name(budget: float) -> str:
-    return f"tuned {float(budget)}"
-
-
 def dense_view(model: nn.Module) -> nn.Module:
     """A copy of a model's modules around the very same tensors: the untouched base to compare with."""
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
@@ -57,12 +45,8 @@ class Variants:
     Args:
         model: A `PeftModel` with an active depth-routed adapter; put into eval mode.
         base: The untouched base, from `dense_view` before the adapter was injected; None if there is none.
-        budgets: Budgets below 1, each routed and, with `masked`, masked. An adapter that follows no budget is timed as
-            it is, under its own.
-        masked: Whether to include the mask-after-compute router.
+        budgets: Budgets below 1. An adapter that follows no budget is timed as it is, under its own.
         input_ids: `[B, T]`, tokens to calibrate every budget on. None: the adapter's own thresholds are used.
-        tune: Prompts `[B, T]` to choose executors on, for the variant with tuned ones; None: without it.
-        decodes: Whether executors are chosen for decoding steps after the prompts, or for the prompts.
 
     Raises:
         ValueError: No routed adapter is active.
@@ -73,10 +57,7 @@ class Variants:
         model: Any,
         base: nn.Module | None,
         budgets: Sequence[float],
-        masked: bool = False,
         input_ids: torch.Tensor | None = None,
-        tune: torch.Tensor | None = None,
-        decodes: bool = False,
     ) -> None:
         self.model, self.base = model.eval(), base
         self.config = active_routings(model)[0].active_config()
@@ -84,21 +65,12 @@ class Variants:
         self.budgets = tuple(float(budget) for budget in (budgets if follows else [self.config.budget]) if budget < 1.0)
         # All thresholds are found now: calibration must not run between timed rounds.
         self._thresholds = {1.0: snapshot(model)}
-        self._tuned_before = [routing.tuned for routing in active_routings(model)]
-        self._tuned: dict[float, list[dict[tuple[str, bool, int], str]]] = {}
-        self.chosen: dict[float, dict[str, int]] = {}  # by budget: how many layers took which executor
-        self._set_tuned(None)
         for budget in self.budgets:
             if input_ids is not None and follows:
                 calibrate(model, [{"input_ids": input_ids}], budget=budget)
             self._thresholds[budget] = snapshot(model)
-            if tune is not None:
-                self.config.budget = budget
-                self._tune(budget, tune, decodes)
         dense = [*([BASE] if base is not None else []), DISABLED, *([FULL] if follows else [])]
-        names = [*dense, *map(budget_name, self.budgets)]
-        names += [*(map(masked_name, self.budgets) if masked else ()), *map(tuned_name, self._tuned)]
-        self.names: tuple[str, ...] = tuple(names)
+        self.names = [*dense, *map(budget_name, self.budgets)]
         self.reference = self.names[0]
         # Whether there is a variant without FFNs.
         self.leaves_out = base is not None and TARGETS[self.config.target].skips == ("ffn",)
@@ -124,19 +96,10 @@ class Variants:
                 yield self.inner
             return
         self._use(float(budget))
-        if kind == "masked":
-            with state_of(self.model).override(executor="masked"):
-                yield self.inner
-            return
-        self._set_tuned(self._tuned[float(budget)] if kind == "tuned" else None)
-        try:
-            yield self.inner
-        finally:
-            self._set_tuned(None)
+        yield self.inner
 
     def restore(self) -> None:
-        """Give the adapter back its budget, its thresholds and its tuned executors."""
-        self._set_tuned(self._tuned_before)
+        """Give the adapter back its budget and its thresholds."""
         self._thresholds[1.0]()
         self._current = None
 
@@ -144,17 +107,6 @@ class Variants:
         """Whether a KV cache remembers decisions, so that no two variants can share one."""
         static = GATES[self.config.gate].static or self.config.static_layers is not None
         return static or self.config.granularity == "sequence"
-
-    def _tune(self, budget: float, prompts: torch.Tensor, decodes: bool) -> None:
-        choices = tune_execution(self.model, prompts, steps=8 if decodes else 0, repeats=3)
-        wanted = "decode" if decodes else "prefill"
-        self.chosen[budget] = dict(Counter(choice.executor for choice in choices if choice.step == wanted))
-        self._tuned[budget] = [routing.tuned for routing in active_routings(self.model)]
-        self._set_tuned(None)
-
-    def _set_tuned(self, tuned: list[dict[tuple[str, bool, int], str]] | None) -> None:
-        for index, routing in enumerate(active_routings(self.model)):
-            routing.tuned = {} if tuned is None else tuned[index]
 
     def _use(self, budget: float) -> None:
         if budget != self._current:

@@ -30,11 +30,9 @@ class BenchOptions:
         tuple[Path, Path] | None, typer.Option(metavar="OLD NEW", help="Compare two result files instead of measuring.")
     ] = None
     config: o.ConfigFile = None
-    cases: Annotated[str, "Some of prefill,decode,memory."] = "prefill,decode"
+    cases: Annotated[str, "Some of prefill,decode."] = "prefill,decode"
     budgets: o.Budgets = "0.5,0.25"
     phases: o.Phases = None
-    masked: Annotated[bool, "Time a plain mask-after-compute router too, at the same budgets."] = False
-    tune: Annotated[bool, "Time the executors that are measured to be fastest per layer too."] = False
     baselines: Annotated[
         str | None,
         "How models run, some of eager,static,compiled; the fastest counts, dense and routed. "
@@ -134,8 +132,6 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
         every = Case(
             case="prefill",
             budgets=tuple(budget for budget in o.parse_budgets(options.budgets) if budget < 1),  # 1 always is
-            masked=options.masked,
-            tune=options.tune,
             baselines=modes,
             steps=max(1, options.decode_steps),
             rounds=options.repeats,

@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # `speed` is there
 
 import torch
 from speed.lora import loading_rows, training_rows
+from speed.memory import memory_rows
 from speed.roofline import roofline_rows
 from speed.suites import read_suite, run_suite
 
@@ -52,7 +53,9 @@ def main(words: list[str] | None = None) -> None:
     result = run_suite(cases, name, progress=lambda line: print(line, file=sys.stderr))
     if args.out is not None:
         write_text(args.out, json.dumps(result, indent=2) + "\n")
-    others = {roofline_rows: TIMED, training_rows: ("train",), loading_rows: ("load",)}
+    others = {
+        roofline_rows: TIMED, memory_rows: ("memory",), training_rows: ("train",), loading_rows: ("load",),
+    }  # fmt: skip
     for table in map(Table.brief, tables(result, others)):
         print_table(table.head, table.rows, wide=True)
     if args.plot is not None:

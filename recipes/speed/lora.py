@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_depthroute.adapter.tuner import get_depth_routed_model
 from hf_depthroute.base.stack import stack_of
 from hf_depthroute.bench.measurements import short_label
-from hf_depthroute.bench.memory import peak_bytes
 from hf_depthroute.bench.modes import random_tokens
 from hf_depthroute.bench.result_tables import Row, with_error
 from hf_depthroute.bench.timing import interleave, seconds_of
@@ -28,6 +27,7 @@ from hf_depthroute.training.arguments import RoutingArguments
 from hf_depthroute.training.fused_loss import FusedLoss
 from hf_depthroute.training.objective import RoutingObjective
 
+from .memory import peak_bytes
 from .roofline import Peaks, count_work, measure_peaks
 
 LOSSES = ("naive", "fused")

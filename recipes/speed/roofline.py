@@ -18,11 +18,11 @@ from torch import nn
 
 from hf_depthroute.base.families import text_config
 from hf_depthroute.base.stack import stack_of
-from hf_depthroute.bench.inference import Workload, eta_of
+from hf_depthroute.bench.inference import Shares, Times, eta_of
 from hf_depthroute.bench.measurements import short_label
 from hf_depthroute.bench.result_tables import Row
 from hf_depthroute.bench.timing import seconds_of
-from hf_depthroute.bench.variants import Variants, budget_name
+from hf_depthroute.bench.variants import budget_name
 from hf_depthroute.evaluation.flops import (
     PARTS,
     Matrix,
@@ -221,19 +221,13 @@ def _count_router(
         work.add("router", again * 2.0 * seen * met, again * moved)
 
 
-def add_roofline(
-    measured: dict[str, Any],
-    variants: Variants,
-    work: Workload,
-    shares: Mapping[float, Mapping[int, tuple[float, float]]],
-    peaks: Peaks,
-) -> None:
+def add_roofline(measured: dict[str, Any], times: Times, shares: Shares, peaks: Peaks) -> None:
     """Add to times of `measure_inference` what the machine needs at least, dense and at every budget.
 
     `roofline` of the dense model; of each budget `roofline`, `roofline_routed_over_dense`, and `eta_roofline`: as
     `eta`, with the ratio of the two least times instead of FLOPs.
     """
-    sizes = work.sizes()
+    variants, sizes = times.variants, times.work.sizes()
     dense = count_work(variants.model, **sizes)
     measured["roofline"] = dense.summary(peaks)
     for budget, layers in shares.items():

@@ -26,17 +26,22 @@ import torch
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.bench.cases import Case
-from hf_depthroute.bench.modes import check_modes
-from hf_depthroute.bench.suite import Given, measure, new_result, run_case, size_of
+from hf_depthroute.bench.inference import Shares, Times, Workload, measure_inference
+from hf_depthroute.bench.modes import check_modes, first_sequences
+from hf_depthroute.bench.suite import Given, new_result, run_case, size_of, workload_of
 from hf_depthroute.bench.timing import dtype_name
-from hf_depthroute.bench.variants import dense_view, hold_adapter_in, wants_base_dtype
+from hf_depthroute.bench.variants import adapter_dtype, dense_view, hold_adapter_in, wants_base_dtype
 from hf_depthroute.files.strict_yaml import YamlError, read_mapping
+from hf_depthroute.parts.targets import TARGETS
 
 from .lora import LOSSES, measure_loading, measure_training
+from .memory import measure_memory
 from .roofline import Peaks, add_roofline, measure_peaks
 from .shapes import SHAPES, random_model
+from .variants import SpeedVariants, add_variants
 
 _MANY = ("batch", "length", "loss")  # keys that may hold a list
+_TUNED_PROMPT = 128  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,8 @@ class SuiteCase(Case):
     """One measurement of a model that is made for it.
 
     Attributes:
+        masked: Whether the mask-after-compute router is timed too.
+        tune: Whether the executors that `tune_execution` chooses are timed too.
         shape: A key of `SHAPES`.
         depth: Decoder layers; None for the shape's own.
         vocabulary: Rows of embedding and head; None for the shape's own.
@@ -60,6 +67,8 @@ class SuiteCase(Case):
 
     KINDS: ClassVar[tuple[str, ...]] = ("prefill", "decode", "train", "load", "memory")
 
+    masked: bool = False
+    tune: bool = False
     shape: str
     depth: int | None = None
     vocabulary: int | None = None
@@ -72,6 +81,9 @@ class SuiteCase(Case):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("masked", "tune"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         self.check_choice("shape", tuple(SHAPES))
         self.check_choice("dtype", ("bfloat16", "float32", "float16"))
         self.check_choice("loss", LOSSES)
@@ -210,4 +222,33 @@ def _measure(case: SuiteCase, base: Any, peaks: Peaks) -> dict[str, Any]:
     device = next(base.parameters()).device
     if case.case != "memory" and wants_base_dtype(device, check_modes(case.baselines, device)):
         hold_adapter_in(model, getattr(torch, case.dtype))
-    return measure(case, Given(model, dense_view(base)), functools.partial(add_roofline, peaks=peaks))
+    work = workload_of(case, Given(model))
+    if case.case == "memory":
+        work = Workload(torch.cat([work.input_ids, work.input_ids[:, :1]], dim=1), 1, work.logits)
+    variants = SpeedVariants(
+        model, dense_view(base), case.budgets, first_sequences(work.input_ids), case.masked, *_tuned_on(case, work)
+    )
+
+    def also(measured: dict[str, Any], times: Times, shares: Shares) -> None:
+        add_variants(measured, times, shares)
+        add_roofline(measured, times, shares, peaks)
+
+    try:
+        if case.case == "memory":
+            measured = measure_memory(variants, work)
+        else:
+            measured = measure_inference(variants, work, modes=case.baselines, rounds=case.rounds, also=also)
+    finally:
+        variants.restore()
+    return {"adapter_dtype": adapter_dtype(model), **measured}
+
+
+def _tuned_on(case: SuiteCase, work: Workload) -> tuple[torch.Tensor | None, bool]:
+    """The prompts that executors are chosen on, if they are, and whether for decoding steps after them."""
+    decodes = case.case == "decode"
+    if not case.tune or case.case == "memory":
+        return None, decodes
+    prompts = work.input_ids[:, : case.length]
+    if decodes and not TARGETS[case.target].skips_attention:
+        prompts = prompts[:, -_TUNED_PROMPT:]  # an FFN's steps do not depend on how long the prompt was
+    return prompts, decodes

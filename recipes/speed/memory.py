@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..base.cache import kv_cache_bytes
-from ..inference.calibration import active_routings
-from .inference import Workload
-from .modes import fill_cache, new_cache
-from .variants import Variants, budget_name
+from hf_depthroute.base.cache import kv_cache_bytes
+from hf_depthroute.bench.inference import Workload
+from hf_depthroute.bench.measurements import short_label
+from hf_depthroute.bench.modes import fill_cache, new_cache
+from hf_depthroute.bench.result_tables import Row
+from hf_depthroute.bench.variants import Variants, budget_name
+from hf_depthroute.inference.calibration import active_routings
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
@@ -93,3 +95,12 @@ def measure_memory(variants: Variants, workload: Workload) -> dict[str, Any]:
             for budget in variants.budgets
         },
     }
+
+
+def memory_rows(m: Mapping[str, Any]) -> Iterator[Row]:
+    columns = {"KV cache MB": "kv_bytes", "prefill peak MB": "prefill_bytes", "decode peak MB": "decode_bytes"}
+    for name, row in m["variants"].items():
+        sizes = {"weights MB": m["base_bytes"] + (0 if name == "base" else m["adapter_bytes"])}
+        sizes |= {column: row.get(key) for column, key in columns.items()}
+        shown = {column: "-" if size is None else f"{size / 1e6:.2f}" for column, size in sizes.items()}
+        yield {"case": short_label(m), "variant": name, **shown}

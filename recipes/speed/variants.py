@@ -1,0 +1,103 @@
+"""Variants of a model that are timed beside those of `hf-depthroute bench`.
+
+* `masked B`: the same decisions by a plain mask-after-compute router, which runs both paths for every token.
+* `tuned B`: every layer with the executor that `tune_execution` measured to be the fastest at this shape.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_depthroute.bench.inference import Shares, Times, eta_of
+from hf_depthroute.bench.variants import Variants, budget_name
+from hf_depthroute.inference.autotune import tune_execution
+from hf_depthroute.inference.calibration import active_routings
+from hf_depthroute.routing.stack import state_of
+
+Tuned = list[dict[tuple[str, bool, int], str]]  # by routed layer, the executors
+
+
+class SpeedVariants(Variants):
+    """`Variants`, with the mask-after-compute router and chosen executors.
+
+    Args:
+        model, base, budgets, input_ids: As for `Variants`.
+        masked: Whether to include the mask-after-compute router.
+        tune: Prompts `[B, T]` to choose executors on, for the variant with tuned ones; None: without it.
+        decodes: Whether executors are chosen for decoding steps after the prompts, or for the prompts.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        base: nn.Module | None,
+        budgets: Sequence[float],
+        input_ids: torch.Tensor | None = None,
+        masked: bool = False,
+        tune: torch.Tensor | None = None,
+        decodes: bool = False,
+    ) -> None:
+        super().__init__(model, base, budgets, input_ids)
+        self._before = self._executors()
+        self._tuned: dict[float, Tuned] = {}
+        self.chosen: dict[float, dict[str, int]] = {}  # by budget: how many layers took which executor
+        wanted = "decode" if decodes else "prefill"
+        for budget in self.budgets if tune is not None else ():
+            self._set_executors([{} for _ in self._before])
+            with self.using(budget_name(budget)):
+                choices = tune_execution(model, tune, steps=8 if decodes else 0, repeats=3)
+            self.chosen[budget] = dict(Counter(choice.executor for choice in choices if choice.step == wanted))
+            self._tuned[budget] = self._executors()
+            self._set_executors(self._before)
+        self.names += [f"masked {budget}" for budget in self.budgets if masked]
+        self.names += [f"tuned {budget}" for budget in self._tuned]
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[nn.Module]:
+        kind, _, budget = name.partition(" ")
+        if kind not in ("masked", "tuned"):
+            with super().using(name) as model:
+                yield model
+            return
+        with super().using(budget_name(float(budget))) as model:
+            if kind == "masked":
+                with state_of(self.model).override(executor="masked"):
+                    yield model
+                return
+            self._set_executors(self._tuned[float(budget)])
+            try:
+                yield model
+            finally:
+                self._set_executors(self._before)
+
+    def restore(self) -> None:
+        super().restore()
+        self._set_executors(self._before)
+
+    def _executors(self) -> Tuned:
+        return [routing.tuned for routing in active_routings(self.model)]
+
+    def _set_executors(self, tuned: Tuned) -> None:
+        for routing, executors in zip(active_routings(self.model), tuned):
+            routing.tuned = executors
+
+
+def add_variants(measured: dict[str, Any], times: Times, shares: Shares) -> None:
+    """Add to times of `measure_inference` those of `SpeedVariants`, as `masked` and `tuned`, by budget."""
+    variants = times.variants
+    assert isinstance(variants, SpeedVariants)
+    measured |= {"masked": {}, "tuned": {}}
+    for budget in shares:
+        ideal = measured["budgets"][str(budget)]["flops_routed_over_dense"]
+        if (name := f"masked {budget}") in variants.names:
+            eta = eta_of(times.over_dense(name).value, ideal)
+            measured["masked"][str(budget)] = times.row(name, "masked") | {"eta": eta}
+        if budget in variants.chosen:  # layers may have turned routing off, so there is no eta
+            executors = {"executors": variants.chosen[budget]}
+            measured["tuned"][str(budget)] = times.row(f"tuned {budget}", "tuned") | executors
