@@ -6,7 +6,7 @@ Shapes: T positions, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,7 +19,7 @@ Request = tuple[Any, list[int], list[int]]
 
 @torch.no_grad()
 def served_scores(
-    model: Any, requests: Sequence[Request], max_length: int, counting: AbstractContextManager[None] | Any
+    model: Any, requests: Sequence[Request], max_length: int, counting: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[tuple[int, float, bool]]:
     """The log-likelihood of every continuation, and whether it is the greedy one, with the number of its request.
 
