@@ -1,4 +1,4 @@
-"""Measured speed and memory of a routed model against its dense base.
+"""Measured speed of a routed model against its dense base.
 
 `run_cases` measures a list of cases, and `bench` one of each kind. Results are JSON-ready; `measurements` reads them.
 """

@@ -1,4 +1,4 @@
-"""`hf-depthroute bench`: measured speed and memory of a routed model against its dense base."""
+"""`hf-depthroute bench`: measured speed of a routed model against its dense base."""
 
 from __future__ import annotations
 

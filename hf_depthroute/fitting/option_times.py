@@ -75,7 +75,7 @@ def _rounds(found: Mapping[int, Mapping[Option, StaticFit]]) -> int:
 
 
 def _options_of(found: Mapping[int, Mapping[Option, StaticFit]], number: int) -> dict[int, Option | None]:
-    """What each layer has in a round: the options in turn, and none."""
+    """The option of each layer in a round: each in turn, and none."""
     taken = {}
     for place, (index, options) in enumerate(found.items()):
         turns = [None, *options]
