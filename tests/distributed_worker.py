@@ -38,8 +38,9 @@ from hf_depthroute import (
 )
 from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace
+from hf_depthroute.training.exits import observe_exits
 from hf_depthroute.training.forks import observe_prefix
-from hf_depthroute.training.losses import LOSSES, LossInputs, observe_exits, routing_losses
+from hf_depthroute.training.losses import LOSSES, LossInputs, routing_losses
 from hf_depthroute.training.objective import RoutingObjective
 from hf_depthroute.training.oracle import prefix_utility
 from hf_depthroute.training.record import remembered

@@ -21,7 +21,8 @@ from hf_depthroute.routing.stack import routings_of, state_of
 from hf_depthroute.routing.thresholds import BudgetController
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes
 from hf_depthroute.training import objective as objective_module
-from hf_depthroute.training.losses import LOSSES, exit_cross_entropy, mean_probability, observe_exits, routing_losses
+from hf_depthroute.training.exits import exit_cross_entropy, observe_exits
+from hf_depthroute.training.losses import LOSSES, mean_probability, routing_losses
 from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
 
 

@@ -18,30 +18,25 @@ tokens, of all processes.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from ..base.contexts import hooked
-from ..base.lm_head import LMHead, predicting
-from ..base.stack import stack_of
-from ..inference.calibration import active_routings
-from ..parts.selection import topk_mask
 from ..routing.trace import RouteTrace
 from .arguments import LOSSES, LossTerm, RoutingArguments
+from .exits import exit_loss, observe_exits
 from .forks import Prefix, divergence_from_dense
 from .oracle import UtilityLabels
+from .pass_labels import missed_by_cheap, predictor_loss, recoverability_loss, similarity_loss, stream_similarity
 from .trace_statistics import (
     cosine,
     diagnostics,
+    gate_cross_entropy,
     gate_logits,
+    has_budget,
     mean_probability,
     real_tokens,
     squared_depth,
@@ -139,7 +134,7 @@ def cgs_loss(inputs: LossInputs) -> torch.Tensor | None:
     trace = RouteTrace({index: inputs.trace[index] for index in inputs.counterfactual})
     _, labels_CBT, valid_CBT = _labelled(trace, inputs.counterfactual)
     targets_CBT = torch.sigmoid(labels_CBT / inputs.counterfactual_temperature)
-    return _cross_entropy(gate_logits(trace), targets_CBT, valid_CBT)
+    return gate_cross_entropy(gate_logits(trace), targets_CBT, valid_CBT)
 
 
 def z_loss(inputs: LossInputs) -> torch.Tensor:
@@ -162,7 +157,7 @@ def distill_loss(inputs: LossInputs) -> torch.Tensor | None:
 def budget_loss(inputs: LossInputs) -> torch.Tensor | None:
     """`1/C sum_l (p_bar_l - rho)^2`, `p_bar_l` the mean gate probability of the layer; `(mean_l p_bar_l - rho)^2`
     where the budget is global. None if there is no budget."""
-    if not _has_budget(inputs):
+    if not has_budget(inputs.trace):
         return None
     budgets = torch.tensor([record.budget for record in inputs.trace.values()])
     p_bar = mean_probability(inputs.trace)
@@ -171,69 +166,9 @@ def budget_loss(inputs: LossInputs) -> torch.Tensor | None:
 
 def alive_loss(inputs: LossInputs) -> torch.Tensor | None:
     """`1/C sum_l ReLU(p_min - p_bar_l)`; of the mean over layers where the budget is global. None without a budget."""
-    if not _has_budget(inputs):
+    if not has_budget(inputs.trace):
         return None
     return F.relu(inputs.alive_min - _held(inputs, mean_probability(inputs.trace))).mean()
-
-
-class Exits(dict[int, torch.Tensor]):
-    """Layer index -> the stream that entered the routed layer, `[B, T, d]` with graph; filled by `observe_exits`."""
-
-    lm_head: LMHead
-    with_graph = False
-
-
-@contextmanager
-def observe_exits(model: nn.Module) -> Iterator[Exits]:
-    """Keep the streams that enter the routed layers in the last forward pass inside the block; changes nothing.
-
-    Raises:
-        ValueError: No depth-routed adapter is active.
-    """
-    exits, layers = Exits(), stack_of(model).layers
-    exits.lm_head = LMHead(model)
-
-    def keeper(index: int) -> Any:
-        def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.is_grad_enabled() or not exits.with_graph:  # else a reference's pass, behind that of the loss
-                exits[index] = args[0] if args else kwargs["hidden_states"]
-                exits.with_graph = torch.is_grad_enabled()
-
-        return keep
-
-    indices = [routing.layer_index for routing in active_routings(model)]
-    with hooked(layers[i].register_forward_pre_hook(keeper(i), with_kwargs=True) for i in indices):
-        try:
-            yield exits
-        finally:
-            exits.clear()
-
-
-def exit_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """Mean next-token cross-entropy of the tied LM head on the stream that enters each routed layer, in nats.
-
-    With L exits in all, the final one included, weights `lm` 1/L and `exit` (L - 1)/L give the mean over exits.
-    """
-    exits: Exits | None = inputs.observed.get(observe_exits)
-    if exits is None:
-        return None
-    if inputs.labels is None:
-        raise ValueError("the exit loss needs labels in the batch")
-    record = next(iter(inputs.trace.values()))
-    real_BT = record.real if record.real.ndim == 2 else record.real[..., 0]
-    return exit_cross_entropy(exits, inputs.labels, real_BT.to(inputs.labels.device))
-
-
-def exit_cross_entropy(exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Tensor) -> torch.Tensor:
-    """`exit_loss` over the predicted tokens of all processes; the backward pass makes each layer's logits again."""
-    counted_BT = predicting(labels_BT, real_BT)
-    targets_N = labels_BT[:, 1:][counted_BT]
-    losses: list[Any] = []
-    for stream_BTd in exits.values():
-        rows_Nd = stream_BTd[:, :-1][counted_BT.to(stream_BTd.device)]
-        losses.append(checkpoint(exits.lm_head.token_losses, rows_Nd, targets_N, use_reentrant=False))
-    losses_CN = stack(losses)
-    return token_mean(losses_CN, torch.ones_like(losses_CN, dtype=torch.bool)).mean()
 
 
 def capacity_loss(inputs: LossInputs) -> torch.Tensor | None:
@@ -241,60 +176,12 @@ def capacity_loss(inputs: LossInputs) -> torch.Tensor | None:
 
     None if there is no budget.
     """
-    if not _has_budget(inputs):
+    if not has_budget(inputs.trace):
         return None
     records = inputs.trace.values()
     masks = stack([record.mask.to(record.probs.dtype) - record.probs.detach() + record.probs for record in records])
     budget = sum(record.budget for record in records) / len(records)
     return F.relu(token_mean(masks, real_tokens(inputs.trace)).mean() - budget)
-
-
-def similarity_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """DLO: `BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence that the full path changes most.
-
-    These are the tokens with the lowest cosine between the stream before and after the full path. None if the trace
-    has no cosines: it was made in inference, by routed experts, or outside of a `RoutingObjective` (the Trainer's and
-    the callback's), which asks for them. None if there is no budget.
-    """
-    return _labels_loss(inputs, "similarity", -1)
-
-
-def recoverability_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence of which the cheap path misses most.
-
-    What it misses is `|after full - after cheap|`, so labels follow the branch as it learns: a token that the full path
-    changes much is easy where the branch knows how. None if `similarity_loss` is.
-    """
-    return _labels_loss(inputs, "missed", 1)
-
-
-def _labels_loss(inputs: LossInputs, name: str, sign: int) -> torch.Tensor | None:
-    """`BCE(p, label)`, with label 1 where `sign` times the extra is among the budget's share of its sequence."""
-    records = list(inputs.trace.values())
-    if not _has_budget(inputs) or not all(name in record.extras for record in records):
-        return None
-    labels_CBT = stack([topk_mask(sign * getattr(record, name), record.budget, record.real) for record in records])
-    logits_CBT = gate_logits(inputs.trace)
-    return _cross_entropy(logits_CBT, labels_CBT.to(logits_CBT.dtype), real_tokens(inputs.trace))
-
-
-def predictor_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """Mixture-of-Depths: `BCE(predicted, M)`, what teaches the causal predictor the top-k choice; None without one."""
-    records = list(inputs.trace.values())
-    if not all("predicted" in record.extras for record in records):
-        return None
-    predicted_CBT = stack([record.predicted.float() for record in records])
-    return _cross_entropy(predicted_CBT, stack([record.mask.float() for record in records]), real_tokens(inputs.trace))
-
-
-def _similarity(before: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor) -> torch.Tensor:
-    """The cosine between the stream before and after the full path, `[B, T]`."""
-    return torch.cosine_similarity(before.float(), after_full.float(), dim=-1)
-
-
-def _missed(before: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor) -> torch.Tensor:
-    """`|after full - after cheap|`, `[B, T]`."""
-    return (after_full.float() - after_cheap.float()).norm(dim=-1)
 
 
 for _name, _compute, _needs in (
@@ -310,8 +197,8 @@ for _name, _compute, _needs in (
     ("capacity", capacity_loss, {}),
     ("depth", lambda i: mean_probability(i.trace).mean(), {}),
     ("squared_depth", lambda i: squared_depth(i.trace), {}),
-    ("similarity", similarity_loss, {"metrics": {"similarity": _similarity}}),
-    ("recoverability", recoverability_loss, {"metrics": {"missed": _missed}}),
+    ("similarity", similarity_loss, {"metrics": {"similarity": stream_similarity}}),
+    ("recoverability", recoverability_loss, {"metrics": {"missed": missed_by_cheap}}),
     ("predictor", predictor_loss, {}),
     ("exit", exit_loss, {"observe": observe_exits}),
 ):
@@ -365,10 +252,6 @@ def routing_losses(
     return terms
 
 
-def _has_budget(inputs: LossInputs) -> bool:
-    return not any(math.isnan(record.budget) for record in inputs.trace.values())
-
-
 def _held(inputs: LossInputs, per_layer_C: torch.Tensor) -> torch.Tensor:
     """The scope of the budget: every layer, or their mean."""
     active = (routing.active_config() for routing in inputs.trace.routings if routing.layer_index in inputs.trace)
@@ -392,11 +275,6 @@ def shuffled(values: torch.Tensor, real_BT: torch.Tensor, source: torch.Tensor) 
     values = values.clone()
     values[real_BT] = values[real_BT][source]
     return values
-
-
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-    return token_mean(losses, real).mean()
 
 
 def _labelled(trace: RouteTrace, labels: Mapping[int, UtilityLabels]) -> tuple[torch.Tensor, ...]:

@@ -6,7 +6,10 @@ token; everything here averages over it too.
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 
 from ..base.distributed import sum_over_processes, world_size
 from ..routing.thresholds import quantile_tables
@@ -47,6 +50,17 @@ def squared_depth(trace: RouteTrace) -> torch.Tensor:
 def gate_logits(trace: RouteTrace) -> torch.Tensor:
     """`u / tau`, `[C, B, T]`: of a probability that has rounded to 0 or 1, no gradient would be left."""
     return stack([record.scores / record.temperature for record in trace.values()])
+
+
+def gate_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Binary cross-entropy, mean over real tokens and layers, of logits, targets and `real`, each `[C, B, T]`."""
+    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    return token_mean(losses, real).mean()
+
+
+def has_budget(trace: RouteTrace) -> bool:
+    """Whether the layers were asked to hold one."""
+    return not any(math.isnan(record.budget) for record in trace.values())
 
 
 def real_tokens(trace: RouteTrace) -> torch.Tensor:

@@ -1,0 +1,83 @@
+"""The loss of early exits: the LM head on the streams that enter the routed layers.
+
+Shapes: C routed layers, B batch, T positions, N predicted tokens, d model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..base.contexts import hooked
+from ..base.lm_head import LMHead, predicting
+from ..base.stack import stack_of
+from ..inference.calibration import active_routings
+from .trace_statistics import stack, token_mean
+
+if TYPE_CHECKING:
+    from .losses import LossInputs
+
+
+class Exits(dict[int, torch.Tensor]):
+    """Layer index -> the stream that entered the routed layer, `[B, T, d]` with graph; filled by `observe_exits`."""
+
+    lm_head: LMHead
+    with_graph = False
+
+
+@contextmanager
+def observe_exits(model: nn.Module) -> Iterator[Exits]:
+    """Keep the streams that enter the routed layers in the last forward pass inside the block; changes nothing.
+
+    Raises:
+        ValueError: No depth-routed adapter is active.
+    """
+    exits, layers = Exits(), stack_of(model).layers
+    exits.lm_head = LMHead(model)
+
+    def keeper(index: int) -> Any:
+        def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.is_grad_enabled() or not exits.with_graph:  # else a reference's pass, behind that of the loss
+                exits[index] = args[0] if args else kwargs["hidden_states"]
+                exits.with_graph = torch.is_grad_enabled()
+
+        return keep
+
+    indices = [routing.layer_index for routing in active_routings(model)]
+    with hooked(layers[i].register_forward_pre_hook(keeper(i), with_kwargs=True) for i in indices):
+        try:
+            yield exits
+        finally:
+            exits.clear()
+
+
+def exit_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """Mean next-token cross-entropy of the tied LM head on the stream that enters each routed layer, in nats.
+
+    With L exits in all, the final one included, weights `lm` 1/L and `exit` (L - 1)/L give the mean over exits.
+    """
+    exits: Exits | None = inputs.observed.get(observe_exits)
+    if exits is None:
+        return None
+    if inputs.labels is None:
+        raise ValueError("the exit loss needs labels in the batch")
+    record = next(iter(inputs.trace.values()))
+    real_BT = record.real if record.real.ndim == 2 else record.real[..., 0]
+    return exit_cross_entropy(exits, inputs.labels, real_BT.to(inputs.labels.device))
+
+
+def exit_cross_entropy(exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Tensor) -> torch.Tensor:
+    """`exit_loss` over the predicted tokens of all processes; the backward pass makes each layer's logits again."""
+    counted_BT = predicting(labels_BT, real_BT)
+    targets_N = labels_BT[:, 1:][counted_BT]
+    losses: list[Any] = []
+    for stream_BTd in exits.values():
+        rows_Nd = stream_BTd[:, :-1][counted_BT.to(stream_BTd.device)]
+        losses.append(checkpoint(exits.lm_head.token_losses, rows_Nd, targets_N, use_reentrant=False))
+    losses_CN = stack(losses)
+    return token_mean(losses_CN, torch.ones_like(losses_CN, dtype=torch.bool)).mean()
