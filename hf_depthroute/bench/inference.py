@@ -199,7 +199,7 @@ class Times:
         return min(((name, mode) for mode in self._modes), key=self.samples.median)
 
     def ms(self, key: Key) -> float:
-        """Of a prompt, or of a decoding step."""
+        """Milliseconds of a prompt, or of a decoding step."""
         return round(self.samples.median(key) * 1e3 / self._calls, 3)
 
     def tokens_per_s(self, key: Key) -> float:
@@ -210,7 +210,7 @@ class Times:
         return self.samples.ratio(self._fastest(name), self.dense)
 
     def row(self, name: str, label: str) -> dict[str, Any]:
-        """What a result says of a variant; its milliseconds under `label`."""
+        """A variant's row of a result; its milliseconds are called after `label`."""
         key = self._fastest(name)
         ratio = self.over_dense(name)
         value, error = ratio.rounded()
@@ -227,7 +227,7 @@ class Times:
         return row
 
     def of_dense(self) -> dict[str, Any]:
-        """What a result says of the dense model, and of the adapter where nothing is skipped."""
+        """The part of a result about the dense model, and the adapter where nothing is skipped."""
         work, dense, samples = self.work, self.dense, self.samples
         error = samples.estimate(dense).error
         found: dict[str, Any] = {
