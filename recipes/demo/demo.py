@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from small_llama import BASE, command, faster_dtype
 
 KEEP = 0.8  # of the time of a prompt
+QUESTION = "\n\nWhat is this module for? Answer in one sentence."
 
 
 class Shape(NamedTuple):
@@ -53,9 +54,9 @@ def unpacked(package: Path, folder: Path) -> Path | None:
     return folder
 
 
-def long_prompt(characters: int) -> str:
-    """A piece of a module of the standard library, cut in the middle of a function."""
-    return Path(argparse.__file__).read_text(encoding="utf-8")[:characters]
+def long_prompt(characters: int, question: str) -> str:
+    """A piece of a module of the standard library, and what is asked about it."""
+    return Path(argparse.__file__).read_text(encoding="utf-8")[:characters] + question
 
 
 def main() -> None:
@@ -85,8 +86,13 @@ def main() -> None:
         "--out", bench,
     )  # fmt: skip
     print("\n# What is written behind a long prompt\n")
-    generate = ("generate", adapter, *model, "--prompt", long_prompt(4 * shape.prompt - 900), "--max-new-tokens", 40)
-    samples = {"full model": command(*generate, "--full"), "prompt routed": command(*generate)}
+    prompt = args.out / "prompt.txt"
+    prompt.write_text(long_prompt(4 * shape.prompt - 900, QUESTION if real else ""), encoding="utf-8")
+    generate = ("generate", adapter, *model, "--max-new-tokens", 40)
+    samples = {
+        "full model": command(*generate, "--full", reads=prompt),
+        "prompt routed": command(*generate, reads=prompt),
+    }
     command(
         "report", adapter, *model, *text, "--split", "validation", "--blocks", 4, "--samples", 2, "--bench", bench,
         "--title", "Cheaper prompts", "--out", args.out,

@@ -39,17 +39,22 @@ BLOCKS = 64  # to fit on, and to report the loss on
 PROMPT = "def read_lines(path):\n"
 
 
-def command(*arguments: object) -> str:
+def command(*arguments: object, reads: Path | None = None) -> str:
     """Run `hf-depthroute ARGUMENTS`; what it printed on stdout, which is shown line by line."""
-    return run("hf-depthroute", ["-m", "hf_depthroute"], arguments)
+    return run("hf-depthroute", ["-m", "hf_depthroute"], arguments, reads)
 
 
-def run(name: str, program: list[str], arguments: Sequence[object]) -> str:
-    """Run a program of Python under a name; what it printed."""
+def run(name: str, program: list[str], arguments: Sequence[object], reads: Path | None = None) -> str:
+    """Run a program of Python under a name, with a file as its input; what it printed."""
     words = [str(argument) for argument in arguments]
-    print(f"\n$ {name} {shlex.join(words)}", flush=True)
+    print(f"\n$ {name} {shlex.join(words)}{f' < {reads}' if reads else ''}", flush=True)
     printed = []
-    with subprocess.Popen([sys.executable, *program, *words], stdout=subprocess.PIPE, text=True) as process:
+    with (
+        open(reads or os.devnull) as source,
+        subprocess.Popen(
+            [sys.executable, *program, *words], stdin=source, stdout=subprocess.PIPE, text=True
+        ) as process,
+    ):
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
