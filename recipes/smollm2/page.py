@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 from study.page import RECIPES, Study, read
 
 from hf_depthroute.files.markdown import markdown_table
@@ -57,6 +59,51 @@ def span(part: str, setting: str) -> str:
     return f"{min(more):+.3f} to {max(more):+.3f}"
 
 
+def tasks() -> dict[str, dict[str, Any]]:
+    """By system and task, every answer right or wrong; without systems that did not do all tasks."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted((FOLDER / "results" / "tasks").glob("*.json")):
+        result = read(f"smollm2/results/tasks/{path.name}")
+        found.setdefault(path.stem.removeprefix(result["task"] + "-"), {})[result["task"]] = result
+    every = max((set(of_system) for of_system in found.values()), key=len, default=set())
+    return {system: of_system for system, of_system in found.items() if set(of_system) == every}
+
+
+def right(result: dict[str, Any]) -> np.ndarray:
+    """Of each item, whether it was answered right."""
+    return np.array([answer == "1" for answer in result["right"]], dtype=float)
+
+
+def over_dense(of_system: dict[str, Any], dense: dict[str, Any]) -> tuple[float, float]:
+    """The mean over tasks of the accuracy over dense, in points, and its standard error over the same items."""
+    more = [right(of_system[task]) - right(dense[task]) for task in dense]
+    errors = [float(part.std(ddof=1)) / len(part) ** 0.5 for part in more]
+    return 100 * float(np.mean([part.mean() for part in more])), 100 * math.hypot(*errors) / len(more)
+
+
+def task_lines() -> list[str]:
+    """A table of accuracies, in percent."""
+    found = tasks()
+    if "dense" not in found:
+        return []
+    dense = found["dense"]
+    heads = ["", *(f"{task}, {result['shots']} shots, {len(result['right'])} items" for task, result in dense.items())]
+    rows = []
+    for system, of_system in found.items():
+        name = "dense" if system == "dense" else label(system)
+        scores = [f"{100 * right(of_system[task]).mean():.1f}" for task in dense]
+        mean, error = over_dense(of_system, dense)
+        rows.append([name, *scores, "" if system == "dense" else f"{mean:+.1f} ± {error:.1f}"])
+    ran = ", ".join(
+        f"{task} {100 * found['prompts-0.8-0'][task]['ran']:.0f} %" for task in dense if "prompts-0.8-0" in found
+    )
+    return [
+        *markdown_table([*heads, "mean over dense, points"], rows),
+        "",
+        f"Share of the prompts' tokens that ran in full, keep 0.8: {ran}. ± is the standard error over the same items.",
+    ]
+
+
 def told() -> list[str]:
     """The time of 1,024 tokens with each fit for prompts, and what they cost the text behind."""
     measured, found = times(), []
@@ -81,6 +128,8 @@ def study() -> Study:
         "",
         *lines("prompts"),
     ]
+    if answered := task_lines():
+        section += ["", "Nine tasks with lm-eval, prompts read as they are served, accuracy in percent:", "", *answered]
     if every := lines("all"):
         section += ["", "All tokens of rows of 256 routed; nats over dense:", "", *every]
         timed = {part: time for part, time in times().items() if part.startswith("all")}
