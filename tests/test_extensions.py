@@ -270,6 +270,16 @@ def test_what_a_gate_declares_holds_without_anybody_knowing_its_name(tmp_path: P
     assert torch.equal(logits(loaded), expected)
 
 
+@pytest.mark.parametrize("row", [nn.Linear, lambda width, config, scores: nn.Linear(width, scores)])
+def test_row_that_is_no_gate_is_refused_in_one_line(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GATES, "plain", row)
+    with pytest.raises(
+        ConfigError, match=r"^gate='plain' is no subclass of hf_depthroute\.parts\.gate\.Gate"
+    ) as refused:
+        DepthRouteConfig(gate="plain")
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.usefixtures("doubt")
 @pytest.mark.parametrize(
     ("fields", "message"),

@@ -310,8 +310,8 @@ def _check_gate(c: DepthRouteConfig) -> None:
     """
     if c.gate_module is None or (isinstance(c.gate, str) and c.gate in GATES and module_of(GATES[c.gate]) is not None):
         _check_choice("gate", c.gate, GATES)
-        what = "is not a class that derives from hf_depthroute.parts.gate.Gate, which declares what gates are"
-        require(issubclass(GATES[c.gate], Gate), "gate", c.gate, what)
+        derives = isinstance(GATES[c.gate], type) and issubclass(GATES[c.gate], Gate)
+        require(derives, "gate", c.gate, "is no subclass of hf_depthroute.parts.gate.Gate; derive its class from it")
         return
     package = "no package" if c.gate_package is None else f"the package {c.gate_package}"
     raise ConfigError(

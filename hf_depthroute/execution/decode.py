@@ -74,12 +74,17 @@ class DecodeStep:
         if made.joint is not None:
             return made.joint.run(a, self.threshold, lambda rows: modules[ffn](modules[ffn_norm](rows)))[0]
         assert made.score is not None
-        normed = None if self.reads_stream else modules[ffn_norm](a)
-        scores_B = made.score(a if normed is None else normed)
+        if self.reads_stream:
+            normed = None  # a skipped token needs none
+            scores_B = made.score(a)
+        else:
+            normed = modules[ffn_norm](a)
+            scores_B = made.score(normed)
         one = len(scores_B) == 1
         if one and not scores_B.item() >= self.threshold:
             return _cheap(made, a, ngrams)
-        normed = modules[ffn_norm](a) if normed is None else normed
+        if normed is None:
+            normed = modules[ffn_norm](a)
         if one:
             return a + modules[ffn](normed)
         full_B = scores_B >= self.threshold
@@ -153,7 +158,9 @@ class SequenceStep(DecodeStep):
         if decided is None:  # these tokens are the prompt
             return None
         keep = decided[0]
-        kept, held, target = int(keep.sum()), cache_layer(cache, self.layer_index), self.plan.target
+        kept = int(keep.sum())
+        held = cache_layer(cache, self.layer_index)
+        target = self.plan.target
         skips_keys = target.skips_attention and isinstance(held, SkippingLayer)
         if 0 < kept < len(keep) or (kept and self.plan.rule == "static"):
             return None
@@ -165,10 +172,14 @@ class SequenceStep(DecodeStep):
             out = run_base(layer, h, kwargs, context)
         else:
             branch = self.weights.prepared(h.dtype, modules[ffn_norm], None).branch
-            # The layer's input is not the step's to change.
-            a = h.clone() if skips_keys else h + modules[attention](modules[attention_norm](h), **kwargs)[0]
-            a = a if branch is None else a.add_(branch(a))
-            out = a + modules[ffn](modules[ffn_norm](a)) if not target.skips_ffn else a
+            if skips_keys:
+                out = h.clone()  # the layer's input is not the step's to change
+            else:
+                out = h + modules[attention](modules[attention_norm](h), **kwargs)[0]
+            if branch is not None:
+                out = out.add_(branch(out))
+            if not target.skips_ffn:
+                out = out + modules[ffn](modules[ffn_norm](out))
         if skips_keys:
             held.advance(1)
         return out

@@ -155,9 +155,9 @@ def prepare(layer: nn.Module, plan: RoutePlan, batch: int) -> Step | None:
         ValueError: There is no such row.
     """
     check_executor(plan.executor)
-    rows = EXECUTORS.values() if plan.executor == "auto" else (EXECUTORS[plan.executor],)
-    for executor in rows:
-        step = executor.prepare(layer, plan, batch)
+    names = tuple(EXECUTORS) if plan.executor == "auto" else (plan.executor,)
+    for name in names:
+        step = EXECUTORS[name].prepare(layer, plan, batch)
         if step is not None:
             return step
     return None

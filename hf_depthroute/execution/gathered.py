@@ -64,7 +64,9 @@ def gathered_update(
 
 def _others(flat: Tensor, chosen: int) -> Tensor:
     """Where `flat`, bool `[N]` and true `chosen` times, is false. On a GPU the host does not wait for it."""
-    return flat.byte().argsort(stable=True)[: len(flat) - chosen] if flat.is_cuda else (~flat).nonzero().squeeze(-1)
+    if flat.is_cuda:
+        return flat.byte().argsort(stable=True)[: len(flat) - chosen]
+    return (~flat).nonzero().squeeze(-1)
 
 
 def add_cheap(

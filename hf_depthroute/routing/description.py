@@ -21,12 +21,17 @@ def routing_summary(config: AdapterFields, layer: int | None = None) -> str:
     if TARGETS[config.target].reads_ids:
         return f"{config.target} per {config.granularity}, {memory}"
     one = -1 if layer is None else layer
-    target, gate, branch = config.target_of(one), config.gate_of(one), config.branch_of(one)
-    parts = [f"{target} per {config.granularity}", f"budget {config.budget:g}", f"gate {gate}"]
-    parts += [] if branch == "none" else [f"branch {branch}"]
-    parts += patterns_words(config) if layer is None else []
-    parts += [memory] if config.branch == "memory" else []
-    return ", ".join(parts if config.phases == "all" else [*parts, f"phases {config.phases}"])
+    parts = [f"{config.target_of(one)} per {config.granularity}", f"budget {config.budget:g}"]
+    parts.append(f"gate {config.gate_of(one)}")
+    if config.branch_of(one) != "none":
+        parts.append(f"branch {config.branch_of(one)}")
+    if layer is None:
+        parts += patterns_words(config)
+    if config.branch == "memory":
+        parts.append(memory)
+    if config.phases != "all":
+        parts.append(f"phases {config.phases}")
+    return ", ".join(parts)
 
 
 def patterns_words(config: AdapterFields) -> list[str]:
@@ -62,7 +67,8 @@ def routed_lines(model: PeftModel) -> list[str]:
     for name, config in model.peft_config.items():
         if isinstance(config, AdapterFields) and isinstance(config.layers, list):
             which = f"{len(config.layers)} of {len(stack_of(base).layers)} layers ({_ranges(config.layers)})"
-            which += f", static {_ranges(config.static_layers)}" if config.static_layers else ""
+            if config.static_layers:
+                which += f", static {_ranges(config.static_layers)}"
             lines.append(f"routed: {which}: {routing_summary(config)}; adapter {name!r}")
     return lines
 

@@ -24,6 +24,7 @@ from .thresholds import BudgetController, ScoreQuantiles
 if TYPE_CHECKING:
     from .routing import Routing
     from .state import PathMetric, Recorder
+    from .trace import RouteRecord
 
 _KEPT_PLANS = 64  # with their steps: of as many budgets of requests as are in use at one time
 
@@ -78,8 +79,9 @@ class RoutePlan:
     def compared(self) -> torch.Tensor | float | None:
         """The threshold that scores are compared with; None if something else decides."""
         rule = RULES.get(self.rule)
-        elsewhere = rule is None or not rule.compares or self.replayed is not None
-        return None if elsewhere or self.gate.soft else self.threshold
+        if rule is None or not rule.compares or self.replayed is not None or self.gate.soft:
+            return None
+        return self.threshold
 
     @property
     def by_token(self) -> bool:
@@ -169,7 +171,9 @@ def make_plan(
         threshold = cast(BudgetController, routing.depth_route_controller[name]).threshold.clone()
     elif budget < 1.0:
         threshold = cast(ScoreQuantiles, routing.depth_route_quantiles[name])(budget)
-    replayed = None if settings.replay is None else settings.replay.get(routing.layer_index)
+    replayed = None
+    if settings.replay is not None:
+        replayed = settings.replay.get(routing.layer_index)
     gate = GATES[config.gate_of(routing.layer_index)]
     target = TARGETS[config.target_of(routing.layer_index)]
     if gate.static:
@@ -200,7 +204,7 @@ def make_plan(
         budget=math.nan if gate.soft else budget,
         threshold=threshold,
         temperature=state.temperature(asked.temperature, training),
-        replayed=None if replayed is None else replayed.probs if gate.soft else replayed.mask,
+        replayed=_replayed_of(gate, replayed),
         recorders=settings.recorders,
         observed=settings.observed if training else {},
         last_tokens=last_tokens,
@@ -208,6 +212,13 @@ def make_plan(
         executor=executor,
         training=training,
     )
+
+
+def _replayed_of(gate: type[Gate], record: RouteRecord | None) -> torch.Tensor | None:
+    """The decision of `record` that a layer with such a gate takes instead of its own."""
+    if record is None:
+        return None
+    return record.probs if gate.soft else record.mask
 
 
 def _mix_of(gate: type[Gate], scale_by_gate: bool, rule: str) -> str:
@@ -259,7 +270,9 @@ def decide(
     if plan.last_tokens is None:
         return mask, probs
     last = plan.last_tokens if scores.ndim == 2 else plan.last_tokens[..., None]
-    return mask if plan.replayed is not None else mask | last, probs.masked_fill(last, 1.0)
+    if plan.replayed is None:
+        mask = mask | last
+    return mask, probs.masked_fill(last, 1.0)
 
 
 def _by_rule(

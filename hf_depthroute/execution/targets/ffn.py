@@ -100,4 +100,6 @@ def ffn_rows(call: RoutedCall, stream: Tensor, normed: Tensor, scale: Tensor | N
 
 def slice_rows(call: RoutedCall) -> int | None:
     """Rows that gathered execution runs at one time; None for all of them."""
-    return cpu_slice(call.routing.ffn_width) if call.routing.dense_ffn and call.stream.device.type == "cpu" else None
+    if not call.routing.dense_ffn or call.stream.device.type != "cpu":
+        return None
+    return cpu_slice(call.routing.ffn_width)
