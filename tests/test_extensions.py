@@ -39,7 +39,7 @@ from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.evaluation.cost import route_cost
 from hf_depthroute.execution.call import RoutedCall
 from hf_depthroute.execution.decode import DecodeStep
-from hf_depthroute.execution.steps import decode_steps
+from hf_depthroute.execution.executors import decode_steps
 from hf_depthroute.execution.target import Target
 from hf_depthroute.execution.targets.ffn import FFNTarget
 from hf_depthroute.parts.gate import Gate

@@ -17,9 +17,9 @@ from ..config.adapter import ConfigError, DepthRouteConfig
 from ..data.batches import breaks_of, document_starts
 from ..execution.context import CONTEXT, ForwardContext, Step
 from ..execution.costs import unrouted_steps
-from ..execution.decode import run_base
+from ..execution.decode import decodes, run_base
+from ..execution.executors import decode_steps
 from ..execution.layer import routed_forward
-from ..execution.steps import decode_steps, decodes
 from ..parts.selection import tail_mask
 from ..routing.misuse import warn_of_training
 from ..routing.routing import ROUTING, Routing

@@ -2,7 +2,7 @@
 
 A step streams every weight through the caches, so Python and the dispatcher run cold in each layer: an operator that
 takes 3 us in a loop takes 30 us there, and a method that looks up a few attributes 80 us. What does not depend on the
-token is therefore done once for all layers before the first of them runs (`steps.decode_steps`), and a `DecodeStep`
+token is therefore done once for all layers before the first of them runs (`executors.decode_steps`), and a `DecodeStep`
 keeps what is left.
 
 Shapes: B batch, d model width.
@@ -206,6 +206,13 @@ def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
 def run_base(layer: Any, h: Tensor, kwargs: dict[str, Any], context: ForwardContext) -> Tensor:
     """A layer that is not routed, or whose every token runs full."""
     return cast(Tensor, layer._base_forward(h, **kwargs))
+
+
+def decodes(decoder: nn.Module, inputs: Tensor) -> bool:
+    """Whether a forward pass of `inputs` `[B, T, ...]` is a decoding step on a CPU, in plain inference."""
+    if inputs.shape[1] != 1 or len(inputs) > DECODE_ROWS or inputs.device.type != "cpu":
+        return False
+    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
 
 
 def supports_decode(plan: RoutePlan, family: Family) -> bool:

@@ -9,6 +9,7 @@ Where one token per sequence is decoded on a CPU, `prepare` of the same row may 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -22,7 +23,7 @@ from ..routing.routing import ROUTING, Routing
 from .call import Executor, RoutedCall
 from .context import Step
 from .costs import prefers_gathering
-from .decode import DecodeStep, SequenceStep, supports_decode
+from .decode import DecodeStep, SequenceStep, run_base, supports_decode
 from .sequences import skip_sequences, skips_sequences
 from .step_weights import StepWeights
 from .target import target_of
@@ -167,3 +168,28 @@ def check_executor(name: str) -> None:
     """Raise `ValueError` for a name that is neither `"auto"` nor in the table."""
     if name != "auto" and name not in EXECUTORS:
         raise ValueError(f"executor={name!r} must be one of: {', '.join(('auto', *EXECUTORS))}")
+
+
+def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Step]:
+    """The steps of one new token of each of `batch` sequences, of the layers that have one."""
+    steps: dict[nn.Module, Step] = {}
+    for layer in layers:
+        routing = cast("Routing | None", layer._modules.get(ROUTING))
+        step = run_base if routing is None else _step_of(layer, routing, batch)
+        if step is not None:
+            steps[layer] = step
+    return steps
+
+
+def _step_of(layer: nn.Module, routing: Routing, batch: int) -> Step | None:
+    """None if the general forward pass has to run."""
+    plan = routing.plan(False, (batch, 1))
+    if plan is None:
+        return run_base
+    if plan.recorders:
+        return None
+    if plan.rule == "full":
+        # The KV cache has to learn of the token, or knows what was decided about its sequence.
+        remembers = plan.adapter in routing.depth_route_memory
+        return None if remembers or plan.config.granularity == "sequence" else run_base
+    return None if plan.replayed is not None else prepare(layer, plan, batch)
