@@ -46,7 +46,9 @@ class ExitGate(Gate):
     """Early exit: `u = -max softmax(head(norm(h)))`. A token that the LM head is sure of leaves; nothing trains."""
 
     called = "early exit"
-    targets, granularities, selections = ("block",), ("token",), ("threshold",)
+    targets = ("block",)
+    granularities = ("token",)
+    selections = ("threshold",)
     default_selection = "threshold"
     exits = True
     reads_logits = True
@@ -76,7 +78,9 @@ class SinkGate(Gate):
     """
 
     called = "the gate of attention sinks"
-    targets, granularities, selections = ("ffn", "attention", "block"), ("token",), ("threshold",)
+    targets = ("ffn", "attention", "block")
+    granularities = ("token",)
+    selections = ("threshold",)
     default_selection = "threshold"
     default_threshold = 0.0
     reads = "residual"

@@ -36,9 +36,11 @@ class BottleneckGate(Gate):
     sizes = ("gate_hidden",)
     hidden_divisor = _REDUCTION
     called = "the bottleneck gate"
-    targets, granularities = ("block",), ("token",)
+    targets = ("block",)
+    granularities = ("token",)
     selections = ("threshold", "topk", "controller")
-    default_selection, default_temperature = "threshold", 1.0
+    default_selection = "threshold"
+    default_temperature = 1.0
     default_threshold = 1e-7  # the reference asks for p > 1/2, and float32's sigmoid(u) is 1/2 below it
     reads = "normed"
     scales_ffn = True

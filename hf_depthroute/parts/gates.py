@@ -168,7 +168,8 @@ class LinearGate(Gate):
 
     scores_experts = True
     default_threshold: ClassVar[float | None] = 0.0
-    default_selection, default_temperature = "threshold", 1.0
+    default_selection = "threshold"
+    default_temperature = 1.0
 
     def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
         super().__init__(width, config, scores)
@@ -197,7 +198,8 @@ class AffineGate(LinearGate):
 
     scores_experts = False
     default_threshold = None
-    default_selection, default_temperature = "topk", 2.0
+    default_selection = "topk"
+    default_temperature = 2.0
 
     def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
         super().__init__(width, config, scores)
@@ -228,8 +230,12 @@ class HaltingGate(Gate):
 
     sizes = ("gate_hidden",)
     called = "the halting gate"
-    targets, granularities, selections = ("block",), ("token",), ("soft",)
-    default_selection, default_threshold, default_temperature = "soft", 0.0, 1.0
+    targets = ("block",)
+    granularities = ("token",)
+    selections = ("soft",)
+    default_selection = "soft"
+    default_threshold = 0.0
+    default_temperature = 1.0
     reads = "residual"
     spares_layer_0 = True
     scales_sublayers = True

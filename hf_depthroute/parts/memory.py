@@ -190,8 +190,12 @@ class MemoryGate(Gate):
     """
 
     called = "the memory's gate"
-    targets, granularities, selections = ("memory",), ("token",), ("soft",)
-    default_selection, default_threshold, default_temperature = "soft", 0.0, 1.0
+    targets = ("memory",)
+    granularities = ("token",)
+    selections = ("soft",)
+    default_selection = "soft"
+    default_threshold = 0.0
+    default_temperature = 1.0
     reads = "residual"
     soft = True
 
