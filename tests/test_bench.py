@@ -195,27 +195,6 @@ def test_eta_follows_from_the_reported_ratio_and_ideal(measured):
         ideal = row["flops_routed_over_dense"]  # the report is rounded
         assert row["eta"] == pytest.approx((1 - row["ratio"]) / (1 - ideal), rel=5e-3, abs=0.01)
         assert row["speedup"] == pytest.approx(1 / row["ratio"], abs=0.001)
-        share, without = row["full_ratio"], result["prefill"]["without_ffns"]
-        free = (1 - share) * (1 - without) / (1 - ideal)
-        assert row["eta_free"] == pytest.approx(free, rel=5e-3, abs=0.01)
-
-
-def test_without_its_ffns_the_base_runs_none_and_has_them_back_afterwards():
-    plain = build_base("llama")
-    base = dense_view(plain)
-    model = get_depth_routed_model(plain, DepthRouteConfig(layers=[1, 2]))
-    variants, ids = every_variant(model, base), tokens(2, 8)
-    routed = {routing.layer_index for routing in active_routings(model)}
-    ran: list[int] = []
-    for index, layer in enumerate(decoder_layers(base)):
-        layer.mlp.register_forward_hook(lambda *_, index=index: ran.append(index))
-    with torch.no_grad():
-        before = base(ids).logits
-        ran.clear()
-        with variants.using("without FFNs") as without:
-            assert not torch.equal(without(ids).logits, before)
-        assert ran == [index for index in range(len(decoder_layers(base))) if index not in routed]
-        assert torch.equal(base(ids).logits, before)
 
 
 def test_no_eta_where_nothing_can_be_saved():
@@ -293,10 +272,10 @@ def test_the_table_on_a_terminal_is_brief_and_the_report_has_all(capsys: pytest.
         "0.973",
         "-7.74",
     )
-    table = Table((*head, "eta free", "tokens/s", "modes"), [(*row, "-9.04", "16666", "eager / eager")])
+    table = Table((*head, "tokens/s", "modes"), [(*row, "16666", "eager / eager")])
     brief = table.brief()
-    assert set(table.head) - set(brief.head) == {"eta free", "modes"}
+    assert set(table.head) - set(brief.head) == {"modes"}
     print_table(brief.head, brief.rows, wide=True)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 120
-    apart = Table(table.head, [(*row, "-9.04", "16666", "static / compiled")]).brief()
+    apart = Table(table.head, [(*row, "16666", "static / compiled")]).brief()
     assert apart.head[-1] == "modes" and apart.rows[0][-1] == "static / compiled"

@@ -4,6 +4,9 @@ import sys
 from pathlib import Path
 
 from demo.report import times, write_report
+from models import routed
+from text_models import save_base
+from transformers import AutoModelForCausalLM
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -73,3 +76,12 @@ def test_the_demo_times_made_up_weights_in_the_form_of_bench(tmp_path, monkeypat
     assert wide["setting"]["depth"] == 1 and wide["prefill"]["batch"] == 4 and wide["decode"]["steps"] == 48
     (row,) = times({"bench": wide, "bench_wide": wide})
     assert row[0] == "0.5" and all("(" in cell for cell in row[1:])
+
+
+def test_the_demo_times_the_base_without_the_ffns_that_an_adapter_routes(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "report", sys.modules["demo.report"])
+    from demo import small_llama
+
+    base = save_base(tmp_path / "base")
+    routed(AutoModelForCausalLM.from_pretrained(base)).save_pretrained(tmp_path / "adapter")
+    assert small_llama.without_ffns(tmp_path / "adapter", "float32", base, rounds=1) > 0

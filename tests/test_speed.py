@@ -171,6 +171,8 @@ def test_a_suite_measures_every_case(suite_result):
     assert suite_result["peaks"]["float32"]["gflop_per_s"] > 0
     for measured in (m for m in suite_result["measurements"] if m["case"] == "prefill"):
         row = measured["budgets"]["0.5"]
+        free = (1 - row["full_ratio"]) * (1 - measured["without_ffns"]) / (1 - row["flops_routed_over_dense"])
+        assert row["eta_free"] == pytest.approx(free, rel=5e-3, abs=0.01)
         if row["eta_roofline"] is not None:  # the report is rounded
             expected = (1 - row["ratio"]) / (1 - row["roofline_routed_over_dense"])
             assert row["eta_roofline"] == pytest.approx(expected, rel=5e-3, abs=0.01)
@@ -232,7 +234,7 @@ def test_a_mask_after_compute_router_runs_both_paths_and_chosen_executors_are_pu
     routing = active_routings(model)[0]
     routing.tuned = {("default", True, 9): "gathered"}
     variants = SpeedVariants(model, view, [0.5], tokens(4, 12), masked=True, tune=tokens(2, 8))
-    assert variants.names[-3:] == ["budget 0.5", "masked 0.5", "tuned 0.5"]
+    assert variants.names[3:] == ["budget 0.5", "without FFNs", "masked 0.5", "tuned 0.5"]
     assert sum(variants.chosen[0.5].values()) == 2
     ids, logits, rows = tokens(3, 8), {}, {}
     for name in variants.names:
@@ -270,6 +272,24 @@ def test_peak_memory_is_the_most_at_one_time():
         return second * 2
 
     assert peak_bytes(run, torch.device("cpu")) == pytest.approx(8 << 20, abs=1 << 12)
+
+
+def test_without_its_ffns_the_base_runs_none_and_has_them_back_afterwards():
+    plain = build_base("llama")
+    base = dense_view(plain)
+    model = get_depth_routed_model(plain, DepthRouteConfig(layers=[1, 2]))
+    variants, ids = SpeedVariants(model, base, [0.5], tokens(4, 12)), tokens(2, 8)
+    routed = {routing.layer_index for routing in active_routings(model)}
+    ran: list[int] = []
+    for index, layer in enumerate(decoder_layers(base)):
+        layer.mlp.register_forward_hook(lambda *_, index=index: ran.append(index))
+    with torch.no_grad():
+        before = base(ids).logits
+        ran.clear()
+        with variants.using("without FFNs") as without:
+            assert not torch.equal(without(ids).logits, before)
+        assert ran == [index for index in range(len(decoder_layers(base))) if index not in routed]
+        assert torch.equal(base(ids).logits, before)
 
 
 # Suites

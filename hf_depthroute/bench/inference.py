@@ -21,7 +21,7 @@ from torch import nn
 from ..evaluation.flops import count_flops
 from .modes import as_run, check_modes, fill_cache, new_cache, new_step, rewind_cache
 from .timing import Estimate, Samples, interleave, seconds_of
-from .variants import BASE, DISABLED, FULL, LEFT_OUT, Variants, budget_name, count_passes
+from .variants import BASE, DISABLED, FULL, Variants, budget_name, count_passes
 
 Key = tuple[str, str]  # variant, mode
 Shares = Mapping[float, Mapping[int, tuple[float, float]]]  # by budget, what `PassCounter.shares` says
@@ -79,12 +79,10 @@ def measure_inference(
 
     Returns:
         A JSON-ready dict. `dense_ms` (per decoding step), `dense_mode`, `dense_modes`, `dense_error` (relative),
-        `dense_tokens_per_s`; `disabled_over_base`; `overheads` of the adapter when disabled and at budget
-        1; `without_ffns`, the dense time's ratio when the routed FFNs are left out; `budgets` with for each
-        `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `eta_free` (of a router that
-        costs nothing and saves each skipped token's share of the FFNs' time), `full_ratio`, `full_passes`,
-        `flops_routed_over_dense` and `tokens_per_s`. Errors are standard errors of medians; an eta is None if the
-        ideal saves nothing or it was not measured.
+        `dense_tokens_per_s`; `disabled_over_base`; `overheads` of the adapter when disabled and at budget 1; `budgets`
+        with for each `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `full_ratio`, `full_passes`,
+        `flops_routed_over_dense` and `tokens_per_s`. Errors are standard errors of medians; an eta is None if the ideal
+        saves nothing.
 
     Raises:
         ValueError: A mode is unknown.
@@ -92,9 +90,7 @@ def measure_inference(
     device = workload.input_ids.device
     modes = check_modes(modes, device)
     runs = _Runs(variants, workload)
-    # Without its FFNs the base would be one more model to compile, for a bound only.
     keys = [(name, mode) for mode in modes for name in variants.names]
-    keys += [(LEFT_OUT, mode) for mode in modes if variants.leaves_out and mode != "compiled"]
     with torch.no_grad():
         samples = interleave({key: runs.timer(*key) for key in keys}, rounds)
         shares = {budget: runs.shares(budget) for budget in variants.budgets}
@@ -242,7 +238,6 @@ class Times:
             "dense_tokens_per_s": self.tokens_per_s(dense),
             "overheads": {},
             "disabled_over_base": None,
-            "without_ffns": None,
         }
         if dense[0] == BASE:
             for name in (DISABLED, FULL):  # in the mode that the dense model is fastest in, for like with like
@@ -251,18 +246,11 @@ class Times:
                 value, error = samples.ratio((name, dense[1]), dense).rounded()
                 found["overheads"][name] = {"ratio": value, "ratio_error": error, "mode": dense[1]}
             found["disabled_over_base"] = found["overheads"][DISABLED]["ratio"]
-        if (left_out := self.left_out()) is not None:
-            found["without_ffns"] = round(left_out, 4)
         return found
-
-    def left_out(self) -> float | None:
-        """The time without the routed FFNs over the dense time; None if it was not measured."""
-        key = LEFT_OUT, self.dense[1]
-        return self.samples.ratio(key, self.dense).value if key in self.samples.seconds else None
 
 
 def _report(times: Times, shares: Shares) -> dict[str, Any]:
-    variants, sizes, left_out = times.variants, times.work.sizes(), times.left_out()
+    variants, sizes = times.variants, times.work.sizes()
     dense_flops = sum(count_flops(variants.model, **sizes).values())
     budgets = {}
     for budget, layers in shares.items():
@@ -270,11 +258,9 @@ def _report(times: Times, shares: Shares) -> dict[str, Any]:
         ran = {index: rows for index, (rows, _) in layers.items()}
         with variants.using(name):
             ideal = sum(count_flops(variants.model, **sizes, shares=ran).values()) / dense_flops
-        share = statistics.mean(ran.values())
         budgets[str(budget)] = times.row(name, "routed") | {
             "eta": eta_of(times.over_dense(name).value, ideal),
-            "eta_free": None if left_out is None else eta_of(share + (1 - share) * left_out, ideal),
-            "full_ratio": round(share, 4),
+            "full_ratio": round(statistics.mean(ran.values()), 4),
             "full_passes": round(statistics.mean(passes for _, passes in layers.values()), 4),
             "flops_routed_over_dense": round(ideal, 4),
         }

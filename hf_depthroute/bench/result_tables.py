@@ -10,7 +10,6 @@ from .measurements import TIMED, Comparison, measurements, short_label
 
 Row = dict[str, str]  # by column
 Makers = dict[Callable[[Mapping[str, Any]], Iterator[Row]], tuple[str, ...]]  # with the cases that they are for
-_DETAILS = {"eta free"}  # for those who read the result file
 _PLAIN = {"", "eager / eager"}
 
 
@@ -27,10 +26,9 @@ class Table:
         return cls(tuple(listed[0]) if listed else (), [tuple(row.values()) for row in listed])
 
     def brief(self) -> Table:
-        """Without `_DETAILS`, and without the modes where all ran alike: narrow enough for a terminal."""
+        """Without the modes where all ran alike: narrow enough for a terminal."""
         alike = {row[self.head.index("modes")] for row in self.rows} <= _PLAIN if "modes" in self.head else True
-        left_out = {*_DETAILS, "modes"} if alike else _DETAILS
-        kept = [number for number, name in enumerate(self.head) if name not in left_out]
+        kept = [number for number, name in enumerate(self.head) if not alike or name != "modes"]
         return Table(tuple(self.head[n] for n in kept), [tuple(row[n] for n in kept) for row in self.rows])
 
 
@@ -57,12 +55,12 @@ def _times(m: Mapping[str, Any]) -> Iterator[Row]:
     for kind, label in (("budgets", "routed"), ("masked", "masked"), ("tuned", "tuned")):
         for budget, row in m.get(kind, {}).items():
             routed = m["budgets"][budget]
-            etas = {name: row.get(name.replace(" ", "_")) for name in ("eta", "eta free")}
+            eta = row.get("eta")
             yield {
                 "case": short_label(m), "variant": f"{label} {budget}", "share full": f"{routed['full_ratio']:.3f}",
                 "ms": f"{row[f'{label}_ms']:.2f}", "dense ms": f"{m['dense_ms']:.2f}",
                 "speed-up": f"{row['speedup']:.3f}", "FLOPs / dense": f"{routed['flops_routed_over_dense']:.3f}",
-                **{name: "-" if eta is None else f"{eta:.2f}" for name, eta in etas.items()},
+                "eta": "-" if eta is None else f"{eta:.2f}",
                 "tokens/s": f"{row['tokens_per_s']:.0f}",
                 "modes": f"{row['mode']} / {m['dense_mode']}" if "mode" in row else "",
             }  # fmt: skip

@@ -3,7 +3,6 @@
 * `base`: the untouched model.
 * `disabled`: the adapter is there and switched off.
 * `budget 1.0`: the adapter is on and every token runs full, but for static layers.
-* `without FFNs`: the base without the FFNs that are routed: what is left of its time when all of them are skipped.
 * `budget B`: the routed model.
 """
 
@@ -18,15 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.stack import stack_of
 from ..inference.calibration import active_routings, calibrate
 from ..inference.restoring import snapshot
 from ..parts.gates import GATES
-from ..parts.targets import TARGETS
 from ..routing.stack import state_of
 from ..routing.trace import RouteRecord, full_depth
 
-BASE, DISABLED, FULL, LEFT_OUT = "base", "disabled", "budget 1.0", "without FFNs"
+BASE, DISABLED, FULL = "base", "disabled", "budget 1.0"
 
 
 def budget_name(budget: float) -> str:
@@ -72,8 +69,6 @@ class Variants:
         dense = [*([BASE] if base is not None else []), DISABLED, *([FULL] if follows else [])]
         self.names = [*dense, *map(budget_name, self.budgets)]
         self.reference = self.names[0]
-        # Whether there is a variant without FFNs.
-        self.leaves_out = base is not None and TARGETS[self.config.target].skips == ("ffn",)
         # `generate` calls the model without PEFT's wrapper.
         self.inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._current: float | None = None
@@ -85,11 +80,6 @@ class Variants:
         if kind == BASE:
             assert self.base is not None
             yield self.base
-            return
-        if name == LEFT_OUT:
-            assert self.base is not None
-            with _without_ffns(self.base, active_routings(self.model)):
-                yield self.base
             return
         if kind == DISABLED:
             with full_depth(self.model):
@@ -112,26 +102,6 @@ class Variants:
         if budget != self._current:
             self._thresholds[budget]()
             self.config.budget = self._current = budget
-
-
-class _Nothing(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(x)
-
-
-@contextmanager
-def _without_ffns(base: nn.Module, routings: Sequence[Any]) -> Iterator[None]:
-    family = routings[0].family
-    layers = stack_of(base).layers
-    ffns = [(layers[routing.layer_index], family.ffn) for routing in routings]
-    kept = [getattr(layer, name) for layer, name in ffns]
-    try:
-        for layer, name in ffns:
-            setattr(layer, name, _Nothing())
-        yield
-    finally:
-        for (layer, name), ffn in zip(ffns, kept):
-            setattr(layer, name, ffn)
 
 
 def hold_adapter_in(model: nn.Module, dtype: torch.dtype) -> None:

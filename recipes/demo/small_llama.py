@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `speed` is there
+
 import torch
 from report import write_report
 
@@ -139,6 +141,24 @@ def wide_times(folder: Path, budgets: list[float], dtype: str, rounds: int = REP
     return as_single(json.loads(out.read_text()), {"batch": 4, "length": 256, "decode_batch": 1, "decode_steps": 48})
 
 
+def without_ffns(adapter: Path, dtype: str, base: Path = BASE, rounds: int = REPEATS) -> float:
+    """Time of prompts over dense where the base runs without the FFNs that an adapter routes."""
+    from peft import PeftModel
+    from speed.variants import SpeedVariants, add_variants
+    from transformers import AutoModelForCausalLM
+
+    from hf_depthroute.bench import dense_view
+    from hf_depthroute.bench.inference import Workload, measure_inference
+    from hf_depthroute.bench.modes import random_tokens
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
+    plain = dense_view(model)
+    variants = SpeedVariants(PeftModel.from_pretrained(model, adapter), plain, budgets=())
+    work = Workload(random_tokens(plain, 4, 256))
+    measured = measure_inference(variants, work, rounds=rounds, also=add_variants)
+    return float(measured["without_ffns"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo_output"))
@@ -180,6 +200,8 @@ def main() -> None:
         "bench", trained, "--model", BASE, "--budgets", budgets(), "--dtype", dtype, "--batch", 4, "--length", 256,
         "--decode-steps", 48, "--repeats", REPEATS, "--out", args.out / "bench.json",
     )  # fmt: skip
+    bench = json.loads((args.out / "bench.json").read_text())
+    bench["prefill"]["without_ffns"] = without_ffns(trained, dtype)
     wide = wide_times(args.out, list(budgets_of(fitted).values()), dtype)
     generate = ("generate", trained, "--model", BASE, "--prompt", PROMPT, "--max-new-tokens", 60)
     samples = [
@@ -193,7 +215,7 @@ def main() -> None:
         "training": json.loads((trained / "training.json").read_text()),
         "eval_fitted": without_training,
         "eval": after_training,
-        "bench": json.loads((args.out / "bench.json").read_text()),
+        "bench": bench,
         "bench_wide": wide,
         "samples": samples,
     }

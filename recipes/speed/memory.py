@@ -17,6 +17,8 @@ from hf_depthroute.bench.result_tables import Row
 from hf_depthroute.bench.variants import Variants, budget_name
 from hf_depthroute.inference.calibration import active_routings
 
+from .variants import LEFT_OUT
+
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """The most memory that exists at one time during `run`, above what there was before it.
@@ -66,7 +68,7 @@ def measure_memory(variants: Variants, workload: Workload) -> dict[str, Any]:
     device = workload.input_ids.device
     prompt, following = workload.input_ids[:, : workload.prompt], workload.input_ids[:, workload.prompt :]
     kept = workload.sizes()["logits"]
-    for name in variants.names:
+    for name in (name for name in variants.names if name != LEFT_OUT):
         with variants.using(name) as model:
             filled: Any = new_cache(model, "eager", workload.input_ids.shape[1])
             fill_cache(model, filled, prompt)

@@ -246,11 +246,13 @@ def roofline_rows(m: Mapping[str, Any]) -> Iterator[Row]:
     """The row of the dense model's table, and one for every budget."""
     if "roofline" not in m:
         return
-    timed = {"dense": (m["dense_ms"], m["roofline"], None)}
-    timed |= {f"routed {name}": (r["routed_ms"], r["roofline"], r["eta_roofline"]) for name, r in m["budgets"].items()}
-    for variant, (taken, roof, eta) in timed.items():
+    timed: dict[str, tuple[float, Any, dict[str, Any]]] = {"dense": (m["dense_ms"], m["roofline"], {})}
+    timed |= {f"routed {name}": (row["routed_ms"], row["roofline"], row) for name, row in m["budgets"].items()}
+    for variant, (taken, roof, row) in timed.items():
+        etas = {name: row.get(name.replace(" ", "_")) for name in ("eta roofline", "eta free")}
         yield {
             "case": short_label(m), "variant": variant, "GFLOP": f"{roof['gflop']:.1f}", "GB": f"{roof['gb']:.2f}",
             "roofline ms": f"{roof['ideal_ms']:.2f}", "bound by": roof["bound"],
-            "roofline / time": f"{roof['ideal_ms'] / taken:.2f}", "eta roofline": "-" if eta is None else f"{eta:.2f}",
+            "roofline / time": f"{roof['ideal_ms'] / taken:.2f}",
+            **{name: "-" if eta is None else f"{eta:.2f}" for name, eta in etas.items()},
         }  # fmt: skip
