@@ -240,6 +240,7 @@ def run(capsys, *arguments):
         ([], "give either ADAPTER"),
         (["x", "--cases", "prefill,fly"], "'fly' is unknown"),
         (["x", "--cases", "memory"], "'memory' is unknown here"),
+        (["x", "--masked"], "No such option: --masked (Possible options: --cases, --phases); suites of recipes/speed"),
         (["x", "--batch", "0"], "--batch 0: each must be at least 1"),
         (["x", "--length", "a"], "write whole numbers"),
         (["x", "--baselines", "fast"], "'fast' is unknown"),

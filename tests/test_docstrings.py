@@ -37,7 +37,7 @@ SOURCES = {
     "parts/branches.py": [DEPTH_ROUTING],
     "parts/flexidepth.py": [FLEXIDEPTH],
     "parts/memory.py": [COUNTERFACTUAL],
-    "execution/memory.py": [COUNTERFACTUAL],
+    "execution/targets/memory.py": [COUNTERFACTUAL],
     "training/losses.py": [DEPTH_ROUTING, COUNTERFACTUAL, ROUTER_TUNING, TOKEN_SELECTIVE, FLEXIDEPTH],
     "training/oracle.py": [DEPTH_ROUTING],
     "evaluation/cost.py": [DEPTH_ROUTING],

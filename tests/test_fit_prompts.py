@@ -25,7 +25,7 @@ from hf_depthroute.data.batches import token_mask
 from hf_depthroute.evaluation.flops import count_flops
 from hf_depthroute.fitting import option_times, prompts
 from hf_depthroute.fitting.bar import FitBar
-from hf_depthroute.fitting.option_times import time_savings
+from hf_depthroute.fitting.option_times import PassTimes, time_savings
 from hf_depthroute.fitting.options import Option, StaticFit, choose, options_of, prompts_of
 from hf_depthroute.fitting.prompts import fit_prompts
 from hf_depthroute.fitting.sensitivity import stream_gradients, stream_metrics, text_gradients
@@ -130,45 +130,54 @@ def test_what_is_kept_may_be_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch
         fit_router(build_base("llama"), TEXT, 0.6, everything, length=1024)
 
 
-def seconds_of(model: Any, ids: torch.Tensor) -> dict[int, float]:
+def seconds_of(model: Any, ids: torch.Tensor) -> PassTimes:
     """A made-up clock: four layers of a second each, and what each target saves of it in a layer that has it."""
     saved = {"ffn": 0.5, "block": 0.9, "attention": -0.1}
     routings = routings_of(model) if isinstance(model, PeftModel) else []
     targets = {routing.layer_index: routing.active_config().target_of(routing.layer_index) for routing in routings}
-    return {index: 1.0 - saved.get(targets.get(index, ""), 0.0) for index in range(4)}
+    layers = {index: 1.0 - saved.get(targets.get(index, ""), 0.0) for index in range(4)}
+    return PassTimes(sum(layers.values()), layers)
+
+
+OPTIONS = [Option("ffn", "neurons", 4), Option("block", "lowrank", 4), Option("attention", "lowrank", 4)]
 
 
 def test_the_time_of_every_option_is_measured_and_the_base_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     base = build_base("llama")
     ids, expected = tokens(1, 40), base(tokens(2, 9)).logits
-    options = [Option("ffn", "neurons", 4), Option("block", "lowrank", 4), Option("attention", "lowrank", 4)]
-    found = {index: dict.fromkeys(options, StaticFit(0.0, 0.0, 0.0)) for index in (0, 2)}
+    found = {index: dict.fromkeys(OPTIONS, StaticFit(0.0, 0.0, 0.0)) for index in (0, 2)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # how even the real clock is depends on the machine
-        assert time_savings(base, found, ids, tail=2).keys() == set(options)
-    monkeypatch.setattr(option_times, "_layer_seconds", seconds_of)
-    monkeypatch.setattr(option_times, "_dense_seconds", lambda model, ids: 4.0)
+        assert time_savings(base, found, ids, tail=2).keys() == set(OPTIONS)
+    monkeypatch.setattr(option_times, "_seconds", seconds_of)
     saved = time_savings(base, found, ids, tail=2)
-    assert [saved[option] for option in options] == pytest.approx([0.125, 0.225, -0.025])
+    assert [saved[option] for option in OPTIONS] == pytest.approx([0.125, 0.225, -0.025])
     assert torch.equal(base(tokens(2, 9)).logits, expected)
     with pytest.raises(ValueError, match="no routed layer"):
         routings_of(base)
 
 
-def test_a_layer_is_timed_from_its_beginning_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_is_timed_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     base, clock = build_base("llama"), itertools.count()
     monkeypatch.setattr(option_times.time, "perf_counter", lambda: float(next(clock)))
-    assert option_times._layer_seconds(base, tokens(1, 8)) == dict.fromkeys(range(4), 1.0)
+    assert option_times._seconds(base, tokens(1, 8)) == (9.0, dict.fromkeys(range(4), 1.0))
 
 
-def test_times_of_a_busy_machine_are_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = iter([4.0, 5.5])
-    monkeypatch.setattr(option_times, "_layer_seconds", seconds_of)
-    monkeypatch.setattr(option_times, "_dense_seconds", lambda model, ids: next(dense))
-    found = {0: {Option("ffn", "neurons", 4): StaticFit(0.0, 0.0, 0.0)}}
-    with pytest.warns(UserWarning, match="took 4.00 s and then 5.50 s"):
+def test_a_machine_that_is_busy_for_some_time_is_said_to_be_so_and_changes_no_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the sixth pass on everything takes twice as long."""
+    number = itertools.count()
+
+    def slower(model: Any, ids: torch.Tensor) -> PassTimes:
+        factor, times = 1.0 if next(number) < 6 else 2.0, seconds_of(model, ids)
+        return PassTimes(factor * times.whole, {index: factor * taken for index, taken in times.layers.items()})
+
+    monkeypatch.setattr(option_times, "_seconds", slower)
+    found = {index: dict.fromkeys(OPTIONS, StaticFit(0.0, 0.0, 0.0)) for index in range(4)}
+    with pytest.warns(UserWarning, match=r"the same work took 2\.\d times as long"):
         saved = time_savings(build_base("llama"), found, tokens(1, 40), tail=2)
-    assert list(saved.values()) == pytest.approx([0.125])
+    assert [saved[option] for option in OPTIONS] == pytest.approx([0.125, 0.225, -0.025])
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
@@ -178,12 +187,12 @@ def test_a_base_whose_times_are_not_measured_to_the_end_is_as_before(
     base, calls = build_base("llama"), itertools.count(1)
     expected = base(tokens(2, 9)).logits
 
-    def interrupted(model: Any, ids: torch.Tensor) -> dict[int, float]:
+    def interrupted(model: Any, ids: torch.Tensor) -> PassTimes:
         if next(calls) == number:
             raise KeyboardInterrupt
         return seconds_of(model, ids)
 
-    monkeypatch.setattr(option_times, "_layer_seconds", interrupted)
+    monkeypatch.setattr(option_times, "_seconds", interrupted)
     config = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=1)
     with pytest.raises(KeyboardInterrupt):
         fit_router(base, TEXT, 0.6, config, keep_of="time")

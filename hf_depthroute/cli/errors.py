@@ -16,6 +16,13 @@ RESOURCES = 5  # memory, disk space
 INTERRUPTED = 130
 
 
+_SUITES = "suites of recipes/speed/bench.py have it"
+MOVED = {  # options of earlier versions, and where to look for them
+    **dict.fromkeys(("--masked", "--tune", "--suite", "--shape", "--plot", "--vocabulary"), _SUITES),
+    **dict.fromkeys(("--target", "--gate", "--loss"), f"bench measures an adapter; {_SUITES}"),
+}
+
+
 class CliError(OneLine):
     """Stops a command with `message` (one line: field, value, remedy) and `code`."""
 
@@ -36,6 +43,9 @@ def _describe(error: BaseException) -> tuple[int, str]:
     if hasattr(error, "format_message"):  # typer's own, for a bad command line
         context = getattr(error, "ctx", None)
         hint = f" (see {context.command_path} --help)" if context is not None else ""
+        option = getattr(error, "option_name", None)
+        if context is not None and context.info_name == "bench" and option in MOVED:
+            hint = f"; {MOVED[option]}"
         return USAGE, usage_message(error) + hint
     # Everything below needs the heavy libraries, which have been imported if their exceptions can occur.
     from ..adapter.files import AdapterMismatchError

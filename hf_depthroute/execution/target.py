@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Target(TargetTraits, ABC):
-    """What of a decoder layer is routed. One object serves all layers, unless `of_call` makes others.
+    """The part of a decoder layer that is routed. One object serves all layers, unless `of_call` makes others.
 
     It splits the layer's forward pass into what comes before the routed part, the part itself, and the rest:
 

@@ -5,12 +5,13 @@ FLOPs say little about the time of attention and of narrow products, and how muc
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +24,14 @@ from ..config.adapter import DepthRouteConfig
 from .options import Option, StaticFit, config_of
 
 _SAMPLES = 12  # of every option at least, over its layers
-_BUSY = 1.25  # times as long for the same prompt: something else runs on the machine
+_BUSY = 1.25  # times as long for the same work: something else runs on the machine
+
+
+class PassTimes(NamedTuple):
+    """Seconds of a pass of the prompt: the whole of it, and its decoder layers by their index."""
+
+    whole: float
+    layers: dict[int, float]
 
 
 @torch.no_grad()
@@ -32,9 +40,9 @@ def time_savings(
 ) -> dict[Option, float]:
     """The share of the time of a prompt that each option leaves out in one layer; below 0 where it takes longer.
 
-    In every round each layer has another of its options, or none, so that a pass of the prompt times all of them; an
-    option's saving is the median over its layers of what it takes off the layer's own time. Warns where the unchanged
-    prompt took a quarter longer at one end of the rounds than at the other.
+    In every pass each layer has another of its options, or none, so that all of them are timed at the same speed of the
+    machine. An option's saving is the share that it takes off a layer's own time, times the typical layer's share of an
+    unchanged pass. Warns where the same work took a quarter longer at one time than at another.
 
     Args:
         base: The model, not routed; it is given back as it was.
@@ -42,30 +50,51 @@ def time_savings(
         ids: A prompt, `[1, T]`.
         tail: Tokens at its end that run in full.
     """
-    before = _dense_seconds(base, ids)
     given = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=tail)
-    seconds: dict[tuple[int, Option | None], list[float]] = {}
+    dense = [_seconds(base, ids)]
+    passes = []
     for number in range(_rounds(found)):
         taken = _options_of(found, number)
         chosen = {index: option for index, option in taken.items() if option is not None}
         routed: Any = get_depth_routed_model(base, config_of(chosen, given)).eval() if chosen else base
-        for index, duration in _layer_seconds(routed, ids).items():
-            seconds.setdefault((index, taken.get(index)), []).append(duration)
+        passes.append((taken, _seconds(routed, ids).layers))
         if chosen:
             routed.unload()
-    after = _dense_seconds(base, ids)
-    if max(before, after) > _BUSY * min(before, after):
+    dense.append(_seconds(base, ids))
+    times, speeds = _times_of_options(passes)
+    uneven = max(max(speeds) / min(speeds), max(t.whole for t in dense) / min(t.whole for t in dense))
+    if uneven > _BUSY:
         warnings.warn(
-            f"fit_router: the same prompt took {before:.2f} s and then {after:.2f} s: with something else on the "
-            "machine, keep_of='time' may choose badly",
+            f"fit_router: the same work took {uneven:.1f} times as long at one time as at another: with something else "
+            "on the machine, keep_of='time' may choose badly",
             stacklevel=2,
         )
-    whole = min(before, after)
-    saved: dict[Option, list[float]] = {}
-    for (index, option), durations in seconds.items():
-        if option is not None and (index, None) in seconds:
-            saved.setdefault(option, []).append((min(seconds[index, None]) - min(durations)) / whole)
-    return dict(each_of_all({option: median(shares) for option, shares in saved.items()})[0])  # all choose alike
+    fastest = min(dense, key=lambda found: found.whole)
+    share = median(fastest.layers[index] for index in found) / fastest.whole
+    saved = {option: share * (1 - taken) for option, taken in times.items() if option is not None}
+    return dict(each_of_all(saved)[0])  # every process has to choose alike
+
+
+def _times_of_options(
+    passes: list[tuple[dict[int, Option | None], dict[int, float]]],
+) -> tuple[dict[Option | None, float], list[float]]:
+    """The time of a layer with each option over its own, and of each pass over the first one.
+
+    Least squares of the logarithm, which is a sum of the layer's, of the option's and of the pass's: in every pass the
+    machine may be as fast as it is just then.
+    """
+    rows = [(index, option, number) for number, (taken, _) in enumerate(passes) for index, option in taken.items()]
+    layers, options = sorted({row[0] for row in rows}), list(dict.fromkeys(row[1] for row in rows))
+    design = torch.zeros(len(rows), len(layers) + len(options) + len(passes), dtype=torch.float64)
+    wanted = torch.empty(len(rows), 1, dtype=torch.float64)
+    for row, (index, option, number) in enumerate(rows):
+        places = (layers.index(index), len(layers) + options.index(option), len(layers) + len(options) + number)
+        design[row, list(places)] = 1.0
+        wanted[row] = math.log(passes[number][1][index])
+    found = torch.linalg.lstsq(design, wanted, driver="gelsd").solution.squeeze(1)  # options and passes have no zero
+    of_options, of_passes = found[len(layers) :].split([len(options), len(passes)])
+    times = (of_options - of_options[options.index(None)]).exp().tolist()
+    return dict(zip(options, times, strict=True)), (of_passes - of_passes[0]).exp().tolist()
 
 
 def _rounds(found: Mapping[int, Mapping[Option, StaticFit]]) -> int:
@@ -83,23 +112,17 @@ def _options_of(found: Mapping[int, Mapping[Option, StaticFit]], number: int) ->
     return taken
 
 
-def _layer_seconds(model: Any, ids: torch.Tensor) -> dict[int, float]:
-    """The time of every decoder layer in a pass of the prompt; the pass before it makes what is kept."""
+def _seconds(model: Any, ids: torch.Tensor) -> PassTimes:
+    """The faster of two passes, after one that makes what is kept."""
+    found = []
     with torch.no_grad():
         _pass(model, ids)
-        with _timed(list(stack_of(model).layers), ids.device) as seconds:
-            _pass(model, ids)
-    return seconds
-
-
-def _dense_seconds(model: Any, ids: torch.Tensor) -> float:
-    """The faster of three passes of the prompt."""
-    found = []
-    for _ in range(3):
-        started = time.perf_counter()
-        _pass(model, ids)
-        found.append(time.perf_counter() - started)
-    return min(found)
+        for _ in range(2):
+            with _timed(list(stack_of(model).layers), ids.device) as layers:
+                started = time.perf_counter()
+                _pass(model, ids)
+                found.append(PassTimes(time.perf_counter() - started, layers))
+    return min(found, key=lambda times: times.whole)
 
 
 def _pass(model: Any, ids: torch.Tensor) -> None:

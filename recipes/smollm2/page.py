@@ -70,7 +70,7 @@ def tasks() -> dict[str, dict[str, Any]]:
 
 
 def right(result: dict[str, Any]) -> np.ndarray:
-    """Of each item, whether it was answered right."""
+    """1 for each item that was answered right, 0 for the others."""
     return np.array([answer == "1" for answer in result["right"]], dtype=float)
 
 

@@ -1,4 +1,4 @@
-"""What of a decoder layer is routed: one class per target, in a file of its own."""
+"""The parts of a decoder layer that can be routed: one class per target, in a file of its own."""
 
 from ...parts.targets import TARGETS
 from .attention import AttentionTarget
