@@ -6,6 +6,7 @@ a hook; the logits of a step are what the base's head gave last in it.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -146,7 +147,8 @@ def attempt(check: Any) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
+    """What an error says, without the folders of this machine."""
+    text = re.sub(r"\s*\((/|[A-Z]:\\)[^)]*\)", "", str(error)).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160] if text else ''}"
 
 

@@ -145,11 +145,13 @@ def section() -> list[str]:
 
 
 def brief() -> str:
-    found = results()
-    named = {name: loss_of(found[name]) for name in ("routed", "economize-sleb", "economize-shortgpt", "exit")
-             if name in found}  # fmt: skip
-    said = ", ".join(f"{LABELS[name]} {loss[0]:+.2f}" for name, loss in named.items() if loss is not None)
-    return f"SmolLM2-135M-Instruct, nats over dense at about the FLOPs of four blocks of five: {said}"
+    """Loss and time of a prompt of those that take about the same FLOPs."""
+    found, ratios, said = results(), times().get("over_dense", {}), []
+    for name in ("prompts", "routed", "economize-sleb", "economize-shortgpt", "exit"):
+        loss, place = loss_of(found.get(name, {})), ratios.get(name, {}).get("prompt")
+        if loss is not None:
+            said.append(f"{LABELS[name]} {loss[0]:+.2f}" + ("" if place is None else f" in {place:.2f}"))
+    return f"SmolLM2-135M-Instruct, nats over dense, and the time of a prompt of 1,024 over dense: {', '.join(said)}"
 
 
 def draw(path: Path) -> None:

@@ -113,10 +113,17 @@ def told() -> list[str]:
     return found
 
 
+def told_tasks() -> str:
+    """What the accuracy of the first fit for prompts is over dense."""
+    found = tasks()
+    mean, error = over_dense(found["prompts-0.8-0"], found["dense"])
+    return f"{len(found['dense'])} tasks {mean:+.1f} ± {error:.1f} points"
+
+
 def study() -> Study:
     brief = (
         "SmolLM2-135M-Instruct, no training, prompts of 1,024 tokens, loss behind them over dense on five kinds of "
-        f"text: {'; '.join(told())}; one seed"
+        f"text: {'; '.join(told())}; {told_tasks()} at the first; one seed"
     )
     section = [
         "Prompts alone are routed, and run their last 64 tokens in full; nats over dense of the 128 tokens behind. "
