@@ -69,7 +69,9 @@ class FitOptions:
 
 @o.command
 def fit(options: FitOptions) -> None:
-    """Make an adapter without training: about a minute for a small model, some eight forward passes of the text.
+    """Make an adapter without training: about a minute for a small model.
+
+    It takes as long as ten to twenty forward passes of the text.
 
     Branches are fitted by least squares, gates by regression on the error that their branch leaves, and one threshold
     over all layers runs the share --keep in full. Writes the adapter, the tokenizer and training.json to --out. With

@@ -69,7 +69,7 @@ def fit_prompts(
     reads it but its last token.
 
     Every fifth row is held out, and costs are measured on it; so is the loss that the record tells. With the
-    regressions it takes as long as some eight forward passes of the text.
+    regressions it takes as long as some ten forward passes of the text.
 
     Args:
         model: A transformers model of a supported family, not routed. It is changed in place, as by
