@@ -87,9 +87,9 @@ def fit_router(
     by the mean of the rows' differences, by more than that mean's standard error: a smaller rise may be chance, and
     no gate is the cheaper choice. The thresholds of other budgets are calibrated too, so that `set_budget` holds them.
 
-    As long as ten to twenty forward passes of the text with two rounds, whatever the number of layers. In memory are the
-    base, a few times the hidden states of the text at one layer, and two gradients of up to 8,192 held-out tokens for
-    every layer, bfloat16. Nothing is random but for the configuration's seed.
+    It takes as long as ten to twenty forward passes of the text with two rounds, whatever the number of layers. In
+    memory are the base, a few times the hidden states of the text at one layer, and two gradients of up to 8,192
+    held-out tokens for every layer, bfloat16. Nothing is random but for the configuration's seed.
 
     Under `accelerate launch` every process calls it with the whole of `batches` and a model of its own. Each takes its
     share of the rows, sums are over all, and every process gets the router of one process but for rounding.
