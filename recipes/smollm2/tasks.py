@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=None, help="items of GSM8K, whose answers are long")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer, manager = AutoTokenizer.from_pretrained(args.model), TaskManager()
+    tokenizer, manager = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False), TaskManager()
     with patch.object(datasets, "load_dataset", Items(args.items, args.shared)):
         for task in args.tasks:
             limit = args.answers if task == "gsm8k" and args.answers else args.limit
