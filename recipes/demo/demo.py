@@ -85,7 +85,7 @@ def main() -> None:
     print("\n# The clock\n")
     bench = args.out / "bench.json"
     command(
-        "bench", adapter, *model, "--batch", 1, "--length", shape.prompt, "--decode-steps", 16, "--repeats", 5,
+        "bench", adapter, *model, "--batch", 1, "--length", shape.prompt, "--decode-steps", 8, "--repeats", 3,
         "--out", bench,
     )  # fmt: skip
     print("\n# What is written behind a long prompt\n")
@@ -97,7 +97,7 @@ def main() -> None:
         "prompt routed": command(*generate, reads=prompt),
     }
     command(
-        "report", adapter, *model, *text, "--split", "validation", "--blocks", 4, "--samples", 2, "--bench", bench,
+        "report", adapter, *model, *text, "--split", "validation", "--blocks", 2, "--samples", 1, "--bench", bench,
         "--title", "Cheaper prompts", "--out", args.out,
     )  # fmt: skip
     fitted = json.loads((adapter / "training.json").read_text())["fit"]
