@@ -166,7 +166,7 @@ def test_a_pass_is_timed_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_machine_that_is_busy_for_some_time_is_said_to_be_so_and_changes_no_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From the sixth pass on everything takes twice as long."""
+    """From the sixth pass on everything takes twice as long, with options in all layers or in one."""
     number = itertools.count()
 
     def slower(model: Any, ids: torch.Tensor) -> PassTimes:
@@ -175,9 +175,12 @@ def test_a_machine_that_is_busy_for_some_time_is_said_to_be_so_and_changes_no_ch
 
     monkeypatch.setattr(option_times, "_seconds", slower)
     found = {index: dict.fromkeys(OPTIONS, StaticFit(0.0, 0.0, 0.0)) for index in range(4)}
-    with pytest.warns(UserWarning, match=r"the same work took 2\.\d times as long"):
-        saved = time_savings(build_base("llama"), found, tokens(1, 40), tail=2)
-    assert [saved[option] for option in OPTIONS] == pytest.approx([0.125, 0.225, -0.025])
+    for routed in (range(4), [2]):
+        number = itertools.count()
+        some = {index: found[index] for index in routed}
+        with pytest.warns(UserWarning, match=r"the same work took 2\.\d times as long"):
+            saved = time_savings(build_base("llama"), some, tokens(1, 40), tail=2)
+        assert [saved[option] for option in OPTIONS] == pytest.approx([0.125, 0.225, -0.025])
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])

@@ -81,9 +81,9 @@ def _times_of_options(
     """The time of a layer with each option over its own, and of each pass over the first one.
 
     Least squares of the logarithm, which is a sum of the layer's, of the option's and of the pass's: in every pass the
-    machine may be as fast as it is just then.
+    machine may be as fast as it is just then. Layers that have no options tell the pass's speed, too.
     """
-    rows = [(index, option, number) for number, (taken, _) in enumerate(passes) for index, option in taken.items()]
+    rows = [(i, taken.get(i), number) for number, (taken, seconds) in enumerate(passes) for i in seconds]
     layers, options = sorted({row[0] for row in rows}), list(dict.fromkeys(row[1] for row in rows))
     design = torch.zeros(len(rows), len(layers) + len(options) + len(passes), dtype=torch.float64)
     wanted = torch.empty(len(rows), 1, dtype=torch.float64)
