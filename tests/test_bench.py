@@ -121,6 +121,8 @@ def test_an_adapter_without_a_budget_is_timed_as_it_is():
     assert row["full_ratio"] == pytest.approx(1 / 16) and row["flops_routed_over_dense"] < 1
     (row,) = result["decode"]["budgets"].values()
     assert row["full_ratio"] == 1.0
+    names = {row[1] for table in tables(result) for row in table.rows if "variant" in table.head}
+    assert names == {"routed"}
 
 
 def test_budget_and_thresholds_are_restored_and_executors_left_as_they_are(measured):

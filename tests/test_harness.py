@@ -129,6 +129,15 @@ def test_with_prompts_alone_answers_are_scored_as_they_are_served(base: Path, ta
         assert greedy == (log_probs.argmax(-1).tolist() == answer)
 
 
+def test_a_prompt_that_is_too_long_loses_its_beginning_with_a_word(base: Path) -> None:
+    model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp", phases="prefill")
+    lm = DepthRouteLM(model, tokenizer=word_tokenizer(), max_length=8)
+    request = (("prompt", "answer"), list(range(3, 13)), [5, 6])
+    with pytest.warns(UserWarning, match="1 of 1 requests are longer than the 8 tokens"):
+        found = lm._loglikelihood_tokens([request], disable_tqdm=True)
+    assert found == lm._loglikelihood_tokens([(request[0], request[1][-7:], [5, 6])], disable_tqdm=True)
+
+
 def test_dense_and_routed_are_compared_and_the_budget_is_restored(base: Path, tasks: Path) -> None:
     model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp", budget=0.4)
     names = ["small_choice", "small_generation"]

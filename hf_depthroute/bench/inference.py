@@ -79,7 +79,8 @@ def measure_inference(
 
     Returns:
         A JSON-ready dict. `dense_ms` (per decoding step), `dense_mode`, `dense_modes`, `dense_error` (relative),
-        `dense_tokens_per_s`; `disabled_over_base`; `overheads` of the adapter when disabled and at budget 1; `budgets`
+        `dense_tokens_per_s`; `follows_budget`; `disabled_over_base`; `overheads` of the adapter when disabled and at
+        budget 1; `budgets`
         with for each `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `full_ratio`, `full_passes`,
         `flops_routed_over_dense` and `tokens_per_s`. Errors are standard errors of medians; an eta is None if the ideal
         saves nothing.
@@ -236,6 +237,7 @@ class Times:
             "dense_mode": dense[1],
             "dense_modes": {mode: self.ms((dense[0], mode)) for mode in self._modes},
             "dense_tokens_per_s": self.tokens_per_s(dense),
+            "follows_budget": self.variants.follows_budget,
             "overheads": {},
             "disabled_over_base": None,
         }

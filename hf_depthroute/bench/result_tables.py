@@ -56,8 +56,9 @@ def _times(m: Mapping[str, Any]) -> Iterator[Row]:
         for budget, row in m.get(kind, {}).items():
             routed = m["budgets"][budget]
             eta = row.get("eta")
+            name = f"{label} {budget}" if m.get("follows_budget", True) else label
             yield {
-                "case": short_label(m), "variant": f"{label} {budget}", "share full": f"{routed['full_ratio']:.3f}",
+                "case": short_label(m), "variant": name, "share full": f"{routed['full_ratio']:.3f}",
                 "ms": f"{row[f'{label}_ms']:.2f}", "dense ms": f"{m['dense_ms']:.2f}",
                 "speed-up": f"{row['speedup']:.3f}", "FLOPs / dense": f"{routed['flops_routed_over_dense']:.3f}",
                 "eta": "-" if eta is None else f"{eta:.2f}",

@@ -58,15 +58,17 @@ class Variants:
     ) -> None:
         self.model, self.base = model.eval(), base
         self.config = active_routings(model)[0].active_config()
-        follows = self.config.takes_budget()
-        self.budgets = tuple(float(budget) for budget in (budgets if follows else [self.config.budget]) if budget < 1.0)
+        self.follows_budget = self.config.takes_budget()
+        self.budgets: tuple[float, ...] = (float(self.config.budget),)
+        if self.follows_budget:
+            self.budgets = tuple(float(budget) for budget in budgets if budget < 1.0)
         # All thresholds are found now: calibration must not run between timed rounds.
         self._thresholds = {1.0: snapshot(model)}
         for budget in self.budgets:
-            if input_ids is not None and follows:
+            if input_ids is not None and self.follows_budget:
                 calibrate(model, [{"input_ids": input_ids}], budget=budget)
             self._thresholds[budget] = snapshot(model)
-        dense = [*([BASE] if base is not None else []), DISABLED, *([FULL] if follows else [])]
+        dense = [*([BASE] if base is not None else []), DISABLED, *([FULL] if self.follows_budget else [])]
         self.names = [*dense, *map(budget_name, self.budgets)]
         self.reference = self.names[0]
         # `generate` calls the model without PEFT's wrapper.

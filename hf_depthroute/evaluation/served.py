@@ -6,6 +6,7 @@ Shapes: T positions, V vocabulary.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,7 +24,8 @@ def served_scores(
 ) -> Iterator[tuple[int, float, bool]]:
     """The log-likelihood of every continuation, and whether it is the greedy one, with the number of its request.
 
-    A prompt that several continuations follow is read once. Of text that is too long, the beginning is left out.
+    A prompt that several continuations follow is read once. Of text that is too long, the beginning is left out, with a
+    warning.
 
     Args:
         model: A causal language model in eval mode.
@@ -32,9 +34,17 @@ def served_scores(
         counting: Called before each pass of a prompt: a context in which it is counted.
     """
     numbers: dict[tuple[int, ...], list[int]] = {}
+    shortened = 0
     for number, (_, prompt, continuation) in enumerate(requests):
         left = max(1, max_length + 1 - len(continuation))
+        shortened += len(prompt) > left
         numbers.setdefault(tuple(prompt[-left:]), []).append(number)
+    if shortened:
+        warnings.warn(
+            f"{shortened} of {len(requests)} requests are longer than the {max_length} tokens that the model reads: "
+            "their prompts lose their beginning",
+            stacklevel=2,
+        )
     for prompt_ids, of_prompt in numbers.items():
         ids_1T = torch.tensor([prompt_ids], device=model.device)
         with counting():
