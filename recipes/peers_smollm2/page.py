@@ -124,9 +124,9 @@ def section() -> list[str]:
         "SmolLM2-135M-Instruct, float32; nats over dense, the mean of five kinds of text, rows of 256 tokens (for "
         "prompts only: the text behind prompts of 384). FFN calls and FLOPs are counted. *decode ≠ pass*: of 32 "
         "decoded tokens, how many a pass over the same text would choose otherwise, and the greatest difference of "
-        "logits. *Batch* and *padding*: of four rows, how many answer otherwise than alone. One seed, four rows of each "
-        "text; ± over rows. The loss of prompts only is not to be compared with the others', which route or leave out "
-        "for every token: what ShortGPT and POP cost prompts alone is under *A real model*.",
+        "logits. *Batch* and *padding*: of four rows, how many answer otherwise than alone. One seed, four rows of "
+        "each text; ± over rows. The loss of prompts only is not to be compared with the others', which route or "
+        "leave out for every token: what ShortGPT and POP cost prompts alone is under *A real model*.",
         "",
         *table(found, timed, [name for name in ran if name not in STACKED]),
     ]
