@@ -19,7 +19,7 @@ INTERRUPTED = 130
 _SUITES = "suites of recipes/speed/bench.py have it"
 MOVED = {  # options of earlier versions, and where to look for them
     **dict.fromkeys(("--masked", "--tune", "--suite", "--shape", "--plot", "--vocabulary"), _SUITES),
-    **dict.fromkeys(("--target", "--gate", "--loss"), f"bench measures an adapter; {_SUITES}"),
+    **dict.fromkeys(("--target", "--gate", "--loss", "--layers", "--depth"), f"bench measures an adapter; {_SUITES}"),
 }
 
 
