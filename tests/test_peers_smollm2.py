@@ -73,7 +73,9 @@ def test_a_fifth_of_the_blocks_left_out_is_counted(recipe, setup, texts, name):
 @pytest.mark.parametrize(("name", "setting"), [("routed", "all"), ("prompts", "prompts")])
 def test_a_fitted_router_is_kept_and_read_again(recipe, setup, texts, name, setting, monkeypatch):
     found = recipe.run.measured(name, setup, recipe.run.Dense(setup, texts))
-    assert found["setting"] == setting and found["calls"]["pass"] < 1
+    # The clock chooses what a prompt leaves out, which may be attention: FFN calls say nothing about it.
+    assert found["setting"] == setting and found["loss"]["texts"]["a"]["more"] != 0
+    assert setting == "prompts" or found["calls"]["pass"] < 1
     import hf_depthroute
 
     monkeypatch.setattr(hf_depthroute, "fit_router", None)  # a second fit would fail
