@@ -19,7 +19,8 @@ from hf_depthroute.adapter.files import AdapterMismatchError
 from hf_depthroute.base.families import find_family
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.fitting import fit_branches
-from hf_depthroute.parts.neurons import NeuronBranch, neurons_of
+from hf_depthroute.parts.fused import SHARED_ROWS
+from hf_depthroute.parts.neurons import NeuronBranch, NeuronStep, neurons_of
 from hf_depthroute.routing.stack import routings_of, state_of
 
 TEXT = [{"input_ids": tokens(8, 32, seed=seed)} for seed in (5, 6)]
@@ -129,6 +130,49 @@ def test_weights_that_may_not_be_read_are_called() -> None:
         assert torch.equal(model(ids).logits, before)
         model.base_model.model.model.layers[1].mlp.gate_proj.weight.mul_(2.0)  # the kept rows follow
         assert gap(model(ids).logits, before) > 1e-3
+
+
+@torch.no_grad()
+def decoded(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    past, logits = model(input_ids=ids[:, :4]).past_key_values, []
+    for position in range(4, ids.shape[1]):
+        logits.append(model(input_ids=ids[:, position : position + 1], past_key_values=past).logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("batch", [1, 3, SHARED_ROWS + 1])
+def test_decoding_reads_copies_of_the_bases_rows_and_gives_what_a_pass_gives(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids, calls = build(), tokens(batch, 16, seed=4), []
+    for name in ("__call__", "both"):
+        run = getattr(NeuronStep, name)
+        monkeypatch.setattr(NeuronStep, name, lambda *args, run=run, name=name: calls.append(name) or run(*args))
+    with torch.no_grad():
+        assert gap(decoded(model, ids), model(ids).logits[:, 4:]) < 1e-4
+    assert ("both" in calls) == (1 < batch <= SHARED_ROWS)
+    assert "__call__" in calls or batch == 3
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "down_proj", ""])
+def test_what_is_watched_is_called_in_decoding_too(name: str) -> None:
+    """A hook on the FFN or on a part of it, before the first step or between two, sees the rows that run in full."""
+    model, ids = build(layers=[1]), tokens(3, 16, seed=4)
+    plain = decoded(model, ids)
+    watched = decoder_layers(model)[1].mlp.get_submodule(name)
+    with torch.no_grad():
+        handle = watched.register_forward_hook(lambda module, args, out: out * 0.5)
+        assert gap(decoded(model, ids), model(ids).logits[:, 4:]) < 1e-4
+        assert gap(decoded(model, ids), plain) > 1e-3
+        handle.remove()
+    past = model(input_ids=ids[:, :4]).past_key_values
+    with torch.no_grad():
+        for position in range(4, 16):
+            if position == 10:
+                handle = watched.register_forward_hook(lambda module, args, out: out * 0.5)
+            last = model(input_ids=ids[:, position : position + 1], past_key_values=past).logits
+    handle.remove()
+    assert gap(last, plain[:, -1:]) > 1e-3
 
 
 def test_it_is_counted() -> None:

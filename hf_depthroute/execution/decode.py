@@ -133,7 +133,7 @@ class AttentionStep(DecodeStep):
             write_keys_values(modules[attention], self.style, normed, kwargs)
             a = h.clone()  # the layer's input is not the step's to change
             if maps is not None and made.joint is not None:
-                update = made.joint.cheap(maps)
+                update = made.joint.cheap(maps, a)
                 a = a if update is None else a.add_(update)
             else:
                 a = _cheap(made, a, ngrams, None if p is None else 1 - p)

@@ -14,6 +14,7 @@ from ..base.readable import is_watched, is_whole
 from ..parts.branches import TensorMap, rms_of, version_key
 from ..parts.fused import FusedGateBranch, fuse
 from ..parts.gate import Gate
+from ..parts.neurons import NeuronBranch
 
 if TYPE_CHECKING:
     from ..routing.plan import RoutePlan
@@ -60,6 +61,8 @@ class StepWeights:
         self._gate = gate if scores else None
         self._branch: Any = branch
         modules = [module for part in parts if part is not None for module in part.modules()]
+        if isinstance(branch, NeuronBranch):
+            modules += branch.borrowed()
         reads_norm = plan.config.gate_input != "residual"
         self.joins = scores and reads_norm and plan.rule != "static" and plan.mix == "hard" and self.memory is None
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
@@ -85,11 +88,12 @@ class StepWeights:
 
     def _prepare(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> Prepared:
         gate, branch = self._gate, self._branch
+        update: Any = branch.for_decoding(dtype) if isinstance(branch, NeuronBranch) else branch
         recall = None if self.memory is None else self.memory.for_decoding(dtype)
         if folds is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
-            joint = None if gate is None else fuse(rms_of(norm), gate, branch)
+            joint = None if gate is None else fuse(rms_of(norm), gate, update)
             if joint is not None:
                 return Prepared(dtype, folds, joint, None, None, recall)
-        if branch is not None:
-            branch = branch.for_decoding(dtype)
-        return Prepared(dtype, folds, None, None if gate is None else gate.for_decoding(dtype), branch, recall)
+        if branch is not None and update is branch:
+            update = branch.for_decoding(dtype)
+        return Prepared(dtype, folds, None, None if gate is None else gate.for_decoding(dtype), update, recall)

@@ -22,7 +22,10 @@ from torch import Tensor, nn
 
 from .branches import LowRankBranch, RMSNorm, TensorMap
 from .gate import Gate
+from .neurons import NeuronStep
 from .scores import ScoreMaps
+
+SHARED_ROWS = 16  # of more, the whole intermediate takes longer than the weights that are read
 
 
 class FusedGateBranch:
@@ -32,10 +35,19 @@ class FusedGateBranch:
         scale: The weight of the norm that the gate reads, `[d]`.
         eps: The epsilon of both norms.
         gate: What the gate multiplies a token with.
-        branch: None if the cheap path adds nothing.
+        branch: None if the cheap path adds nothing, or is `neurons`.
+        neurons: A branch that has a norm and maps of its own.
     """
 
-    def __init__(self, scale: Tensor, eps: float, gate: ScoreMaps, branch: LowRankBranch | None) -> None:
+    def __init__(
+        self,
+        scale: Tensor,
+        eps: float,
+        gate: ScoreMaps,
+        branch: LowRankBranch | None,
+        neurons: NeuronStep | None = None,
+    ) -> None:
+        self._neurons = neurons
         width = gate.weight.shape[1]
         self._eps, self._eps_111 = width * eps, scale.new_full((1, 1, 1), width * eps, dtype=torch.float32)
         self._activated = gate.out is not None
@@ -74,7 +86,9 @@ class FusedGateBranch:
         chosen = [row for row, score in enumerate(scores) if score >= bars[row]]
         if len(chosen) == len(scores):
             return a + ffn(read), chosen
-        update = self.cheap(maps)
+        if self._neurons is not None and 0 < len(chosen) and len(scores) <= SHARED_ROWS:
+            return a.add_(self._neurons.both(a, _index_of(tuple(chosen)))), chosen
+        update = self.cheap(maps, a)
         if not chosen:
             return a if update is None else a.add_(update), chosen
         index = _index_of(tuple(chosen))
@@ -101,8 +115,10 @@ class FusedGateBranch:
         found = [torch.dot(hidden[0], self._out).item()] if len(y) == 1 else torch.mv(hidden, self._out).tolist()
         return [score + self._out_bias for score in found], y
 
-    def cheap(self, y: Tensor) -> Tensor | None:
-        """The branch's updates, float32 `[B, 1, d]`, from what `scores` returned; None without a branch."""
+    def cheap(self, y: Tensor, a: Tensor) -> Tensor | None:
+        """The branch's updates, `[B, 1, d]`, from what `scores` returned for `a`; None without a branch."""
+        if self._neurons is not None:
+            return self._neurons(a)
         if self._down is None:
             return None
         (weight, bias), hidden = self._down, y[:, self._split :]
@@ -111,19 +127,21 @@ class FusedGateBranch:
         return torch.addmm(bias, hidden, weight.t())[:, None]
 
 
-def fuse(rms: tuple[Tensor, float] | None, gate: Gate, branch: nn.Module | None) -> FusedGateBranch | None:
+def fuse(
+    rms: tuple[Tensor, float] | None, gate: Gate, branch: nn.Module | NeuronStep | None
+) -> FusedGateBranch | None:
     """The maps of a gate and of a branch as one; None if they are not of the kind that fuses.
 
     Args:
         rms: Weight and epsilon of the norm that the gate reads, from `branches.rms_of`.
         gate: One of `GATES`.
-        branch: A `LowRankBranch`; None if the cheap path adds nothing.
+        branch: A `LowRankBranch`, or the step of a `NeuronBranch`; None if the cheap path adds nothing.
     """
     maps = gate.score_maps()
     if rms is None or maps is None:
         return None
-    if branch is None:
-        return FusedGateBranch(*rms, maps, None)
+    if branch is None or isinstance(branch, NeuronStep):
+        return FusedGateBranch(*rms, maps, None, branch)
     if type(branch) is not LowRankBranch or not isinstance(branch.norm, RMSNorm) or branch.norm.eps != rms[1]:
         return None
     return FusedGateBranch(*rms, maps, branch)

@@ -12,15 +12,15 @@ Shapes: N rows, d model width, m width of the FFN, r neurons.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..base.distributed import total
-from ..base.readable import is_readable, is_whole
-from .branches import MixedLinear, TensorMap, TransientCache, version_key
+from ..base.readable import is_readable, is_watched, is_whole
+from .branches import MixedLinear, TensorMap, TransientCache, rms_of, version_key
 
 NEURONS = ".neurons"  # the end of a branch's key of the indices, in a state dict
 _READ = 4096  # rows that tell which neurons matter
@@ -63,8 +63,29 @@ class NeuronBranch(nn.Module):
         return self._hidden(x, self._chosen)
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
-        """The branch for decoding: what it reads of the base is looked at again in every step."""
-        return self
+        """The branch for decoding, `[B, 1, d] -> [B, 1, d]`, from what `borrowed` names as it is now.
+
+        Where nothing may be read, it is the branch itself, which looks at the base in every step.
+        """
+        held = self.borrowed()
+        if not held or any(weight.dtype is not dtype for module in held[1:] for weight in module.parameters(False)):
+            return self
+        return NeuronStep(self, dtype)
+
+    def borrowed(self) -> list[nn.Module]:
+        """The base's norm and projections, where a step on a CPU may read their weights; else an empty list.
+
+        The last is the FFN itself, which has to be called as a whole where it is watched.
+        """
+        norm, ffn = self._base
+        linears = [ffn._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+        plain = all(
+            is_readable(one, nn.Linear) and one.weight.device.type == "cpu" and not one.weight.is_inference()
+            for one in linears
+        )
+        if not plain or rms_of(norm) is None or is_watched(norm) or is_watched(ffn):
+            return []
+        return [norm, *cast("list[nn.Module]", linears), ffn]
 
     def train(self, mode: bool = True) -> NeuronBranch:
         self._derived.clear()
@@ -130,6 +151,43 @@ class NeuronBranch(nn.Module):
     def has(self, neurons_r: torch.Tensor) -> bool:
         """Whether the FFN has such neurons; waits for the device."""
         return bool(((neurons_r >= 0) & (neurons_r < (neurons_of(self._base[1]) or 0))).all())
+
+
+class NeuronStep:
+    """A branch in decoding, with copies of the base's rows: `[B, 1, d] -> [B, 1, d]`, in few operators.
+
+    Args:
+        branch: One that has something `borrowed`.
+        dtype: The stream's, and that of the base's weights.
+    """
+
+    def __init__(self, branch: NeuronBranch, dtype: torch.dtype) -> None:
+        self._norm, self._ffn = branch._base
+        weight, self._eps = cast("tuple[torch.Tensor, float]", rms_of(self._norm))
+        self._scale, self._shape = weight.detach().float(), weight.shape
+        self._neurons = branch.neurons
+        linears = self._ffn.gate_proj, self._ffn.up_proj
+        self._weight = torch.cat([linear.weight.detach()[branch.neurons] for linear in linears])
+        biased = linears[0].bias is not None
+        self._bias = torch.cat([linear.bias.detach()[branch.neurons] for linear in linears]) if biased else None
+        self._down, self._down_bias = branch.down.cast(dtype)
+
+    def __call__(self, a: torch.Tensor) -> torch.Tensor:
+        x = F.rms_norm(a.float(), self._shape, self._scale, self._eps).to(a.dtype)
+        gate, up = F.linear(x, self._weight, self._bias).chunk(2, -1)
+        return F.linear(self._ffn.act_fn(gate) * up, self._down, self._down_bias)
+
+    def both(self, a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """The FFN's update at the rows in `index`, the branch's at the others, `[B, 1, d]`; it may be too slow for many.
+
+        A few rows are as long as their weights, and the FFN's are read for some of them: the neurons of the others are
+        columns of the same intermediate.
+        """
+        ffn = self._ffn
+        x = self._norm(a)
+        hidden = ffn.act_fn(ffn.gate_proj(x)) * ffn.up_proj(x)
+        cheap = F.linear(hidden.index_select(-1, self._neurons), self._down, self._down_bias)
+        return cheap.index_copy_(0, index, ffn.down_proj(hidden.index_select(0, index)))
 
 
 def neurons_of(ffn: Any) -> int | None:
