@@ -109,6 +109,11 @@ def test_a_trainer_step_has_the_gradients_of_a_loop_written_by_hand(gate: str, t
     assert step_logs(trainer)[0]["loss"] == pytest.approx(sum(t.item() for t in terms.values()), rel=1e-6)
 
 
+def test_the_folder_may_be_the_first_argument_as_in_transformers(tmp_path: Path) -> None:
+    arguments = DepthRouteTrainingArguments(str(tmp_path), distill_weight=1.0)
+    assert (arguments.output_dir, arguments.distill_weight) == (str(tmp_path), 1.0)
+
+
 def test_default_weights_are_those_of_the_table() -> None:
     assert RoutingArguments().weights() == {name: term.weight for name, term in LOSSES.items()}
 

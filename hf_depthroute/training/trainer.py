@@ -38,7 +38,7 @@ else:
 
 
 @dataclass
-class DepthRouteTrainingArguments(TrainingArguments, RoutingArguments):
+class DepthRouteTrainingArguments(RoutingArguments, TrainingArguments):  # the folder is the first, as in its base
     """`transformers.TrainingArguments` plus `RoutingArguments`.
 
     The optimizer's defaults are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical

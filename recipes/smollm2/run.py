@@ -34,6 +34,7 @@ HERE = Path(__file__).resolve().parent
 FITTED_ON = {"c4": "c4.utf8", "wiki": "wiki.utf8", "technical": "technical.utf8", "code": "code.utf8"}
 FILES = FITTED_ON | {"wikitext2": "wikitext2_test_raw.txt"}
 LENGTH, ROW, BEHIND, TAIL = 256, 512, 128, 64
+TRAINED = 1  # row of 256 in a step of training
 ROWS = {"all": ROW, "prompts": ROW, "long": 1152}
 
 
@@ -133,10 +134,10 @@ def over_dense(model: Any, texts: Texts, setting: str, dense: dict[str, Any]) ->
     return found
 
 
-def base(name: str) -> Any:
+def base(name: str, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=False).eval()
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).eval()
 
 
 def left_out(load: Callable[[], Any], layers: list[int], target: str) -> Any:
@@ -270,6 +271,28 @@ class Run:
         text, config = self.texts.to_fit(self.args.tokens, length, seed), DepthRouteConfig(seed=seed, **fields)
         return fit_router(base(self.args.model), text, keep, config, **given)
 
+    def trained(self, part: str, seed: int) -> Any:
+        """The branches of the adapter `part`, trained to the dense predictions; goes on where it was stopped."""
+        from transformers.trainer_utils import get_last_checkpoint
+
+        from hf_depthroute import DepthRouteTrainer, DepthRouteTrainingArguments
+
+        folder, steps = self.args.work / "checkpoints" / f"{part} {self.args.train}".replace(" ", "-"), self.args.train
+        rows = torch.cat([rows.reshape(-1, LENGTH)[: steps * TRAINED // 4] for rows in self.texts.fit.values()])
+        model = base(self.args.model, torch.bfloat16)
+        model = PeftModel.from_pretrained(model, str(self.args.work / part.replace(" ", "-")), is_trainable=True)
+        arguments = DepthRouteTrainingArguments(
+            output_dir=str(folder), max_steps=steps, learning_rate=self.args.rate, warmup_steps=20, seed=seed,
+            per_device_train_batch_size=TRAINED, logging_steps=20, save_steps=100, save_total_limit=1, use_cpu=True,
+            bf16=True, report_to="none", disable_tqdm=True, train_gates=False, lm_weight=0.0, distill_weight=1.0,
+            util_weight=0.0, rank_weight=0.0, jepa_weight=0.0, budget_weight=0.0, alive_weight=0.0,
+        )  # fmt: skip
+        dataset = [{"input_ids": row, "labels": row} for row in rows]
+        last = get_last_checkpoint(str(folder)) if folder.exists() else None
+        DepthRouteTrainer(model=model, args=arguments, train_dataset=dataset).train(resume_from_checkpoint=last)
+        model.save_pretrained(str(folder / "trained"))
+        return PeftModel.from_pretrained(base(self.args.model), str(folder / "trained")).eval()
+
 
 KEPT = (
     *("layers", "static_layers", "target", "branch", "branch_rank", "gate", "phases", "prompt_tail", "budget"),
@@ -288,6 +311,8 @@ def main() -> None:
     parser.add_argument("--keep-of", default="time", choices=["time", "flops"], help="measured beside nothing else")
     parser.add_argument("--all", nargs="*", type=float, default=[0.75], help="shares of all FFN calls")
     parser.add_argument("--branches", nargs="*", default=["lowrank", "neurons"], help="of all tokens")
+    parser.add_argument("--train", type=int, default=0, help="steps from there, to the predictions of the dense model")
+    parser.add_argument("--rate", type=float, default=2e-4, help="of learning in these steps, at most")
     parser.add_argument("--pruned", nargs="*", type=int, default=[6, 8], help="last blocks left out of prompts")
     parser.add_argument("--rounds", type=int, default=9, help="that are timed, on an idle machine; or 0")
     parser.add_argument("--steps", type=int, default=32, help="decoded tokens in a round")
@@ -314,7 +339,10 @@ def main() -> None:
         for keep in args.all:
             for branch in args.branches:
                 fields = {"layers": "all", "branch": branch}
-                run.routed(f"all {branch} {keep:g} {seed}", "all", partial(run.fit, keep, seed, LENGTH, {}, **fields))
+                part = f"all {branch} {keep:g} {seed}"
+                run.routed(part, "all", partial(run.fit, keep, seed, LENGTH, {}, **fields))
+                if args.train:
+                    run.routed(f"{part} trained {args.train}", "all", partial(run.trained, part, seed))
     if args.rounds:
         run.once("times", run.times)
 
