@@ -246,8 +246,10 @@ class Run:
         routed.eval()
         ids = torch.cat([rows.flatten() for rows in self.texts.report["all"].values()])[:1024][None]
         seconds: dict[str, dict[str, list[float]]] = {}
+        every = ["dense", *names]
         for number in range(self.args.rounds + 1):  # the first warms up
-            for name in ("dense", *names):
+            turned = number % len(every)  # what runs before a system is not always the same
+            for name in every[turned:] + every[:turned]:
                 with routed.disable_adapter() if name == "dense" else nullcontext():
                     if name != "dense":
                         routed.set_adapter(name)
