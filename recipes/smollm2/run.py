@@ -34,6 +34,7 @@ HERE = Path(__file__).resolve().parent
 FITTED_ON = {"c4": "c4.utf8", "wiki": "wiki.utf8", "technical": "technical.utf8", "code": "code.utf8"}
 FILES = FITTED_ON | {"wikitext2": "wikitext2_test_raw.txt"}
 LENGTH, ROW, BEHIND, TAIL = 256, 512, 128, 64
+CHOSEN = 2048  # tokens that a subset of layers is chosen by
 TRAINED = 1  # row of 256 in a step of training
 ROWS = {"all": ROW, "prompts": ROW, "long": 1152}
 
@@ -295,6 +296,22 @@ class Run:
         model.save_pretrained(str(folder / "trained"))
         return PeftModel.from_pretrained(base(self.args.model), str(folder / "trained")).eval()
 
+    def static(self, count: int) -> Any:
+        """The FFNs that are best replaced for every token, by a branch; found with a quarter of the text to fit on."""
+        import static
+
+        choose = self.texts.to_fit(CHOSEN, LENGTH, seed=1)
+
+        def loss(model: Any) -> float:
+            return float(torch.cat([all_tokens(model, batch["input_ids"]) for batch in choose]).mean())
+
+        def found() -> dict[str, Any]:
+            few = self.texts.to_fit(self.args.tokens // 4, LENGTH, seed=0)
+            return {"order": static.greedy(base(self.args.model), max(self.args.static), few, loss)}
+
+        layers = self.once("subset", found)["order"][:count]
+        return static.fitted(base(self.args.model), sorted(layers), self.texts.to_fit(self.args.tokens, LENGTH, seed=0))
+
 
 KEPT = (
     *("layers", "static_layers", "target", "branch", "branch_rank", "gate", "phases", "prompt_tail", "budget"),
@@ -313,6 +330,9 @@ def main() -> None:
     parser.add_argument("--keep-of", default="time", choices=["time", "flops"], help="measured beside nothing else")
     parser.add_argument("--all", nargs="*", type=float, default=[0.75], help="shares of all FFN calls")
     parser.add_argument("--branches", nargs="*", default=["lowrank", "neurons"], help="of all tokens")
+    parser.add_argument(
+        "--static", nargs="*", type=int, default=[], help="FFNs replaced for every token, found greedily"
+    )
     parser.add_argument("--train", type=int, default=0, help="steps from there, to the predictions of the dense model")
     parser.add_argument("--rate", type=float, default=2e-4, help="of learning in these steps, at most")
     parser.add_argument("--pruned", nargs="*", type=int, default=[6, 8], help="last blocks left out of prompts")
@@ -345,6 +365,8 @@ def main() -> None:
                 run.routed(part, "all", partial(run.fit, keep, seed, LENGTH, {}, **fields))
                 if args.train:
                     run.routed(f"{part} trained {args.train}", "all", partial(run.trained, part, seed))
+    for count in args.static:
+        run.routed(f"static neurons {count}", "all", partial(run.static, count))
     if args.rounds:
         run.once("times", run.times)
 
