@@ -40,19 +40,26 @@ def test_every_part_is_measured_once(recipe: Any, tmp_path: Path, monkeypatch: p
         *("run.py", "--model", tmp_path / "base", "--data", tmp_path / "text", "--threads", 1, "--rows", 3),
         *("--out", folders["out"], "--work", folders["work"], "--tokens", 4096, "--seeds", 0, "--steps", 2),
         *("--prompts", 0.8, "--keep-of", "flops", "--pruned", 1, "--all", 0.6, "--branches", "neurons", "--rounds", 1),
+        *("--train", 2, "--static", 1),
     ]
+    monkeypatch.syspath_prepend(RECIPE.parent)
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])
     recipe.main()
     results = {path.stem: json.loads(path.read_text()) for path in folders["out"].glob("*.json")}
     routed = {"prompts-0.8-0", "pruned-block-1", "pruned-ffn-1", "shortgpt-1", "all-neurons-0.6-0"}
-    assert results.keys() == routed | {"dense-prompts", "dense-long", "dense-all", "influence", "times"}
+    routed |= {"all-neurons-0.6-0-trained-2", "static-neurons-1"}
+    assert results.keys() == routed | {"dense-prompts", "dense-long", "dense-all", "influence", "subset", "times"}
+    assert (
+        len(results["subset"]["order"]) == 1
+        and results["static-neurons-1"]["config"]["layers"] == results["subset"]["order"]
+    )
     assert results["times"]["over_dense"].keys() == routed
     for part in routed:
         kind, found = part.split("-")[0], results[part]
-        assert found["settings"].keys() == ({"all"} if kind == "all" else {"prompts", "long"})
+        assert found["settings"].keys() == ({"all"} if kind in ("all", "static") else {"prompts", "long"})
         for setting in found["settings"].values():
             assert setting["texts"].keys() == recipe.FILES.keys() and 0 < setting["flops"] < 1
-            assert ("ran" in setting["texts"]["c4"]) == (kind == "all")
+            assert ("ran" in setting["texts"]["c4"]) == (kind in ("all", "static"))
     fitted = results["prompts-0.8-0"]
     assert fitted["config"]["prompt_tail"] == 64 and fitted["fit"]["keep_of"] == "flops"
     assert fitted["settings"]["long"]["flops"] == pytest.approx(0.8, abs=0.25)  # the layers are few

@@ -18,6 +18,8 @@ KINDS = {
     "pruned": "last {1} layers without {0}, nothing in its place",
     "shortgpt": "ShortGPT's {} least influential blocks left out",
     "all": "all tokens routed, branch {}, keep {}, seed {}",
+    "trained": "the same, branches of {4} steps of 256 tokens, keep {1}, seed {2}",
+    "static": "the best {1} FFNs to replace for every token, branch {0}",
 }
 
 
@@ -29,6 +31,7 @@ def results() -> dict[str, Any]:
 
 def label(part: str) -> str:
     kind, *rest = part.split("-")
+    kind = "trained" if "trained" in rest else kind
     parts = {"block": "the whole block", "ffn": "the FFN"}
     return KINDS[kind].format(*(parts.get(word, word) for word in rest))
 

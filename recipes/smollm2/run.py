@@ -281,7 +281,8 @@ class Run:
         from hf_depthroute import DepthRouteTrainer, DepthRouteTrainingArguments
 
         folder, steps = self.args.work / "checkpoints" / f"{part} {self.args.train}".replace(" ", "-"), self.args.train
-        rows = torch.cat([rows.reshape(-1, LENGTH)[: steps * TRAINED // 4] for rows in self.texts.fit.values()])
+        each = -(-steps * TRAINED // len(self.texts.fit))
+        rows = torch.cat([rows.reshape(-1, LENGTH)[:each] for rows in self.texts.fit.values()])
         model = base(self.args.model, torch.bfloat16)
         model = PeftModel.from_pretrained(model, str(self.args.work / part.replace(" ", "-")), is_trainable=True)
         arguments = DepthRouteTrainingArguments(
