@@ -25,7 +25,7 @@ from .gate import Gate
 from .neurons import NeuronStep
 from .scores import ScoreMaps
 
-SHARED_ROWS = 16  # of more, the whole intermediate takes longer than the weights that are read
+SHARED_ROWS = 16  # with more of them, a whole intermediate takes longer than reading its weights
 
 
 class FusedGateBranch:
@@ -86,7 +86,7 @@ class FusedGateBranch:
         chosen = [row for row, score in enumerate(scores) if score >= bars[row]]
         if len(chosen) == len(scores):
             return a + ffn(read), chosen
-        if self._neurons is not None and 0 < len(chosen) and len(scores) <= SHARED_ROWS:
+        if self._neurons is not None and chosen and len(scores) <= SHARED_ROWS:
             return a.add_(self._neurons.both(a, _index_of(tuple(chosen)))), chosen
         update = self.cheap(maps, a)
         if not chosen:
@@ -127,9 +127,7 @@ class FusedGateBranch:
         return torch.addmm(bias, hidden, weight.t())[:, None]
 
 
-def fuse(
-    rms: tuple[Tensor, float] | None, gate: Gate, branch: nn.Module | NeuronStep | None
-) -> FusedGateBranch | None:
+def fuse(rms: tuple[Tensor, float] | None, gate: Gate, branch: nn.Module | NeuronStep | None) -> FusedGateBranch | None:
     """The maps of a gate and of a branch as one; None if they are not of the kind that fuses.
 
     Args:

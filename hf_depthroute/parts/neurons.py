@@ -78,14 +78,14 @@ class NeuronBranch(nn.Module):
         The last is the FFN itself, which has to be called as a whole where it is watched.
         """
         norm, ffn = self._base
-        linears = [ffn._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
-        plain = all(
-            is_readable(one, nn.Linear) and one.weight.device.type == "cpu" and not one.weight.is_inference()
-            for one in linears
-        )
-        if not plain or rms_of(norm) is None or is_watched(norm) or is_watched(ffn):
+        linears: list[Any] = [ffn._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+        if rms_of(norm) is None or is_watched(norm) or is_watched(ffn):
             return []
-        return [norm, *cast("list[nn.Module]", linears), ffn]
+        if not all(is_readable(one, nn.Linear) and one.weight.device.type == "cpu" for one in linears):
+            return []
+        if any(one.weight.is_inference() for one in linears) or len({one.bias is None for one in linears[:2]}) > 1:
+            return []
+        return [norm, *linears, ffn]
 
     def train(self, mode: bool = True) -> NeuronBranch:
         self._derived.clear()
@@ -168,8 +168,8 @@ class NeuronStep:
         self._neurons = branch.neurons
         linears = self._ffn.gate_proj, self._ffn.up_proj
         self._weight = torch.cat([linear.weight.detach()[branch.neurons] for linear in linears])
-        biased = linears[0].bias is not None
-        self._bias = torch.cat([linear.bias.detach()[branch.neurons] for linear in linears]) if biased else None
+        biases = [linear.bias.detach()[branch.neurons] for linear in linears if linear.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
         self._down, self._down_bias = branch.down.cast(dtype)
 
     def __call__(self, a: torch.Tensor) -> torch.Tensor:
@@ -178,10 +178,10 @@ class NeuronStep:
         return F.linear(self._ffn.act_fn(gate) * up, self._down, self._down_bias)
 
     def both(self, a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """The FFN's update at the rows in `index`, the branch's at the others, `[B, 1, d]`; it may be too slow for many.
+        """The FFN's update at the rows in `index`, the branch's at the others, `[B, 1, d]`.
 
-        A few rows are as long as their weights, and the FFN's are read for some of them: the neurons of the others are
-        columns of the same intermediate.
+        The neurons are columns of the FFN's intermediate, which is computed for every row: while rows are few, reading
+        the weights is what takes the time, and those of the FFN are read for the rows in `index` anyway.
         """
         ffn = self._ffn
         x = self._norm(a)
