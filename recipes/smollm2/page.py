@@ -18,7 +18,7 @@ KINDS = {
     "pruned": "last {1} layers without {0}, nothing in its place",
     "shortgpt": "ShortGPT's {} least influential blocks left out",
     "all": "all tokens routed, branch {}, keep {}, seed {}",
-    "trained": "the same, branches of {4} steps of 256 tokens, keep {1}, seed {2}",
+    "trained": "all tokens routed, branch {0}, keep {1}, branches trained {4} steps of 256 tokens, seed {2}",
     "static": "the best {1} FFNs to replace for every token, branch {0}",
 }
 
