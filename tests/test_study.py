@@ -317,7 +317,7 @@ def test_no_run_depends_on_the_runs_before_it(folder):
 
 
 def test_iso_compute_takes_its_steps_from_a_ratio_that_is_measured_once(folder, capsys, monkeypatch):
-    monkeypatch.setattr(step_ratio, "ROUNDS", 2)
+    monkeypatch.setattr(step_ratio, "ROUNDS", 5)  # the median of two has failed beside other work
     assert run(folder, "out", "timed", "bare", "g1", seeds=[7, 42], only=["timed"]) == {}
     assert "miniature: a step of g1 takes " in capsys.readouterr().out
     (name, measured), *others = json.loads((folder / "out/step_ratios.json").read_text()).items()
