@@ -144,7 +144,7 @@ def test_maps_in_one_product_are_those_of_gate_and_branch(dtype: torch.dtype, ga
         for weight in (*one.parameters(), *branch.parameters()):
             weight.copy_(weight.to(dtype) if weight.ndim == 1 else torch.randn(weight.shape).to(dtype) * 0.3)
         a = torch.randn(batch, 1, routing.width).to(dtype)
-        joint = fuse(rms_of(norm), one, branch)
+        joint = fuse(rms_of(norm), one, branch, dtype)
         assert joint is not None
         scores, maps = joint.scores(a)
         x = a.double() / (a.double().square().mean(-1, keepdim=True) + branch.norm.eps).sqrt()

@@ -48,11 +48,10 @@ def test_every_part_is_measured_once(recipe: Any, tmp_path: Path, monkeypatch: p
     results = {path.stem: json.loads(path.read_text()) for path in folders["out"].glob("*.json")}
     routed = {"prompts-0.8-0", "pruned-block-1", "pruned-ffn-1", "shortgpt-1", "all-neurons-0.6-0"}
     routed |= {"all-neurons-0.6-0-trained-2", "static-neurons-1"}
-    assert results.keys() == routed | {"dense-prompts", "dense-long", "dense-all", "influence", "subset", "times"}
-    assert (
-        len(results["subset"]["order"]) == 1
-        and results["static-neurons-1"]["config"]["layers"] == results["subset"]["order"]
-    )
+    others = {"dense-prompts", "dense-long", "dense-all", "influence", "subset-1", "times"}
+    assert results.keys() == routed | others
+    (replaced,) = results["subset-1"]["order"]
+    assert results["static-neurons-1"]["config"]["layers"] == [replaced]
     assert results["times"]["over_dense"].keys() == routed
     for part in routed:
         kind, found = part.split("-")[0], results[part]

@@ -88,12 +88,11 @@ class StepWeights:
 
     def _prepare(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> Prepared:
         gate, branch = self._gate, self._branch
-        update: Any = branch.for_decoding(dtype) if isinstance(branch, NeuronBranch) else branch
         recall = None if self.memory is None else self.memory.for_decoding(dtype)
         if folds is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
-            joint = None if gate is None else fuse(rms_of(norm), gate, update)
+            joint = None if gate is None else fuse(rms_of(norm), gate, branch, dtype)
             if joint is not None:
                 return Prepared(dtype, folds, joint, None, None, recall)
-        if branch is not None and update is branch:
-            update = branch.for_decoding(dtype)
-        return Prepared(dtype, folds, None, None if gate is None else gate.for_decoding(dtype), update, recall)
+        if branch is not None:
+            branch = branch.for_decoding(dtype)
+        return Prepared(dtype, folds, None, None if gate is None else gate.for_decoding(dtype), branch, recall)

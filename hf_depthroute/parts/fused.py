@@ -5,7 +5,7 @@ With `x / rms(x)` before both, norms with weights `v` and `w` fold into the maps
     y = [W_gate diag(v); W_up diag(w)] x / rms(x) + b;   u = w2 . SiLU(y_gate) + b2;   cheap = W_down SiLU(y_up)
 
 One operator less is worth more than the bytes of float32 weights at the widths where a step is short. Rounding differs
-from that of the maps one by one.
+from that of the maps one by one. A branch of neurons has many rows and stays apart: the gate alone is folded then.
 
 Shapes: B batch, d model width, g rows of the gate, r branch rank.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .branches import LowRankBranch, RMSNorm, TensorMap
 from .gate import Gate
-from .neurons import NeuronStep
+from .neurons import NeuronBranch, NeuronStep
 from .scores import ScoreMaps
 
 SHARED_ROWS = 16  # with more of them, a whole intermediate takes longer than reading its weights
@@ -127,19 +127,25 @@ class FusedGateBranch:
         return torch.addmm(bias, hidden, weight.t())[:, None]
 
 
-def fuse(rms: tuple[Tensor, float] | None, gate: Gate, branch: nn.Module | NeuronStep | None) -> FusedGateBranch | None:
+def fuse(
+    rms: tuple[Tensor, float] | None, gate: Gate, branch: nn.Module | None, dtype: torch.dtype
+) -> FusedGateBranch | None:
     """The maps of a gate and of a branch as one; None if they are not of the kind that fuses.
 
     Args:
         rms: Weight and epsilon of the norm that the gate reads, from `branches.rms_of`.
         gate: One of `GATES`.
-        branch: A `LowRankBranch`, or the step of a `NeuronBranch`; None if the cheap path adds nothing.
+        branch: A `LowRankBranch` or a `NeuronBranch`; None if the cheap path adds nothing.
+        dtype: The stream's.
     """
     maps = gate.score_maps()
     if rms is None or maps is None:
         return None
-    if branch is None or isinstance(branch, NeuronStep):
-        return FusedGateBranch(*rms, maps, None, branch)
+    if branch is None:
+        return FusedGateBranch(*rms, maps, None)
+    if isinstance(branch, NeuronBranch):
+        step = branch.for_decoding(dtype)
+        return FusedGateBranch(*rms, maps, None, step) if isinstance(step, NeuronStep) else None
     if type(branch) is not LowRankBranch or not isinstance(branch.norm, RMSNorm) or branch.norm.eps != rms[1]:
         return None
     return FusedGateBranch(*rms, maps, branch)

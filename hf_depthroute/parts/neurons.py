@@ -60,7 +60,12 @@ class NeuronBranch(nn.Module):
         return a if norm is None else norm(a)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., r]
-        return self._hidden(x, self._chosen)
+        ffn, maps = self._base[1], self._maps()
+        if not self._may_read(x.device):
+            return self._whole(x)[..., self.neurons]
+        projected = F.linear(x.to(maps[0].weight.dtype), *self.rows()).chunk(len(maps), -1)
+        hidden: torch.Tensor = ffn.act_fn(projected[0])
+        return hidden if len(maps) == 1 else hidden * projected[1]
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         """The branch for decoding, `[B, 1, d] -> [B, 1, d]`, from what `borrowed` names as it is now.
@@ -73,19 +78,44 @@ class NeuronBranch(nn.Module):
         return NeuronStep(self, dtype)
 
     def borrowed(self) -> list[nn.Module]:
-        """The base's norm and projections, where a step on a CPU may read their weights; else an empty list.
-
-        The last is the FFN itself, which has to be called as a whole where it is watched.
-        """
+        """The base's norm, projections and FFN, where a step on a CPU may read their weights; else an empty list."""
         norm, ffn = self._base
-        linears: list[Any] = [ffn._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+        read = [*self._maps(), ffn.down_proj]
+        readable = self._may_read(torch.device("cpu")) and is_readable(ffn.down_proj, nn.Linear)
+        if not readable or len(read) < 3 or any(linear.weight.is_inference() for linear in read):
+            return []
         if rms_of(norm) is None or is_watched(norm) or is_watched(ffn):
             return []
-        if not all(is_readable(one, nn.Linear) and one.weight.device.type == "cpu" for one in linears):
-            return []
-        if any(one.weight.is_inference() for one in linears) or len({one.bias is None for one in linears[:2]}) > 1:
-            return []
-        return [norm, *linears, ffn]
+        return [norm, *read, ffn]
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The base's weights of the chosen neurons, `[2 r, d]` where it has a gate, else `[r, d]`, and their biases.
+
+        A copy, which is kept in inference for as long as nothing of it changes.
+        """
+        maps = self._maps()
+        weights, biases = [linear.weight for linear in maps], [linear.bias for linear in maps]
+        keeps = not (self.training or torch.is_grad_enabled())
+        now = version_key(*weights, *biases, self.neurons) if keeps else None
+        kept = self._derived.get("rows")  # with its stamp in one entry: threads share it
+        if kept is None or now is None or kept[0] != now:
+            bias = None if biases[0] is None else torch.cat([part[self.neurons] for part in biases])
+            kept = now, torch.cat([part[self.neurons] for part in weights]), bias
+            if now is not None:
+                self._derived["rows"] = kept
+        return kept[1], kept[2]
+
+    def _maps(self) -> list[Any]:
+        """The projections into the intermediate, the one before the activation first."""
+        parts = self._base[1]._modules
+        return [parts[name] for name in ("gate_proj", "up_proj") if name in parts]
+
+    def _may_read(self, device: torch.device) -> bool:
+        """Whether the weights of the projections may be read there, as one."""
+        maps = self._maps()
+        if not all(is_readable(linear, nn.Linear) and linear.weight.device == device for linear in maps):
+            return False
+        return len({(linear.weight.dtype, linear.bias is None) for linear in maps}) == 1
 
     def train(self, mode: bool = True) -> NeuronBranch:
         self._derived.clear()
@@ -93,8 +123,7 @@ class NeuronBranch(nn.Module):
 
     def borrowed_weights(self) -> int:
         """Weights of the base that one token is multiplied with."""
-        maps = 2 if "gate_proj" in self._base[1]._modules else 1
-        return maps * len(self.neurons) * self.down.out_features
+        return len(self._maps()) * len(self.neurons) * self.down.out_features
 
     @torch.no_grad()
     def energy(self, x_Nd: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
@@ -102,7 +131,7 @@ class NeuronBranch(nn.Module):
         step = max(1, len(x_Nd) // _READ)
         x_Nd, weight_N = x_Nd[::step], weight_N[::step]
         parts = zip(x_Nd.split(_ROWS), weight_N.split(_ROWS))
-        energy_m = total(sum((w @ self._hidden(x, _called).float().square() for x, w in parts), torch.zeros(())))
+        energy_m = total(sum((w @ self._whole(x).float().square() for x, w in parts), torch.zeros(())))
         down: Any = self._base[1].down_proj
         if isinstance(down, nn.Linear) and is_whole(down.weight):
             size_m = down.weight.float().square().sum(0)
@@ -123,30 +152,13 @@ class NeuronBranch(nn.Module):
         readable = is_readable(down, nn.Linear) and down.weight.device == self.neurons.device
         return down.weight[:, self.neurons].T.float() if readable else None
 
-    def _hidden(self, x: torch.Tensor, projected: Any) -> torch.Tensor:
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., m]
+        """The whole intermediate, by calls of the base's modules."""
         ffn = self._base[1]
         x = x.to(_dtype_of(ffn, x))
-        up = projected(ffn.up_proj, x)
-        if "gate_proj" not in ffn._modules:
-            hidden: torch.Tensor = ffn.act_fn(up)
-            return hidden
-        hidden = ffn.act_fn(projected(ffn.gate_proj, x)) * up
-        return hidden
-
-    def _chosen(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
-        """The chosen rows of a projection of the base, `[..., r]`."""
-        if not is_readable(linear, nn.Linear) or linear.weight.device != x.device:
-            out: torch.Tensor = linear(x)[..., self.neurons]
-            return out
-        keeps = not (self.training or torch.is_grad_enabled())
-        now = version_key(linear.weight, linear.bias, self.neurons) if keeps else None
-        kept = self._derived.get(linear)
-        if kept is None or now is None or kept[0] != now:
-            weight = linear.weight[self.neurons]
-            kept = now, weight, None if linear.bias is None else linear.bias[self.neurons]
-            if now is not None:
-                self._derived[linear] = kept
-        return F.linear(x, kept[1], kept[2])
+        first, *others = (linear(x) for linear in self._maps())
+        hidden: torch.Tensor = ffn.act_fn(first)
+        return hidden * others[0] if others else hidden
 
     def has(self, neurons_r: torch.Tensor) -> bool:
         """Whether the FFN has such neurons; waits for the device."""
@@ -166,10 +178,7 @@ class NeuronStep:
         weight, self._eps = cast("tuple[torch.Tensor, float]", rms_of(self._norm))
         self._scale, self._shape = weight.detach().float(), weight.shape
         self._neurons = branch.neurons
-        linears = self._ffn.gate_proj, self._ffn.up_proj
-        self._weight = torch.cat([linear.weight.detach()[branch.neurons] for linear in linears])
-        biases = [linear.bias.detach()[branch.neurons] for linear in linears if linear.bias is not None]
-        self._bias = torch.cat(biases) if biases else None
+        self._weight, self._bias = branch.rows()
         self._down, self._down_bias = branch.down.cast(dtype)
 
     def __call__(self, a: torch.Tensor) -> torch.Tensor:
@@ -196,11 +205,6 @@ def neurons_of(ffn: Any) -> int | None:
     if not {"up_proj", "down_proj", "act_fn"} <= parts.keys():
         return None
     return getattr(parts["up_proj"], "out_features", None)
-
-
-def _called(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = linear(x)
-    return out
 
 
 def _dtype_of(ffn: nn.Module, x: torch.Tensor) -> torch.dtype:

@@ -112,7 +112,7 @@ class FFNStep:
                 # vLLM has put its own norm of the kind there.
                 weight = norm_of(self.layer, routing.family, "ffn").weight
                 branch = routing.depth_route_branch._modules.get(plan.adapter)
-                joint = fuse((weight, rms[1]), routing.gate(plan.adapter), branch)
+                joint = fuse((weight, rms[1]), routing.gate(plan.adapter), branch, weight.dtype)
             self._joints[plan.adapter] = joint
         return self._joints[plan.adapter]
 

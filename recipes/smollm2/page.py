@@ -158,11 +158,11 @@ def study() -> Study:
         section += ["", "Nine tasks with lm-eval, prompts read as they are served, accuracy in percent:", "", *answered]
     if every := lines("all"):
         section += ["", "All tokens of rows of 256 routed; nats over dense:", "", *every]
-        timed = {part: time for part, time in times().items() if part.startswith("all")}
+        timed = {part: time for part, time in times().items() if part.startswith(("all", "static"))}
         for part, time in timed.items():
             section += [
                 "",
                 f"Time over dense, {label(part)}: {time['prompt']:.2f} for a prompt of 1,024 tokens, "
-                f"{time['token']:.2f} for a decoded token.",
+                f"{time['token']:.2f} for a token of one sequence, {time['tokens_of_8']:.2f} for one of eight.",
             ]
     return Study("A real model", "smollm2", "python recipes/smollm2/run.py", brief, section)

@@ -141,6 +141,12 @@ def base(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).eval()
 
 
+def routing_layers(model: Any) -> list[int]:
+    from hf_depthroute.routing.stack import routings_of
+
+    return [routing.layer_index for routing in routings_of(model)]
+
+
 def left_out(load: Callable[[], Any], layers: list[int], target: str) -> Any:
     """The prompt without a part of `layers`, nothing in its place; keys and values are written."""
     from hf_depthroute import DepthRouteConfig, get_depth_routed_model
@@ -164,17 +170,20 @@ def block_influence(model: Any, text: list[dict[str, torch.Tensor]]) -> list[int
 
 @torch.no_grad()
 def timed(model: Any, ids: torch.Tensor, steps: int) -> dict[str, float]:
-    """Seconds of a prompt, and of a token decoded behind it."""
-    started = time.perf_counter()
-    out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    prompt = time.perf_counter() - started
-    past, token, each = out.past_key_values, out.logits[:, -1:].argmax(-1), []
-    for _ in range(steps):
+    """Seconds of a prompt, of a token decoded behind it, and of a token for each of eight sequences."""
+    found: dict[str, float] = {}
+    for name, rows in {"token": ids, "tokens_of_8": ids[:, :512].view(8, 64)}.items():
         started = time.perf_counter()
-        out = model(input_ids=token, past_key_values=past, use_cache=True)
-        each.append(time.perf_counter() - started)
-        token = out.logits[:, -1:].argmax(-1)
-    return {"prompt": prompt, "token": median(each)}
+        out = model(input_ids=rows, use_cache=True, logits_to_keep=1)
+        found.setdefault("prompt", time.perf_counter() - started)
+        past, token, each = out.past_key_values, out.logits[:, -1:].argmax(-1), []
+        for _ in range(steps):
+            started = time.perf_counter()
+            out = model(input_ids=token, past_key_values=past, use_cache=True)
+            each.append(time.perf_counter() - started)
+            token = out.logits[:, -1:].argmax(-1)
+        found[name] = median(each)
+    return found
 
 
 class Run:
@@ -219,8 +228,10 @@ class Run:
             settings = {"all": {"all": LENGTH}, "prompts": {"prompts": ROW - BEHIND, "long": ROWS["long"] - BEHIND}}
             measured = {}
             for name, length in settings[setting].items():
-                cost = route_cost(model, length=length)
                 texts = over_dense(model, self.texts, name, self.dense(name))
+                ran = [text["ran"] for text in texts.values() if "ran" in text]
+                shares = dict.fromkeys(routing_layers(model), sum(ran) / len(ran)) if ran else None
+                cost = route_cost(model, length=length, full_ratio=shares)
                 measured[name] = {"flops": round(cost.flops_routed / cost.flops_dense, 4), "texts": texts}
             config = model.peft_config["default"]
             return {
@@ -233,7 +244,7 @@ class Run:
         self.once(part, measure)
 
     def times(self) -> dict[str, Any]:
-        """Times over dense, medians of interleaved rounds: a prompt of 1,024 tokens, and a decoded token."""
+        """Times over dense, medians of interleaved rounds: a prompt of 1,024 tokens, and tokens decoded."""
         model: Any = base(self.args.model)
         folders = sorted(folder for folder in self.args.work.iterdir() if (folder / "adapter_config.json").exists())
         names, routed = {folder.name.replace(".", "_"): folder for folder in folders}, None  # PEFT takes no dots
@@ -310,7 +321,7 @@ class Run:
             few = self.texts.to_fit(self.args.tokens // 4, LENGTH, seed=0)
             return {"order": static.greedy(base(self.args.model), max(self.args.static), few, loss)}
 
-        layers = self.once("subset", found)["order"][:count]
+        layers = self.once(f"subset {max(self.args.static)}", found)["order"][:count]
         return static.fitted(base(self.args.model), sorted(layers), self.texts.to_fit(self.args.tokens, LENGTH, seed=0))
 
 

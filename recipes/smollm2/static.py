@@ -15,6 +15,7 @@ import torch
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.inference.fitting import fit_branches, ridge_of
 from hf_depthroute.routing.stack import routings_of
+from hf_depthroute.routing.trace import full_depth
 
 Weights = Mapping[int, tuple[dict[str, Any], dict[str, Any]]]
 Batches = list[dict[str, torch.Tensor]]
@@ -47,7 +48,8 @@ def fitted(base: Any, layers: list[int], text: Batches) -> Any:
     """`base` with the FFNs of `layers` replaced, each fitted to the update that it stands in for."""
     model = replaced(base, layers, {})
     for routing in routings_of(model):
-        routing.depth_route_gate["default"].set_bound(_streams(model, routing, text))
+        with full_depth(model):
+            routing.depth_route_gate["default"].set_bound(_streams(model, routing, text))
     tokens = sum(batch["input_ids"].numel() for batch in text)
     branch = routings_of(model)[0].depth_route_branch["default"]
     fit_branches(model, text, ridge_of(branch, tokens, model.config.hidden_size))
