@@ -157,7 +157,8 @@ def study() -> Study:
     if answered := task_lines():
         section += ["", "Nine tasks with lm-eval, prompts read as they are served, accuracy in percent:", "", *answered]
     if every := lines("all"):
-        section += ["", "All tokens of rows of 256 routed; nats over dense, FLOPs at the share of the calls that ran:", "", *every]
+        caption = "All tokens of rows of 256 routed; nats over dense, FLOPs at the share of the calls that ran:"
+        section += ["", caption, "", *every]
         timed = {part: time for part, time in times().items() if part.startswith(("all", "static"))}
         for part, time in timed.items():
             section += [
