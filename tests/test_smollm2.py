@@ -107,3 +107,15 @@ def test_tasks_are_answered_as_prompts_are_served(
     capsys.readouterr()
     tasks.main()
     assert "piqa, " not in capsys.readouterr().out
+
+
+def test_the_picture_has_every_seed_that_was_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(RECIPE.parents[1])
+    picture = importlib.import_module("smollm2.picture")
+    times = json.loads((RECIPE.parent / "results" / "times.json").read_text(encoding="utf-8"))["over_dense"]
+    found = {**picture.points("long"), **picture.points("all")}
+    assert sum(map(len, found.values())) == len(times)
+    seeds = found["fitted for prompts, keep 0.8"]
+    assert [time for time, *_ in seeds] == [times[f"prompts-0.8-{seed}"]["prompt"] for seed in range(3)]
+    picture.draw(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
