@@ -35,7 +35,10 @@ from hf_depthroute.fitting.bar import FitBar
 from hf_depthroute.fitting.layer_fits import Fits
 from hf_depthroute.fitting.layer_walk import LayerWalk, walk_layers
 from hf_depthroute.inference.calibration import active_routings, is_calibrated
+from hf_depthroute.parts.gate import Gate
+from hf_depthroute.parts.gates import GATES
 from hf_depthroute.parts.regression import leading_directions, ridge_weights
+from hf_depthroute.parts.scores import ScoreHead
 from hf_depthroute.routing.trace import count_routes
 from hf_depthroute.training.record import remembered
 
@@ -244,6 +247,36 @@ def test_what_cannot_be_fitted_is_refused_before_anything_changes(fields: dict[s
     with pytest.raises(ConfigError, match=message):
         fit_router(base, text(), keep=0.3, config=DepthRouteConfig(**({"layers": "all"} | fields)))
     assert [type(layer) for layer in decoder_layers(base)] == before
+
+
+class NormGate(Gate):
+    """A gate of another package: the size of its input, and a fit of its own."""
+
+    is_fitted = True
+
+    def __init__(self, width: int, config: Any, scores: int = 1) -> None:
+        super().__init__(width, config, scores)
+        self.score = ScoreHead(1, scores)
+
+    def forward(self, a: torch.Tensor) -> Any:
+        return {"scores": self.score(a.norm(dim=-1, keepdim=True))}
+
+    @torch.no_grad()
+    def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, always_Sd: torch.Tensor | None = None) -> None:
+        norms_N = a_Nd.norm(dim=-1)
+        slope = torch.cov(torch.stack([norms_N, y_N]))[0, 1] / norms_N.var()
+        self.score.weight.fill_(slope)
+        self.score.bias.fill_(y_N.mean() - slope * norms_N.mean())
+
+
+def test_a_gate_of_another_package_is_fitted_by_its_own_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GATES, "norm", NormGate)
+    config = DepthRouteConfig(layers="all", gate="norm", gate_input="residual")
+    model = fit_router(build_base("llama"), text(), keep=0.6, config=config)
+    assert share(model, text(), len(decoder_layers(model))) == pytest.approx(0.6, abs=0.1)
+    monkeypatch.setattr(NormGate, "is_fitted", False)
+    with pytest.raises(ConfigError, match="gate='norm' is not fitted"):
+        fit_router(build_base("llama"), text(), keep=0.6, config=config)
 
 
 @pytest.mark.parametrize("keep", [0.0, 1.0, -1.0, float("nan")])

@@ -16,6 +16,7 @@ from ..base.distributed import each_of_all, rows_of_all, total
 from ..execution.call import RoutedCall
 from ..inference.calibration import active_routings, set_thresholds
 from ..inference.fitting import fit_branch, fit_memory, ridge_of
+from ..parts.gate import Gate
 from ..parts.regression import moments, norms_and_sinks, ridge_weights
 from ..routing.thresholds import quantile_table
 from .layer_walk import LayerWalk, walk_layers
@@ -176,8 +177,9 @@ class Fits:
         scores: torch.Tensor = self._gate(index)(rows.gate)["scores"]
         return scores
 
-    def _gate(self, index: int) -> Any:
-        return self.routings[index].depth_route_gate[self.routings[index].active_name()]
+    def _gate(self, index: int) -> Gate:
+        routing = self.routings[index]
+        return routing.gate(routing.active_name())
 
 
 class _Rows:

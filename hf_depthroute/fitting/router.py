@@ -207,8 +207,8 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
         raise ConfigError(
             f"target={given.target!r} per {given.granularity} is not fitted; use ffn, attention or block per token"
         )
-    if not hasattr(GATES[given.gate], "fit"):
-        known = ", ".join(name for name, gate in GATES.items() if hasattr(gate, "fit"))
+    if not GATES[given.gate].is_fitted:
+        known = ", ".join(name for name, gate in GATES.items() if gate.is_fitted)
         raise ConfigError(f"gate={given.gate!r} is not fitted; use one of: {known}")
     if given.static_layers is not None:
         raise ConfigError("fit_router finds the static layers itself; leave static_layers out")

@@ -47,6 +47,7 @@ class Gate(nn.Module, ABC):
         scales_sublayers: `p` multiplies the update of each sublayer (arXiv:2605.05222), not that of the full path.
         scales_ffn: `p` multiplies the update of a block's FFN, for a token that runs, and `1 - p` the branch's, for one
             that does not; the attention's update is as it is (arXiv:2503.23798).
+        is_fitted: `fit_router` can fit it, by its `fit`.
         hidden_divisor: The default of `gate_hidden` is the model's width divided by it.
     """
 
@@ -69,6 +70,7 @@ class Gate(nn.Module, ABC):
     soft: ClassVar[bool] = False
     scales_sublayers: ClassVar[bool] = False
     scales_ffn: ClassVar[bool] = False
+    is_fitted: ClassVar[bool] = False
     hidden_divisor: ClassVar[int] = 4
 
     def __init__(self, width: int, config: Any, scores: int = 1) -> None:
@@ -98,6 +100,17 @@ class Gate(nn.Module, ABC):
 
     def connect(self, lm_head: Any) -> None:
         """Take the model's `base.lm_head.LMHead`, where `reads_logits`."""
+
+    def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, always_Sd: torch.Tensor | None = None) -> None:
+        """Fit the scores to `y` without training, where `is_fitted`.
+
+        Args:
+            a_Nd: The gate's input, float32.
+            y_N: The scores to come close to, standardised.
+            seed: Seed of whatever is drawn.
+            always_Sd: The input of tokens that have to run in full, whatever their error.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is not fitted")
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         """The gate with its weights as they are now, in `dtype`: `[B, 1, d] -> [B]`, in as few operators as it can."""

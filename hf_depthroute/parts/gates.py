@@ -35,6 +35,7 @@ class MLPGate(Gate):
 
     sizes = ("gate_hidden",)
     scores_experts = True
+    is_fitted = True
 
     def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
         super().__init__(width, config, scores)
@@ -55,14 +56,7 @@ class MLPGate(Gate):
         return ScoreMaps(self.hidden.weight, self.hidden.bias, self.score.weight.squeeze(0), self.score.bias)
 
     def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, always_Sd: torch.Tensor | None = None) -> None:
-        """Fit the scores to `y`: in closed form (`fit_scores`), then by `_STEPS` steps of gradient descent.
-
-        Args:
-            a_Nd: The gate's input, float32.
-            y_N: The scores to come close to, standardised.
-            seed: Seed of the random directions.
-            always_Sd: The input of tokens that have to run in full, whatever their error.
-        """
+        """In closed form (`fit_scores`, from random directions), then by `_STEPS` steps of gradient descent."""
         fit_scores(self.hidden, self.score, a_Nd, y_N, seed, always_Sd)
         apart = always_Sd is not None and self.hidden.out_features > 1
         units = self.hidden.out_features - apart
@@ -200,6 +194,7 @@ class AffineGate(LinearGate):
     default_threshold = None
     default_selection = "topk"
     default_temperature = 2.0
+    is_fitted = True
 
     def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
         super().__init__(width, config, scores)
@@ -210,7 +205,7 @@ class AffineGate(LinearGate):
 
     @torch.no_grad()
     def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, always_Sd: torch.Tensor | None = None) -> None:
-        """Ridge regression of `y`, in closed form; see `MLPGate.fit`.
+        """Ridge regression of `y`, in closed form.
 
         The tokens that have to run in full are rows with a `y` of 30, which weigh a tenth of the others together.
         """
