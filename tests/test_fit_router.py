@@ -346,6 +346,16 @@ def test_branches_learn_under_gates_that_stay(tmp_path: Path) -> None:
     assert all(p.grad is not None and p.grad.any() for p in first.depth_route_branch["default"].down.parameters())
 
 
+def test_the_spread_of_shares_is_that_of_the_held_out_rows() -> None:
+    model = fit_router(build_base("llama"), text(), keep=0.6)
+    depth = len(decoder_layers(model))
+    held_out = [{"input_ids": ids[None]} for ids in torch.cat([batch["input_ids"] for batch in text()])[4::5]]
+    shares = torch.tensor([share(model, [row], depth) for row in held_out])
+    fewest, most = remembered(model, "default").training["fit"]["share_of_rows"]
+    assert shares.min() - 1e-6 <= fewest <= most <= shares.max() + 1e-6
+    assert fewest == pytest.approx(float(shares.quantile(0.05)), abs=1e-3)
+
+
 def test_too_little_text_is_refused() -> None:
     with pytest.raises(ValueError, match="512 is the least"):
         fit_router(build_base("llama"), text(2, 8))
@@ -367,6 +377,9 @@ def test_the_command_saves_what_loads(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ended.code == 0, ended.err
     assert "held-out tokens: dense" in ended.out
+    fewest, most = json.loads((out / "training.json").read_text())["fit"]["share_of_rows"]
+    assert f"in nine rows of ten, {fewest:.0%} to {most:.0%} of all calls run in full" in ended.out
+    assert f"({fewest:.1%} to {most:.1%} in nine rows of ten)" in (out / "README.md").read_text()
     assert json.loads((out / "training.json").read_text())["fit"]["keep"] == 0.6
     card = (out / "README.md").read_text()
     assert "* Data: `text.txt`, split `train`" in card and 'base = "path/to/' in card

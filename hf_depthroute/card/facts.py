@@ -212,6 +212,10 @@ def _is_fit(value: Any) -> bool:
     phases = value.get("phases", "all")
     figures = [*value.get("loss_of_rounds", []), *(value.get(name) for name in ("keep", "tokens", "loss_dense"))]
     figures += [value["loss"]] if "loss" in value else []
+    rows = value.get("share_of_rows", [0, 0])  # older records have none
+    if not isinstance(rows, list) or len(rows) != 2:
+        return False
+    figures += rows
     layers = value.get("layers")
     if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
         return False
@@ -220,7 +224,7 @@ def _is_fit(value: Any) -> bool:
     if phases == "prefill" and not all({layer.get("target")} <= set(TARGETS) for layer in layers.values()):
         return False
     of_layers = (_by_layer({i: layer.get(name) for i, layer in layers.items()}) for name in _FIT_FIGURES[phases])
-    return len(figures) > 3 and all(map(is_number, figures)) and all(of_layers)
+    return len(figures) > 5 and all(map(is_number, figures)) and all(of_layers)
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {

@@ -177,10 +177,14 @@ def _fitted(fit: Mapping[str, Any] | None, trained: bool) -> Safe | None:
     loss = fit["loss"] if "loss" in fit else min(fit["loss_of_rounds"])  # older records have those alone
     prompts = fit.get("phases") == "prefill"
     kept = f"of a prompt's {_kept_of(fit)}, behind it" if prompts else "of all calls run in full"
+    spread = ""
+    if "share_of_rows" in fit:
+        fewest, most = map(_share, fit["share_of_rows"])
+        spread = f" ({fewest} to {most} in nine rows of ten)"
     said, verb = ("training started from a fit to", "was") if trained else ("fitted without training on", "is")
     return Safe(
         f"{said} {int(fit['tokens']):,} tokens; on text held out of it, the loss {verb} "
-        f"{_figure(fit['loss_dense'])} dense and {_figure(loss)} with {_share(fit['keep'])} {kept}"
+        f"{_figure(fit['loss_dense'])} dense and {_figure(loss)} with {_share(fit['keep'])} {kept}{spread}"
     )
 
 

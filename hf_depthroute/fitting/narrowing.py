@@ -1,6 +1,6 @@
 """Layers that need no router: those left out of the adapter, and those that lose their gates.
 
-Shapes: R rows.
+Shapes: B rows of a batch, R rows of all processes, L routed layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..base.lm_head import predicting, token_losses
 from ..config.adapter import DepthRouteConfig
 from ..data.batches import labels_of
 from ..inference.calibration import active_routings, set_thresholds
-from ..routing.trace import count_routes
+from ..routing.trace import count_routes, record_routes
 from .text import Batches
 
 
@@ -37,17 +37,31 @@ def row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
 
 
 class Trial(NamedTuple):
-    """The mean loss of each row of all processes, `[R]`, nats, and the share of each layer's tokens that ran."""
+    """What a pass of the rows of all processes found.
+
+    Attributes:
+        loss_R: The mean loss of each row, nats.
+        ran_R: The share of the routed layers' tokens that ran in full, of each row.
+        shares: The share of each layer's tokens that ran in full.
+    """
 
     loss_R: torch.Tensor
+    ran_R: torch.Tensor
     shares: dict[int, float]
 
 
 def trial_of(model: nn.Module, batches: Batches) -> Trial:
     """One pass of this process's rows, with the thresholds as they are."""
+    losses = [torch.empty(0, dtype=torch.float64)]
+    shares = [torch.empty(0, dtype=torch.float64)]
     with count_routes(model) as counter:
-        loss_R = rows_of_all(row_losses(model, batches))
-    return Trial(loss_R, counter.full_ratio())
+        for batch in batches:
+            with record_routes(model) as trace:
+                losses.append(row_losses(model, [batch]))
+            ran_LB = torch.stack([(record.mask & record.real).sum(1) for record in trace.values()])
+            seen_LB = torch.stack([record.real.sum(1) for record in trace.values()])
+            shares.append((ran_LB.sum(0).double() / seen_LB.sum(0).clamp(min=1)).cpu())
+    return Trial(rows_of_all(torch.cat(losses)), rows_of_all(torch.cat(shares)), counter.full_ratio())
 
 
 def layer_states(model: nn.Module) -> dict[int, dict[str, Any]]:

@@ -171,6 +171,7 @@ def fit_router(
             measured = Measured(routing.budget(), found.shares[routing.layer_index], "calibration")
             routing.active_quantiles().measured = measured
         more_R = found.loss_R - dense_R
+        ran_R = 1 - (1 - found.ran_R) * len(found.shares) / len(stack_of(routed).layers)
     record = {
         "fit": {
             "keep": keep,
@@ -179,6 +180,7 @@ def fit_router(
             "loss_dense": float(dense_R.mean()),
             "loss": float(found.loss_R.mean()),
             "loss_over_dense_error": float(more_R.std() / len(more_R) ** 0.5) if len(more_R) > 1 else None,
+            "share_of_rows": ran_R.quantile(torch.tensor([0.05, 0.95], dtype=ran_R.dtype)).tolist(),
             "loss_of_rounds": losses,
             "layers": {str(index): asdict(layer) for index, layer in layers.items()},
         },
