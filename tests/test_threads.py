@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import build_routed, logits, tokens
 from request_kinds import ROUTED, build, generated, requests_of, run_together
+from training import make_trainer, rows, step_logs
 
 from hf_depthroute import calibrate, calibrate_budgets, record_routes, set_budget, set_phases, use_budget
 from hf_depthroute.config.adapter import ConfigError
@@ -45,6 +47,36 @@ def test_requests_with_settings_of_their_own_get_what_they_get_alone(name: str) 
         assert run_together(requests, alone) == []
     assert all(routing.state.settings == RunSettings() for routing in routings_of(model))
     assert torch.equal(generated(model, 1)[0], alone["plain"][0])
+
+
+@pytest.mark.usefixtures("eager_switches")
+@pytest.mark.parametrize("fields", [{}, {"fused_loss": False}, {"oracle": "on_policy", "exit_weight": 0.1}], ids=str)
+def test_a_training_and_who_generates_meanwhile_do_not_see_each_other(fields: dict[str, Any], tmp_path: Path) -> None:
+    def losses(model: Any, folder: str) -> list[dict[str, float]]:
+        trainer, _ = make_trainer(model, rows(8), tmp_path / folder, max_steps=12, **fields)
+        trainer.train()
+        return step_logs(trainer)
+
+    alone, model = losses(build_routed("llama", "mlp"), "alone"), build_routed("llama", "mlp")
+    lengths, errors, done = [], [], threading.Event()
+
+    def generate() -> None:
+        while not done.is_set():
+            try:
+                lengths.append(generated(model, 1, count=4)[0].shape[1])
+            except Exception as error:  # in a thread it would be lost
+                errors.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    try:
+        together = losses(model, "together")
+    finally:
+        done.set()
+        thread.join()
+    assert errors == []
+    assert len(lengths) > 2 and len(set(lengths)) == 1
+    assert [step["loss"] for step in together] == [step["loss"] for step in alone]
 
 
 def budgets(model: Any, turn: int) -> None:

@@ -8,6 +8,8 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers.utils.logging import is_progress_bar_enabled
 
+from ..base.contexts import of_this_thread
+
 
 class FitBar:
     """A bar that moves with every layer that a text has gone through, whatever it goes through it for.
@@ -26,7 +28,8 @@ class FitBar:
         self.total, self.done = passes * len(layers), 0
         self._bar = tqdm(total=self.total, disable=disable, unit="", unit_scale=True, bar_format=_FORMAT)
         if not self._bar.disable:
-            self._handles = [layer.register_forward_pre_hook(self._called, with_kwargs=True) for layer in layers]
+            called = of_this_thread(self._called)
+            self._handles = [layer.register_forward_pre_hook(called, with_kwargs=True) for layer in layers]
 
     def __enter__(self) -> FitBar:
         return self
@@ -56,4 +59,4 @@ class FitBar:
         self._bar.update(moved)
 
 
-_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+_FORMAT = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"

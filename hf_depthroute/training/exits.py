@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..base.contexts import hooked
+from ..base.contexts import hooked, of_this_thread
 from ..base.lm_head import LMHead, predicting
 from ..base.stack import stack_of
 from ..inference.calibration import active_routings
@@ -46,7 +46,7 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
                 exits[index] = args[0] if args else kwargs["hidden_states"]
                 exits.with_graph = torch.is_grad_enabled()
 
-        return keep
+        return of_this_thread(keep)
 
     indices = [routing.layer_index for routing in active_routings(model)]
     with hooked(layers[i].register_forward_pre_hook(keeper(i), with_kwargs=True) for i in indices):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.cache import without_cache
-from ..base.contexts import hooked
+from ..base.contexts import hooked, of_this_thread
 from ..base.lm_head import LMHead, predicting
 from ..base.stack import stack_of
 from ..base.sublayers import hidden_of
@@ -131,13 +131,14 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
         ValueError: No depth-routed adapter is active, or the model is split over devices or processes.
     """
     prefix = Prefix(model)
-    handles = [layer.register_forward_pre_hook(prefix.observe, with_kwargs=True) for layer in prefix.layers]
+    observe = of_this_thread(prefix.observe)
+    handles = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in prefix.layers]
 
     def keep_end(layer: nn.Module, args: Any, output: Any) -> None:
         if not prefix.passed_over():
             prefix.final = hidden_of(output)
 
-    end = prefix.layers[-1].register_forward_hook(keep_end)
+    end = prefix.layers[-1].register_forward_hook(of_this_thread(keep_end))
     with hooked([*handles, end]):
         try:
             yield prefix

@@ -11,6 +11,7 @@ Shapes: B batch, T positions, N predicted tokens, d model width, V vocabulary.
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any, cast
 
 import torch
@@ -34,7 +35,7 @@ class FusedLoss:
 
     The LM head hands the hidden states on, and the model's loss function applies it chunk by chunk. What the output
     calls `logits` then are the hidden states. A call without labels has no place in the block. One object serves many
-    blocks: a compiled model is compiled for its functions.
+    blocks: a compiled model is compiled for its functions. Other threads that run the model meanwhile have logits.
 
     Raises:
         ValueError: `model` is none that this works for; `fused_loss_obstacle` says why.
@@ -48,9 +49,11 @@ class FusedLoss:
         self._base = _base_of(model)
         self._head = cast(nn.Linear, self._base.get_output_embeddings())
         self._passed: torch.Tensor | None = None
+        self._thread: int | None = None
         self._forward, self._loss = self._pass_through, self._causal_lm_loss  # bound once
 
     def __enter__(self) -> None:
+        self._thread = threading.get_ident()
         self._head.__dict__["forward"] = self._forward
         self._base.__dict__["_loss_function"] = self._loss
 
@@ -59,7 +62,12 @@ class FusedLoss:
         self._base.__dict__.pop("_loss_function", None)
         self._passed = None
 
+    def _is_other_thread(self) -> bool:
+        return not torch.compiler.is_compiling() and threading.get_ident() != self._thread
+
     def _pass_through(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._is_other_thread():
+            return nn.Linear.forward(self._head, hidden_states)
         self._passed = hidden_states
         return hidden_states
 
@@ -74,6 +82,9 @@ class FusedLoss:
         **kwargs: Any,
     ) -> torch.Tensor:
         """transformers' `ForCausalLMLoss`, with the hidden states `[B, T, d]` in place of the logits."""
+        if self._is_other_thread():
+            items = cast(torch.Tensor | None, num_items_in_batch)  # transformers takes numbers too
+            return ForCausalLMLoss(logits, labels, vocab_size, items, ignore_index, shift_labels, **kwargs)
         if logits is not self._passed:
             raise RuntimeError(
                 f"{type(self._base).__name__} changes its logits between the LM head and the loss, which a fused loss "
