@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import os
 import re
+import subprocess
+import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +382,7 @@ def test_the_command_saves_what_loads(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ended.code == 0, ended.err
     assert "held-out tokens: dense" in ended.out
+    assert "note: fit_router: " in ended.err and "tokens to fit on are few" in ended.err
     fewest, most = json.loads((out / "training.json").read_text())["fit"]["share_of_rows"]
     assert f"in nine rows of ten, {fewest:.0%} to {most:.0%} of all calls run in full" in ended.out
     assert f"({fewest:.1%} to {most:.1%} in nine rows of ten)" in (out / "README.md").read_text()
@@ -426,6 +432,23 @@ def test_one_bar_counts_all_phases(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "fit: round 1 of 2" in shown and "fit: other budgets" in shown and "100%" in shown
     assert 0.8 <= reached[0] <= 1
     assert not any(layer._forward_pre_hooks for layer in decoder_layers(model))
+
+
+def test_the_command_draws_the_bar_on_a_terminal(tmp_path: Path) -> None:
+    base, given = save_base(tmp_path / "base"), write_text(tmp_path / "text.txt", 200)
+    words = ["fit", "--model", base, "--dataset", given, "--length", 32, "--out", tmp_path / "out"]
+    terminal, end = os.openpty()
+    termios.tcsetwinsize(end, (24, 100))
+    command = [sys.executable, "-m", "hf_depthroute", *map(str, words)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=end) as process:
+        os.close(end)
+        shown = b""
+        with contextlib.suppress(OSError):  # what a closed terminal raises
+            while part := os.read(terminal, 4096):
+                shown += part
+    os.close(terminal)
+    assert process.returncode == 0, shown
+    assert b"fit: round 1 of 2: " in shown and b"100%" in shown
 
 
 def test_no_bar_is_drawn_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,10 @@ def given(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
     return found if name == "gemma3" else {key: value for key, value in found.items() if key != "token_type_ids"}
 
 
+def text_alone() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(3, 50, (8, 16), generator=torch.Generator().manual_seed(1))}
+
+
 @pytest.mark.parametrize("name", ["gemma3", "llava"])
 def test_the_language_model_of_a_vlm_is_routed_saved_and_loaded(name: str, tmp_path: Path) -> None:
     base = vlm(name)
@@ -74,7 +78,7 @@ def test_the_language_model_of_a_vlm_is_routed_saved_and_loaded(name: str, tmp_p
     model = get_depth_routed_model(base, DepthRouteConfig(layers=[1, 2, 3])).eval()
     make_consequential(model)
     assert not any("vision" in key for key, parameter in model.named_parameters() if parameter.requires_grad)
-    calibrate(model, {"input_ids": torch.randint(3, 50, (8, 16), generator=torch.Generator().manual_seed(1))})
+    calibrate(model, text_alone())
     with torch.no_grad(), record_routes(model) as trace:
         expected = model(**given(name)).logits
     assert not torch.equal(expected, dense)
@@ -98,10 +102,12 @@ def test_the_language_model_of_a_vlm_is_routed_saved_and_loaded(name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llava"])
-def test_a_vlm_is_calibrated_on_images_and_its_language_model_is_counted(name: str) -> None:
+def test_a_vlm_is_calibrated_on_text_and_its_language_model_is_counted(name: str) -> None:
     model = get_depth_routed_model(vlm(name), DepthRouteConfig(layers=[1, 2, 3])).eval()
     make_consequential(model)
-    shares = calibrate(model, [given(name), given(name, padding=3)], budget=0.25)
+    with pytest.raises(ValueError, match="batch 0 holds pixel_values, which are not read here"):
+        calibrate(model, given(name))
+    shares = calibrate(model, text_alone(), budget=0.25)
     assert all(0.15 <= share <= 0.35 for share in shares.values())
     few, everything = (route_cost(model, budget=budget, length=16) for budget in (0.25, 1.0))
     assert few.flops_dense == everything.flops_dense > few.flops_routed
@@ -115,7 +121,7 @@ def test_a_vlm_is_calibrated_on_images_and_its_language_model_is_counted(name: s
 def test_a_fresh_process_loads_a_vlm(name: str, tmp_path: Path) -> None:
     model = get_depth_routed_model(vlm(name), DepthRouteConfig(layers=[1, 2, 3])).eval()
     make_consequential(model)
-    calibrate(model, given(name))
+    calibrate(model, text_alone())
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         torch.save(model(**given(name)).logits, tmp_path / "logits.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,9 +93,10 @@ def fit(options: FitOptions) -> None:
     from ..data.text import pack
     from ..fitting.prompts import KEEP_OF
     from ..fitting.router import fit_router
+    from ..fitting.text import FitWarning
     from ..routing.description import budget_words
     from ..training.record import remembered
-    from .output import made
+    from .output import made, noted
     from .saving import save_adapter
 
     config = DepthRouteConfig(
@@ -113,16 +115,17 @@ def fit(options: FitOptions) -> None:
     batches = loading.to_batches(packed, options.batch_size, options.blocks)
     base = source.base_model()
     try:
-        model: Any = fit_router(
-            base,
-            batches,
-            options.keep,
-            config,
-            rounds=options.rounds,
-            keep_of=options.keep_of,
-            length=options.prompt_length,
-            progress=None if process.is_main_process else False,
-        )
+        with noted(FitWarning):
+            model: Any = fit_router(
+                base,
+                batches,
+                options.keep,
+                config,
+                rounds=options.rounds,
+                keep_of=options.keep_of,
+                length=options.prompt_length,
+                progress=process.is_main_process and sys.stderr.isatty(),
+            )
     except ValueError as error:
         raise CliError(f"fit: {reason(error)}") from error
     process.destroy_process_group()

@@ -7,15 +7,17 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
 from ..files import staged
-from ..files.shown import reason, say_block, shown
+from ..files.shown import reason, say, say_block, shown
 from .errors import RESOURCES, CliError
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
@@ -131,3 +133,27 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool
     for row in rows:
         table.add_row(*(Text(shown(cell)) for cell in row))
     console.print(table)
+
+
+@contextlib.contextmanager
+def noted(kind: type[Warning]) -> Iterator[None]:
+    """Say warnings of `kind` as notes, when they come; for others nothing changes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", kind)
+        otherwise = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, kind):
+                say(f"note: {message}", sys.stderr)
+            else:
+                otherwise(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,6 +26,7 @@ from ..evaluation.cost import route_cost
 from ..files.shown import reason, say
 from ..files.versions import versions
 from ..fitting.router import config_to_fit, fit_router
+from ..fitting.text import FitWarning
 from ..inference import calibration
 from ..training.arguments import RoutingArguments
 from ..training.presets import find_preset
@@ -33,7 +35,7 @@ from ..training.trainer import DepthRouteTrainer, DepthRouteTrainingArguments
 from . import loading
 from . import options as o
 from .errors import OTHER, CliError
-from .output import check_space, made
+from .output import check_space, made, noted
 from .resuming import ARGUMENTS, check_same_run, checkpoint_to_resume
 from .saving import bytes_needed, save_adapter
 
@@ -84,6 +86,7 @@ def train_adapter(options: TrainOptions) -> None:
     with made(out):
         check_space(out, bytes_needed(model, run.tokenizer, checkpoints=run.arguments.save_strategy != "no"))
         log_history = _trained(run, model, checkpoint)
+        say("thresholds and losses ...")
         full_ratio, rows = _measured(run, model)
         record = _record_of(run, model, log_history, full_ratio, rows)
         save_adapter(out, model, run.tokenizer, record)
@@ -250,7 +253,8 @@ def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
     if checkpoint is None:
         batches = loading.to_batches(run.blocks, run.options.batch_size, run.options.calibration_blocks)
         try:
-            model = fit_router(base, batches, keep, config)
+            with noted(FitWarning):
+                model = fit_router(base, batches, keep, config, progress=sys.stderr.isatty())
         except ValueError as error:
             raise CliError(f"--init fit: {reason(error)}") from error
         found = record_of(model)["fit"]

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 INPUTS = ("input_ids", "attention_mask", "position_ids")  # what a forward pass without labels takes of a batch
+_NOT_TEXT = ("pixel_values", "image_", "video_", "input_features", "audio_")  # how names of what is no text begin
 
 
 def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str, torch.Tensor]]:
@@ -26,7 +27,8 @@ def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str,
             In rows of several documents (packed) `position_ids` begin anew with each, and there is no mask.
 
     Raises:
-        ValueError: A batch has no `input_ids`, or they are neither tensors nor lists of ids.
+        ValueError: A batch has no `input_ids`, or they are neither tensors nor lists of ids; or it has images or
+            sound, which would not be read.
     """
     device = device_of(model)
     for number, batch in enumerate([batches] if isinstance(batches, Mapping) else batches):
@@ -34,6 +36,12 @@ def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str,
             held = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
             raise ValueError(
                 f"batch {number} holds no input_ids, but {held}; batches are dicts of what a tokenizer returns"
+            )
+        other = [name for name in batch if str(name).startswith(_NOT_TEXT) and batch[name] is not None]
+        if other:
+            raise ValueError(
+                f"batch {number} holds {', '.join(other)}, which are not read here: their places would count as text; "
+                "give text alone"
             )
         inputs = {name: batch[name] for name in INPUTS if batch.get(name) is not None}
         if "attention_mask" not in inputs and _is_ragged(batch["input_ids"]):

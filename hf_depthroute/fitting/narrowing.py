@@ -37,7 +37,7 @@ def row_losses(model: nn.Module, batches: Batches) -> torch.Tensor:
 
 
 class Trial(NamedTuple):
-    """What a pass of the rows of all processes found.
+    """The outcome of a pass over the rows of all processes.
 
     Attributes:
         loss_R: The mean loss of each row, nats.

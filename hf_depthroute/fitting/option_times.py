@@ -22,6 +22,7 @@ from ..base.distributed import each_of_all
 from ..base.stack import stack_of
 from ..config.adapter import DepthRouteConfig
 from .options import Option, StaticFit, config_of
+from .text import FitWarning
 
 _SAMPLES = 12  # of every option at least, over its layers
 _BUSY = 1.25  # times as long for the same work: something else runs on the machine
@@ -67,6 +68,7 @@ def time_savings(
         warnings.warn(
             f"fit_router: the same work took {uneven:.1f} times as long at one time as at another: with something else "
             "on the machine, keep_of='time' may choose badly",
+            FitWarning,
             stacklevel=2,
         )
     fastest = min(dense, key=lambda found: found.whole)

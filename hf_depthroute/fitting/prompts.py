@@ -37,7 +37,7 @@ from .layer_walk import LayerWalk
 from .option_times import time_savings
 from .options import Search, choose, config_of, fit_on, prompt_length, prompts_of, real_rows, rows_of
 from .sensitivity import PRICED
-from .text import Batches, first_tokens, own_part, positions, split
+from .text import Batches, first_tokens, own_part, positions, split, warn_if_few
 
 _OPTIONS = 3  # a layer's options take as long as so many passes through it
 _FOUND = ("target", "gate", "branch", "branch_rank", "static_layers", *PATTERNS)
@@ -74,7 +74,7 @@ def fit_prompts(
     Args:
         model: A transformers model of a supported family, not routed. It is changed in place, as by
             `get_depth_routed_model`, and left in eval mode.
-        batches: As of `fit_router`; rows as long as the prompts that are served, with text behind them, are best.
+        batches: As of `fit_router`; rows of some hundred tokens, and many of them rather than long ones.
         keep: In (0, 1): the share of a prompt that is left, the router's own included.
         config: Which `layers` may be routed, by default all; its `prompt_tail`, `seed`, `modules_to_save` and
             `task_type` are kept. Target, gate and branch are found, and left out of it. Without a `prompt_tail` it is
@@ -110,6 +110,7 @@ def fit_prompts(
     tokens = sum(int(token_mask(batch).sum()) for batch in text)
     if tokens < _FEWEST:
         raise ValueError(f"fit_prompts: batches holds {tokens} tokens to fit on; {_FEWEST} is the least")
+    warn_if_few(tokens, stacklevel=5)  # past `fit_router`
     first = DepthRouteConfig(
         layers=given.layers, gate="none", branch="none", phases="prefill", prompt_tail=tail, seed=given.seed
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -43,13 +42,12 @@ from .layer_fits import FEWEST, Fits, LayerFit
 from .narrowing import Trial, layer_states, restore, row_losses, trial_of, without_gates, without_layers
 from .prompts import fit_prompts
 from .sensitivity import PRICED
-from .text import Batches, first_tokens, own_part, positions, split
+from .text import Batches, first_tokens, own_part, positions, split, warn_if_few
 
 DENSE = 0.96  # a layer that runs this share of the tokens in full is not routed: its gate costs what the others save
 STATIC = 0.005  # a layer that runs no more than this share of the tokens in full may need no gate
 _BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)  # whose thresholds are found on the streams that they leave
 _BUDGET_TOKENS = 2048  # that they are found on
-_ENOUGH = 10_000  # tokens to fit on; with fewer, a line says so
 
 
 @restoring
@@ -130,12 +128,7 @@ def fit_router(
     for part, use in ((text, "to fit on"), (held_out, "to hold out")):
         if (rows := sum(len(batch["input_ids"]) for batch in part)) < world_size():
             raise ValueError(f"fit_router: batches holds {rows} rows {use}, for {world_size()} processes")
-    if tokens < _ENOUGH:
-        warnings.warn(
-            f"fit_router: {tokens:,} tokens to fit on are few: on 3,000 a router lost twice to five times what it lost "
-            f"on 16,000; give it more than {_ENOUGH:,}",
-            stacklevel=3,  # past `restoring`
-        )
+    warn_if_few(tokens, stacklevel=3)  # past `restoring`
     routed = get_depth_routed_model(model, config)
     rated, last = first_tokens(held_out, PRICED), first_tokens(held_out, _BUDGET_TOKENS)
     with torch.no_grad(), evaluating(routed), sharing(), ExitStack() as stack:

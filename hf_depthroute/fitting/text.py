@@ -5,11 +5,29 @@ Shapes: R rows.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from ..base.distributed import own_share
 
 Batches = list[dict[str, torch.Tensor]]
+_ENOUGH = 10_000  # tokens to fit on; with fewer, a line says so
+
+
+class FitWarning(UserWarning):
+    """A fit that may be worse than it could be."""
+
+
+def warn_if_few(tokens: int, stacklevel: int) -> None:
+    """Say that more than `tokens` tokens are needed, where that is so; `stacklevel` as of `warnings.warn` there."""
+    if tokens < _ENOUGH:
+        warnings.warn(
+            f"fit_router: {tokens:,} tokens to fit on are few: on 3,000 a router lost twice to five times what it lost "
+            f"on 16,000; give it more than {_ENOUGH:,}",
+            FitWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def split(batches: Batches) -> tuple[Batches, Batches]:
