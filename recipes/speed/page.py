@@ -63,18 +63,33 @@ def timed_rows(result: Any) -> list[list[str]]:
     return rows
 
 
-def small_widths() -> list[str]:
-    """Prefill at the widths of the embedded bases."""
-    results = [read(f"speed/{name}.json") for name in ("widths", "widths-amx")]
+def by_shape(*names: str) -> list[str]:
+    """A table of suites with several shapes."""
+    results = [read(f"speed/{name}.json") for name in names]
     shapes = [m["setting"]["shape"] for result in results for m in timed_cases(result) for _ in m["budgets"]]
     rows = [row for result in results for row in timed_rows(result)]
     head = ["shape", "case", "routed", "budget", "run full", "time / dense", "masked", "FLOPs / dense", "eta", "free"]
+    return markdown_table([*head, "machine"], [[shape, *row] for shape, row in zip(shapes, rows)])
+
+
+def small_widths() -> list[str]:
+    """Prefill at the widths of the embedded bases."""
     return [
         "Small widths, where a router's own work is large beside what a token can skip: the shapes of the embedded "
         "bases, 256 and 512 wide. The second processor, with AMX, was measured before "
         "narrow FFNs ran more rows at once:",
         "",
-        *markdown_table([*head, "machine"], [[shape, *row] for shape, row in zip(shapes, rows)]),
+        *by_shape("widths", "widths-amx"),
+    ]
+
+
+def with_defaults() -> list[str]:
+    """Prompts and decoding at two widths, with default settings."""
+    return [
+        "The widths of SmolLM2-135M and of Qwen2.5-0.5B, all FFNs of a few layers, with the settings that a routed "
+        "model has by default: prompts of one sequence, and decoding of 1 to 64, few rounds on a restless machine:",
+        "",
+        *by_shape("cpu-shapes"),
     ]
 
 
@@ -259,6 +274,8 @@ def study() -> Study:
         *markdown_table(head, rows),
         "",
         *decode_step(),
+        "",
+        *with_defaults(),
         "",
         *small_widths(),
         "",

@@ -14,6 +14,7 @@ from torch import nn
 _FIELDS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
            "num_key_value_heads", "vocab_size", "tie_word_embeddings")  # fmt: skip
 _ROWS: dict[str, tuple[Any, ...]] = {
+    "smollm2-135m": ("llama", 576, 1536, 30, 9, 3, 32000, True),
     "qwen2.5-0.5b": ("qwen2", 896, 4864, 24, 14, 2, 32000, True),
     "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 32000, True),
     "llama-3-8b": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
