@@ -29,6 +29,7 @@ from hf_depthroute.fitting.option_times import PassTimes, time_savings
 from hf_depthroute.fitting.options import Option, StaticFit, choose, options_of, prompts_of
 from hf_depthroute.fitting.prompts import fit_prompts
 from hf_depthroute.fitting.sensitivity import stream_gradients, stream_metrics, text_gradients
+from hf_depthroute.fitting.text import FitWarning
 from hf_depthroute.inference.calibration import active_routings
 from hf_depthroute.routing.trace import routings_of
 from hf_depthroute.training.record import remembered
@@ -87,6 +88,14 @@ def test_a_prompt_costs_what_was_asked_for(family: str, keep: float) -> None:
         model(TEXT[0]["input_ids"])
     for record in trace.values():
         assert record.mask[:, -1].all() and not record.mask[:, :-1].any()
+
+
+def test_a_short_text_is_accepted_with_a_line_that_names_the_caller() -> None:
+    batches = [{"input_ids": part} for part in tokens(16, 64).split(4)]
+    config = DepthRouteConfig(layers="all", phases="prefill")
+    with pytest.warns(FitWarning, match="tokens to fit on are few; give it more than") as said:
+        fit_router(build_base("llama"), batches, keep=0.8, config=config)
+    assert [warning.filename for warning in said if warning.category is FitWarning] == [__file__]
 
 
 def test_the_end_of_a_prompt_runs_in_full() -> None:

@@ -39,6 +39,7 @@ from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.fitting.bar import FitBar
 from hf_depthroute.fitting.layer_fits import Fits
 from hf_depthroute.fitting.layer_walk import LayerWalk, walk_layers
+from hf_depthroute.fitting.text import FitWarning
 from hf_depthroute.inference.calibration import active_routings, is_calibrated
 from hf_depthroute.parts.gate import Gate
 from hf_depthroute.parts.gates import GATES
@@ -457,7 +458,8 @@ def test_no_bar_is_drawn_where_no_terminal_is(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_short_text_is_accepted_with_a_line_and_the_loss_has_its_error() -> None:
-    with pytest.warns(UserWarning, match="tokens to fit on are few"):
+    with pytest.warns(FitWarning, match="tokens to fit on are few: on 3,000") as said:
         model = fit_router(build_base("llama"), text(), config=DepthRouteConfig(layers="all", gate="affine"), rounds=1)
+    assert [warning.filename for warning in said if warning.category is FitWarning] == [__file__]
     fit = remembered(model, "default").training["fit"]  # type: ignore[index]
     assert abs(fit["loss"] - fit["loss_dense"]) < 10 * fit["loss_over_dense_error"] < 1

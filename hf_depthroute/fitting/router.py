@@ -128,7 +128,8 @@ def fit_router(
     for part, use in ((text, "to fit on"), (held_out, "to hold out")):
         if (rows := sum(len(batch["input_ids"]) for batch in part)) < world_size():
             raise ValueError(f"fit_router: batches holds {rows} rows {use}, for {world_size()} processes")
-    warn_if_few(tokens, stacklevel=3)  # past `restoring`
+    seen = ": on 3,000 a router lost twice to five times what it lost on 16,000"
+    warn_if_few(tokens, stacklevel=3, seen=seen)  # past `restoring`
     routed = get_depth_routed_model(model, config)
     rated, last = first_tokens(held_out, PRICED), first_tokens(held_out, _BUDGET_TOKENS)
     with torch.no_grad(), evaluating(routed), sharing(), ExitStack() as stack:

@@ -19,12 +19,17 @@ class FitWarning(UserWarning):
     """A fit that may be worse than it could be."""
 
 
-def warn_if_few(tokens: int, stacklevel: int) -> None:
-    """Say that more than `tokens` tokens are needed, where that is so; `stacklevel` as of `warnings.warn` there."""
+def warn_if_few(tokens: int, stacklevel: int, seen: str = "") -> None:
+    """Warn that `tokens` tokens are few to fit on, where they are.
+
+    Args:
+        tokens: How many there are.
+        stacklevel: As of `warnings.warn`, where this is called.
+        seen: What was seen with few, if anything was measured.
+    """
     if tokens < _ENOUGH:
         warnings.warn(
-            f"fit_router: {tokens:,} tokens to fit on are few: on 3,000 a router lost twice to five times what it lost "
-            f"on 16,000; give it more than {_ENOUGH:,}",
+            f"fit_router: {tokens:,} tokens to fit on are few{seen}; give it more than {_ENOUGH:,}",
             FitWarning,
             stacklevel=stacklevel + 1,
         )

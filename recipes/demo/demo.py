@@ -33,7 +33,7 @@ class Shape(NamedTuple):
     prompt: int
 
 
-REAL, EMBEDDED = Shape(16, 768, 1024), Shape(32, 512, 512)
+REAL, EMBEDDED = Shape(17, 768, 1024), Shape(32, 512, 512)
 
 
 def unpacked(package: Path, folder: Path) -> Path | None:
