@@ -12,6 +12,8 @@ from study.page import RECIPES, Study, read
 from hf_depthroute.files.markdown import markdown_table
 
 FOLDER = RECIPES / "smollm2"
+MAIN = "results"  # those of SmolLM2
+OTHERS = {"others/gemma-3-270m": "Gemma 3 270M", "others/qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct"}
 NAMES = {"c4": "C4", "wiki": "Wikipedia", "technical": "technical", "code": "code", "wikitext2": "WikiText-2"}
 KINDS = {
     "prompts": "fitted for prompts, keep {}, seed {}",
@@ -23,9 +25,9 @@ KINDS = {
 }
 
 
-def results() -> dict[str, Any]:
-    """By part, in the order of its name: everything with a loss over dense."""
-    found = {path.stem: read(f"smollm2/results/{path.name}") for path in sorted((FOLDER / "results").glob("*.json"))}
+def results(folder: str = MAIN) -> dict[str, Any]:
+    """By part, in the order of its name: everything in `folder` with a loss over dense."""
+    found = {path.stem: read(f"smollm2/{folder}/{path.name}") for path in sorted((FOLDER / folder).glob("*.json"))}
     return {part: result for part, result in found.items() if "settings" in result}
 
 
@@ -36,16 +38,17 @@ def label(part: str) -> str:
     return KINDS[kind].format(*(parts.get(word, word) for word in rest))
 
 
-def times() -> dict[str, Any]:
+def times(folder: str = MAIN) -> dict[str, Any]:
     """By part, the times over dense; empty before they are measured."""
-    path = FOLDER / "results" / "times.json"
-    return read("smollm2/results/times.json")["over_dense"] if path.exists() else {}
+    path = FOLDER / folder / "times.json"
+    return read(f"smollm2/{folder}/times.json")["over_dense"] if path.exists() else {}
 
 
-def lines(setting: str) -> list[str]:
+def lines(setting: str, folder: str = MAIN) -> list[str]:
     """A table of the parts of one setting, `"prompts"`, `"long"` or `"all"`; behind several seeds, their mean."""
-    timed, rows = times() if setting == "long" else {}, []
-    found = {part: result["settings"][setting] for part, result in results().items() if setting in result["settings"]}
+    timed, rows = times(folder) if setting == "long" else {}, []
+    parts_of = results(folder).items()
+    found = {part: result["settings"][setting] for part, result in parts_of if setting in result["settings"]}
     for kind, parts in groupby(found, lambda part: label(part).partition(", seed ")[0]):
         same = []
         for part in parts:
@@ -138,11 +141,46 @@ def told_tasks() -> str:
     return f"{len(found['dense'])} tasks {mean:+.1f} ± {error:.1f} points"
 
 
+def span_of_other(folder: str, part: str = "prompts-0.8-0", setting: str = "prompts") -> str:
+    """The least and the greatest loss over dense of five texts."""
+    more = [text["more"] for text in results(folder)[part]["settings"][setting]["texts"].values()]
+    return f"{min(more):+.3f} to {max(more):+.3f}"
+
+
+def other_lines(folder: str) -> list[str]:
+    """The tables of another model than SmolLM2."""
+    found = []
+    captions = {
+        "long": "Prompts of 1,024 tokens:",
+        "prompts": "Prompts of 384 tokens:",
+        "all": "All tokens of rows of 256 routed, FLOPs at the share of the calls that ran:",
+    }
+    for setting, caption in captions.items():
+        if table := lines(setting, folder):
+            found += ["", caption, "", *table]
+    return found
+
+
+def others() -> list[str]:
+    """What the same command gives on other models; one seed each."""
+    found = []
+    for folder, name in OTHERS.items():
+        if results(folder):
+            found += ["", f"### {name}", *other_lines(folder)]
+    if not found:
+        return []
+    caption = "The same on other models, one seed, fewer rows; their weights, too, were those of a 4-bit file."
+    return ["", caption, *found]
+
+
 def study() -> Study:
     brief = (
         "SmolLM2-135M-Instruct, no training, prompts of 1,024 tokens, loss behind them over dense on five kinds of "
         f"text, three seeds: {'; '.join(told())}; {told_tasks()} at the first"
     )
+    for folder, name in OTHERS.items():
+        if "prompts-0.8-0" in results(folder):
+            brief += f"; {name}, prompts of 384 tokens at 0.8 of the FLOPs: {span_of_other(folder)}"
     section = [
         "Prompts alone are routed, and run their last 64 tokens in full; nats over dense of the 128 tokens behind. "
         "FLOPs and times are of the prompt. WikiText-2 was not fitted on. Prompts of 1,024 tokens:",
@@ -165,4 +203,5 @@ def study() -> Study:
                 f"Time over dense, {label(part)}: {time['prompt']:.2f} for a prompt of 1,024 tokens, "
                 f"{time['token']:.2f} for a token of one sequence, {time['tokens_of_8']:.2f} for one of eight.",
             ]
+    section += others()
     return Study("A real model", "smollm2", "python recipes/smollm2/run.py", brief, section)
