@@ -169,7 +169,10 @@ def others() -> list[str]:
             found += ["", f"### {name}", *other_lines(folder)]
     if not found:
         return []
-    caption = "The same on other models, one seed, fewer rows; their weights, too, were those of a 4-bit file."
+    caption = (
+        "The same on other models, one seed, fewer rows, `keep` as a share of the FLOPs; their weights, too, were those "
+        "of a 4-bit file."
+    )
     return ["", caption, *found]
 
 
