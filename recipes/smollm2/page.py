@@ -170,8 +170,8 @@ def others() -> list[str]:
     if not found:
         return []
     caption = (
-        "The same on other models, one seed, fewer rows, `keep` as a share of the FLOPs; their weights, too, were those "
-        "of a 4-bit file."
+        "The same on other models, one seed, fewer rows, `keep` as a share of the FLOPs; their weights, too, were "
+        "those of a 4-bit file."
     )
     return ["", caption, *found]
 
