@@ -20,9 +20,8 @@ from ..routing.thresholds import Measured
 from ..routing.trace import RouteRecord, RouteTrace, record_routes
 from .arguments import LOSSES, RoutingArguments
 from .forks import Prefix, observe_prefix
-from .label_scale import LabelScale
 from .losses import LossInputs, diagnostics, routing_losses
-from .oracle import prefix_utility
+from .oracle import LabelScale, prefix_utility
 from .trace_statistics import stack
 
 __all__ = ["RoutingArguments", "RoutingObjective"]
