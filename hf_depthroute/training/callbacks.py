@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,11 +29,6 @@ from .objective import RoutingObjective
 from .record import known, remember_training, training_record
 
 logger = logging.getLogger(__name__)
-
-DATA_PARALLEL = (
-    "{} GPUs in one process: DataParallel runs copies of the model in threads, where routing losses see no decision; "
-    "start one process for each GPU (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES=0"
-)
 
 
 class RoutingCallback(TrainerCallback):
@@ -101,22 +96,21 @@ class DepthRouteCallback(RoutingCallback):
         self.trainer, self.arguments = trainer, arguments
         if arguments is not None:
             arguments.check()
-        self._open = ExitStack()
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer is None:
             raise RuntimeError("DepthRouteCallback does not know its trainer; pass it: DepthRouteCallback(trainer)")
         arguments = self.arguments or (args if isinstance(args, RoutingArguments) else RoutingArguments())
         self.objective, trainer = RoutingObjective(arguments, kwargs["model"]), self.trainer
-        trainer.__dict__["compute_loss"] = partial(routed_loss, self.objective, trainer, trainer.compute_loss)
-        self._open.callback(trainer.__dict__.pop, "compute_loss", None)
         trainer.callback_handler.callbacks.remove(self)
         trainer.callback_handler.callbacks.insert(0, self)  # adds to the logs before integrations read them
+        trainer.__dict__["compute_loss"] = partial(routed_loss, self.objective, trainer, trainer.compute_loss)
         super().on_train_begin(args, state, control, **kwargs)
 
     def restore(self) -> None:
+        if self.begun:
+            vars(self.trainer).pop("compute_loss", None)
         super().restore()
-        self._open.close()
 
 
 def routed_loss(
@@ -198,16 +192,6 @@ def provided(trainer: Any) -> Iterator[None]:
         ValueError: The model is routed, and no parameter of it trains; the losses would be added twice; or
             `DataParallel` would copy the model.
     """
-    ours = _provide(trainer)
-    try:
-        yield
-    finally:
-        for callback in ours:
-            callback.restore()
-
-
-def _provide(trainer: Any) -> list[RoutingCallback]:
-    """The callbacks of `provided`."""
     stack = routed_stack(trainer.model)
     routings = [] if stack is None else [routing for routing in stack.routed if routing.adapter() is not None]
     if routings and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
@@ -220,17 +204,26 @@ def _provide(trainer: Any) -> list[RoutingCallback]:
             f"{type(trainer).__name__} would add the routing losses {len(ours)} times ({names}): leave one in; "
             "DepthRouteTrainer has its own"
         )
-    for callback in (c for c in ours if isinstance(c, DepthRouteCallback)):
-        callback.trainer = trainer
+    for callback in ours:
+        if isinstance(callback, DepthRouteCallback):
+            callback.trainer = trainer
     if not ours and _trains_routers(routings):
         logger.info("%s trains a routed model: added DepthRouteCallback, default weights", type(trainer).__name__)
-        trainer.add_callback(DepthRouteCallback(trainer))
-        ours.append(trainer.callback_handler.callbacks[-1])
+        ours.append(DepthRouteCallback(trainer))
+        trainer.add_callback(ours[0])
+    if ours and trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"{trainer.args.n_gpu} GPUs in one process: DataParallel runs copies of the model in threads, where "
+            "routing losses see no decision; start one process for each GPU (accelerate launch, torchrun), or set "
+            "CUDA_VISIBLE_DEVICES=0"
+        )
     if ours:
-        if trainer.args.n_gpu > 1:
-            raise ValueError(DATA_PARALLEL.format(trainer.args.n_gpu))
         print_lines(trainer)
-    return ours
+    try:
+        yield
+    finally:
+        for callback in ours:
+            callback.restore()
 
 
 def _trains_routers(routings: list[Routing]) -> bool:

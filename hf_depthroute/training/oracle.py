@@ -79,8 +79,8 @@ def prefix_utility(
         prefix, labels_BT, kind, window, gamma, lambda path_BTd, trunk_BTd: path_BTd[None], layers
     )
     valid_BT = _windowed(counted_BT.float(), window, gamma, prefix.documents) > 0
-    if prefix.token_mask is not None:
-        valid_BT = valid_BT & prefix.token_mask
+    if prefix.context.token_mask is not None:
+        valid_BT = valid_BT & prefix.context.token_mask
     return {index: UtilityLabels(difference_1BT[0], valid_BT) for index, difference_1BT in differences.items()}
 
 

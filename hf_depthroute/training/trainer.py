@@ -21,9 +21,10 @@ from ..files.staged import write_json
 from ..inference.calibration import active_routings
 from ..parts.gates import GATES
 from . import checkpoints
+from .arguments import RoutingArguments
 from .callbacks import DepthRouteCallback, RoutingCallback, is_standard, routed_loss
 from .fused_loss import FusedLoss, fused_loss_obstacle
-from .objective import RoutingArguments, RoutingObjective
+from .objective import RoutingObjective
 from .record import record_of
 
 __all__ = [
