@@ -22,7 +22,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import safe_open
 from torch import nn
 
-from ..base.families import text_config
+from ..base.families import field_of, text_config
 from ..base.gguf import gguf_file_of
 from ..base.stack import stack_of
 from .files import SAMPLED, AdapterMismatchError
@@ -79,10 +79,9 @@ def describe_base(model: Any, files: Iterable[Path] | None = None, vocabulary: i
     embeddings are sampled where a model with that many rows has them sampled.
     """
     config = text_config(model.config)
-    read = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
     sampled = sampled_weights(model, vocabulary) if files is None else stored_weights(model, files, vocabulary)
     file = gguf_file_of(model.config)
-    described = {name: read(name) for name in _SIZES} | ({} if file is None else {GGUF_FILE: file})
+    described = {name: field_of(config, name) for name in _SIZES} | ({} if file is None else {GGUF_FILE: file})
     return {**described, SAMPLED: sampled}
 
 

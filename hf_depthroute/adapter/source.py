@@ -49,12 +49,8 @@ def loading_from(model: Any, adapter_name: str, source: Any, kwargs: Mapping[str
 
 
 def current_load() -> Loading | None:
+    """The load that goes on, on any path; None if no adapter is being read from files."""
     return _LOADING.get()
-
-
-def is_loading() -> bool:
-    """Whether an adapter is being read from files, on any path."""
-    return _LOADING.get() is not None
 
 
 def folder_of(source: Any, hub: Mapping[str, Any]) -> Path:

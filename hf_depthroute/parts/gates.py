@@ -20,7 +20,7 @@ from torch import nn
 
 from ..base.distributed import total
 from .baseline_gates import ExitGate, RandomGate, SinkGate, StaticGate
-from .branches import MixedLinear, TensorMap, TransientCache, reset_linear, version_key
+from .branches import Deriving, MixedLinear, TensorMap, reset_linear
 from .flexidepth import BottleneckGate
 from .gate import Gate
 from .memory import MemoryGate
@@ -63,7 +63,7 @@ class MLPGate(Gate):
         refine_scores(self.hidden, self.score, a_Nd, y_N, seed, _STEPS, units)
 
 
-class JEPAGate(Gate):
+class JEPAGate(Deriving, Gate):
     """G3: predict the outcome of both paths in a small latent space, then score the difference.
 
         c = W_c sg(a) + b;   q_x = P([c; e_x]) for x in (full, cheap);   u = D([q_full, q_cheap, q_full - q_cheap])
@@ -84,7 +84,6 @@ class JEPAGate(Gate):
         self.predict = MixedLinear(summary, summary)
         self.decide_hidden = MixedLinear(3 * summary, summary)
         self.score = ScoreHead(summary)
-        self._derived = TransientCache()
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         nn.init.normal_(self.actions.weight, generator=generator)
@@ -119,10 +118,6 @@ class JEPAGate(Gate):
 
         return scores
 
-    def train(self, mode: bool = True) -> JEPAGate:
-        self._derived.clear()
-        return super().train(mode)
-
     def _shared(self, x: torch.Tensor, context_map: torch.Tensor) -> torch.Tensor:
         """The context's part of P's first map, the same for both actions: `[B, T, d] -> [B, T, 1, summary_dim]`."""
         if not self.training:
@@ -133,28 +128,25 @@ class JEPAGate(Gate):
         return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))[..., None, :]
 
     def _parts(self, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The maps with the action embeddings folded in; inference keeps them as `MixedLinear` keeps its weights.
+        """The maps with the action embeddings folded in, for input like `a`.
 
         Returns:
             The context's part of P's first map; the actions' part, `[2, summary_dim]`, row 0 full, row 1 cheap; D's
             first map, linear in the difference: `W1 q_full + W2 q_cheap + W3 (q_full - q_cheap)`, and its bias.
         """
-        weights = self.predict_hidden.weight, self.actions.weight, self.predict_hidden.bias
-        w_decide, b_decide = self.decide_hidden.weight, self.decide_hidden.bias
-        keeps = not (self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(a.device.type))
-        now = version_key(*weights, w_decide, b_decide) if keeps else None
-        held = self._derived.get("parts")  # with their stamp in one entry: threads share it
-        if now is not None and held is not None and held[0] == (a.dtype, now):
-            parts: tuple[torch.Tensor, ...] = held[1]
-            return parts
-        context_map, action_map = weights[0].split([self.context.out_features, self.actions.embedding_dim], dim=1)
-        w1, w2, w3 = w_decide.chunk(3, dim=1)
-        offsets = F.linear(self.actions.weight, action_map, self.predict_hidden.bias).to(a.dtype)
-        parts = context_map, offsets, torch.cat([w1 + w3, w2 - w3], dim=1), b_decide
-        if now is not None:
-            parts = tuple(part.to(a.dtype) for part in parts)
-            self._derived["parts"] = (a.dtype, now), parts
-        return parts
+        predict, decide, actions = self.predict_hidden, self.decide_hidden, self.actions.weight
+        autocast = torch.is_autocast_enabled(a.device.type)
+        casts = not (autocast or self.training or torch.is_grad_enabled())
+
+        def made() -> tuple[torch.Tensor, ...]:
+            context_map, action_map = predict.weight.split([self.context.out_features, actions.shape[1]], dim=1)
+            w1, w2, w3 = decide.weight.chunk(3, dim=1)
+            offsets = F.linear(actions, action_map, predict.bias).to(a.dtype)
+            parts = context_map, offsets, torch.cat([w1 + w3, w2 - w3], dim=1), decide.bias
+            return tuple(part.to(a.dtype) for part in parts) if casts else parts
+
+        weights = predict.weight, predict.bias, actions, decide.weight, decide.bias
+        return self.derived(made, a.dtype, *weights, keeps=not autocast)
 
 
 class LinearGate(Gate):

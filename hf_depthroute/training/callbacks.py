@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from ..files.shown import say
 from ..inference.calibration import active_routings
@@ -37,35 +37,35 @@ class RoutingCallback(TrainerCallback):
     objective: RoutingObjective  # while training runs, and `begun` is not 0
     begun = 0.0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.begun = time.monotonic()
-        self._remember(args, state, **kwargs)
+        self._remember(args, state, kwargs)
 
-    def _remember(self, args: Any, state: Any, model: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+    def _remember(self, args: TrainingArguments, state: TrainerState, given: dict[str, Any]) -> None:
         """Note the run so far with the model, for the card of a checkpoint or of the end."""
-        dataset = known(lambda: train_dataloader.dataset)
+        model, dataset = given["model"], known(lambda: given["train_dataloader"].dataset)
         remember_training(model, training_record(args, state, model, dataset, time.monotonic() - self.begun))
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.objective.schedule(state.global_step)
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.objective.check_finite(state.global_step + 1, gradients=not args.fp16)
 
-    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.objective.after_step()
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.begun and "loss" in (logs or ()):
             self.objective.note_shares()
             metrics = self.objective.pop_metrics()
             logs.update(metrics)
             state.log_history[-1].update(metrics)
         if self.begun:
-            self._remember(args, state, **kwargs)
+            self._remember(args, state, kwargs)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._remember(args, state, **kwargs)
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._remember(args, state, kwargs)
         self.objective.note_shares()
         self.restore()
         missed = missed_budget(active_routings(self.objective.model)[0].active_config(), state.log_history)
@@ -97,7 +97,7 @@ class DepthRouteCallback(RoutingCallback):
         if arguments is not None:
             arguments.check()
 
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.trainer is None:
             raise RuntimeError("DepthRouteCallback does not know its trainer; pass it: DepthRouteCallback(trainer)")
         arguments = self.arguments or (args if isinstance(args, RoutingArguments) else RoutingArguments())
@@ -115,9 +115,9 @@ class DepthRouteCallback(RoutingCallback):
 
 def routed_loss(
     objective: RoutingObjective,
-    trainer: Any,
-    plain: Any,
-    model: Any,
+    trainer: Trainer,
+    plain: Callable[..., Any],
+    model: nn.Module,
     inputs: dict[str, Any],
     return_outputs: bool = False,
     num_items_in_batch: torch.Tensor | int | None = None,
@@ -153,7 +153,7 @@ def routed_loss(
 
 
 @contextmanager
-def _as_deployed(trainer: Any, model: nn.Module) -> Iterator[None]:
+def _as_deployed(trainer: Trainer, model: nn.Module) -> Iterator[None]:
     """Decide as inference does where a trainer compares the policy with a reference or with its own rollouts.
 
     DPO, KTO, GRPO and RLOO need the log-probabilities of the model that generates. Under top-k a token's depends on
@@ -172,7 +172,7 @@ def is_standard(compute_loss: Any) -> bool:
     return getattr(compute_loss, "__func__", None) is Trainer.compute_loss
 
 
-def _share(trainer: Any, num_items_in_batch: torch.Tensor | int | None) -> float:
+def _share(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) -> float:
     """This batch's part of the optimizer step, for terms that are means over one batch."""
     # Where the Trainer divides by the tokens of the whole step, it does not by the number of accumulated batches.
     divided = getattr(trainer, "loss_is_scaled_for_ga", None)
@@ -183,7 +183,7 @@ def _share(trainer: Any, num_items_in_batch: torch.Tensor | int | None) -> float
 
 
 @contextmanager
-def provided(trainer: Any) -> Iterator[None]:
+def provided(trainer: Trainer) -> Iterator[None]:
     """Train inside the block: a `DepthRouteCallback` knows its trainer, and routers that train have one.
 
     A trainer with routing losses prints readable lines. Whatever ends the block, schedules and frozen gates end too.
@@ -192,9 +192,10 @@ def provided(trainer: Any) -> Iterator[None]:
         ValueError: The model is routed, and no parameter of it trains; the losses would be added twice; or
             `DataParallel` would copy the model.
     """
-    stack = routed_stack(trainer.model)
+    model = cast(nn.Module, trainer.model)
+    stack = routed_stack(model)
     routings = [] if stack is None else [routing for routing in stack.routed if routing.adapter() is not None]
-    if routings and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+    if routings and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(FROZEN)
     callbacks = trainer.callback_handler.callbacks
     ours = [callback for callback in callbacks if isinstance(callback, RoutingCallback)]

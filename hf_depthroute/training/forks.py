@@ -115,14 +115,14 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
     """
     prefix = Prefix(model)
     observe = of_this_thread(prefix.observe)
-    handles = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in prefix.layers]
 
+    @of_this_thread
     def keep_end(layer: nn.Module, args: Any, output: Any) -> None:
         if not prefix.passed_over():
             prefix.final = hidden_of(output)
 
-    end = prefix.layers[-1].register_forward_hook(of_this_thread(keep_end))
-    with hooked([*handles, end]):
+    handles = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in prefix.layers]
+    with hooked([*handles, prefix.layers[-1].register_forward_hook(keep_end)]):
         try:
             yield prefix
         finally:
