@@ -26,7 +26,7 @@ import hf_depthroute.adapter.loading
 from hf_depthroute import cli
 from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError, read_tensors
 from hf_depthroute.adapter.loading import match_tensors
-from hf_depthroute.adapter.settling import settle
+from hf_depthroute.adapter.source import settle
 from hf_depthroute.adapter.tensor_rules import RULES
 from hf_depthroute.card import make_card, push_folder, write_card
 from hf_depthroute.card.readme import parse_readme

@@ -173,7 +173,7 @@ def sampled_weights(model: Any, vocabulary: int | None = None) -> dict[str, floa
             continue
         position = _position(name, data.shape, vocabulary)
         if position < data.numel():
-            found[name] = _rounded(data.reshape(-1)[position])
+            found[name] = float(data.reshape(-1)[position].to(torch.bfloat16))
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
@@ -197,7 +197,7 @@ def stored_weights(model: Any, files: Iterable[Path], vocabulary: int | None = N
                 place = np.unravel_index(position, tuple(shape))
                 value = part[tuple(slice(int(index), int(index) + 1) for index in place)]
                 if value.dtype in _READABLE:
-                    found[name] = _rounded(value)
+                    found[name] = float(value.to(torch.bfloat16))
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
@@ -215,10 +215,6 @@ def _position(name: str, shape: torch.Size, vocabulary: int | None) -> int:
     """Which of a weight's values is looked at; of the embeddings, that of a model with a vocabulary of that size."""
     rows = vocabulary if vocabulary is not None and name.startswith("embeddings.") else shape[0]
     return int.from_bytes(name.encode()[-6:], "big") % (rows * math.prod(shape[1:]))
-
-
-def _rounded(value: torch.Tensor) -> float:
-    return float(value.to(torch.bfloat16))
 
 
 def _base_weights(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..config.fields import MEMORY_FIELDS, RoutingFields
 from ..files.shown import reason
+from ..files.untrusted import RefusedFileError, read_file
 from ..parts.neurons import NEURONS
 from ..routing.routing import ROUTING, Routing
 from .files import PEFT_TYPE, AdapterMismatchError, check_folder, read_config, read_tensors, tensors_hash
 from .injection import leave
 from .modules_to_save import key_in_file, unwrap
-from .settling import settle
-from .source import read_whole
+from .source import read_whole, settle
 from .tensor_rules import WRAPPER, fault_of_values
 
 P = ParamSpec("P")
@@ -44,7 +44,7 @@ _SEEN_IN_TENSORS = ("layers", "static_layers", "branch_rank", "rank_pattern", "g
 _READER = "_load_pretrained_model"  # the static method with which transformers reads an adapter file
 # The second group is empty where the method cannot be told: spelt with escapes, or with long gaps.
 _METHOD = re.compile(rb'"peft_type"(\s{0,99}:\s{0,99}"([A-Z0-9_]{1,99})")?|\\u00[4-7]')
-_LONGEST = 512  # more than the pattern takes
+_MAX_BYTES_OF_OTHERS = 1 << 26  # of the config of another method
 
 
 def own_tensors(state_dict: Mapping[str, torch.Tensor], adapter_name: str) -> dict[str, torch.Tensor]:
@@ -221,7 +221,7 @@ def from_json_file(read: Any, cls: Any, path_json_file: str, **kwargs: Any) -> A
     path = Path(path_json_file)
     if not path.exists():
         return read(cls, path_json_file, **kwargs)  # PEFT says why
-    methods = _methods_in(path) if path.is_file() else set()
+    methods = _methods_in(path)
     # Without a method that is found like this it may be ours: read in bounds first.
     if PEFT_TYPE not in methods and (methods or read_config(path).get("peft_type") != PEFT_TYPE):
         return read(cls, path_json_file, **kwargs)
@@ -233,24 +233,17 @@ def from_json_file(read: Any, cls: Any, path_json_file: str, **kwargs: Any) -> A
 
 
 def _methods_in(path: Path) -> set[str]:
-    """Read the PEFT method from a config of any size without parsing it.
+    """The PEFT methods that a config names, read without parsing it; empty if one of them cannot be told.
 
     Lists of target modules make the configs of other methods large; what is ours, or does not say whose it is, has the
-    bounds of `read_config`.
+    bounds of `read_config`, which also says why a file cannot be read.
     """
     found: set[str] = set()
-    data, more = b"", True
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # `read_config` says why
-        while more:
-            chunk = file.read(1 << 20)
-            data, more = data + chunk, bool(chunk)
-            end = max(len(data) - _LONGEST, 0) if more else len(data)  # what the next chunk may go on with waits for it
-            for match in _METHOD.finditer(data):
-                if match.start() < end and match[2] is None:
-                    return set()
-                if match.start() < end:
-                    found.add(match[2].decode())
-            data = data[end:]
+    with contextlib.suppress(FileNotFoundError, RefusedFileError):
+        for match in _METHOD.finditer(read_file(path, _MAX_BYTES_OF_OTHERS)):
+            if match[2] is None:
+                return set()
+            found.add(match[2].decode())
     return found
 
 

@@ -37,7 +37,7 @@ from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError
 from .loading import check_same, from_json_file, has_adapter, unchanged_on_error
 from .saving import save_whole
 from .source import HUB, current_load, folder_of, loading_from, read_whole
-from .tasks import check_wrapper, copies_once, make_for_task
+from .tasks import copies_once, make_for_task
 
 _MARK = "_depth_route_wrapped"
 # What else `print_trainable_parameters` says of a model: a line each, or None if there is nothing to say.
@@ -61,7 +61,6 @@ def install() -> None:
     for module in (peft, peft.peft_model):  # each holds the function itself
         _wrap(module, "get_peft_model_state_dict", _state_dict_of)
     _wrap(peft, "get_peft_model", make_for_task)
-    _wrap(PeftModel, "__init__", check_wrapper)
     _wrap(peft.peft_model, "_set_trainable", copies_once)
     _wrap(BaseTuner, "__init__", _init_tuner)
 

@@ -20,8 +20,8 @@ from ..base.lm_head import LMHead
 from ..base.stack import Stack, keeping
 from ..base.sublayers import width_of
 from ..config.adapter import ConfigError, DepthRouteConfig, register_peft_type
+from ..parts.gate import default_hidden
 from ..parts.gates import GATES
-from ..parts.scores import default_hidden
 from ..parts.targets import TARGETS
 from ..routing.routing import ROUTING, Routing
 from ..routing.stack import RoutedStack

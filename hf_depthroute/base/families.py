@@ -228,7 +228,7 @@ def row_of(config: Any) -> Family:
 
 
 def field_of(config: Any, name: str) -> Any:
-    """A field of a configuration, which may be a dictionary; None where it has none of that name."""
+    """A field of a configuration, which may be a dictionary; None if it has none of that name."""
     return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
 
 

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
     """Conflicts between the fields of a configuration whose defaults are filled in, one line each."""
-    gate, target = GATES[c.gate], TARGETS[c.target]
+    gate = GATES[c.gate]
+    target = TARGETS[c.target]
+    by_token = c.granularity == "token" and not (target.per_pair or target.reads_ids)
     for name, value in target.fixed.items():
         if getattr(c, name) != value:
             yield f"{name}={getattr(c, name)!r}: with target={c.target!r} it is always {value!r}; leave it out"
-    targets, granularities = gate.targets or tuple(TARGETS), gate.granularities or tuple(CHOICES["granularity"])
+    targets = gate.targets or tuple(TARGETS)
+    granularities = gate.granularities or tuple(CHOICES["granularity"])
     if c.target not in targets or c.granularity not in granularities:
         things = " or ".join(TARGETS[name].called for name in targets)
         yield (
@@ -44,7 +47,7 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
     elif c.dropped_experts is not None:
         yield "dropped_experts goes with target='experts' and gate='none'"
     if c.static_layers is not None:
-        if target.per_pair or target.reads_ids or c.granularity != "token":
+        if not by_token:
             yield (
                 f"static_layers is not supported with target={c.target!r} per {c.granularity}; "
                 "use ffn, attention or block per token"
@@ -55,7 +58,7 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
         if not c.takes_budget():
             yield "static_layers needs thresholds that follow the budget: threshold='budget', causal_rule='quantile'"
     yield from _conflicts_of_layers(c)
-    if c.branch == "memory" and (target.per_pair or target.reads_ids or c.granularity != "token"):
+    if c.branch == "memory" and not by_token:
         yield (
             f"branch='memory' looks up what ends at a token; it is not supported with target={c.target!r} per "
             f"{c.granularity}; use ffn, attention or block per token"
@@ -91,8 +94,8 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
 def _conflicts_of_layers(c: DepthRouteConfig) -> Iterator[str]:
     """Conflicts between the target and the branch of a layer, and of the patterns with the other fields."""
     given = {name: getattr(c, name) for name in PATTERNS if getattr(c, name) is not None}
-    used, plain = {c.target, *(c.target_pattern or {}).values()}, ("ffn", "attention", "block")
-    if c.target_pattern and (not used <= set(plain) or c.granularity != "token"):
+    plain = ("ffn", "attention", "block")
+    if c.target_pattern and (not set(c.targets()) <= set(plain) or c.granularity != "token"):
         yield f"target_pattern={c.target_pattern!r} is for the targets {_any_of(plain)} per token"
     allowed = GATES[c.gate].targets or tuple(TARGETS)
     if not set((c.target_pattern or {}).values()) <= set(allowed):

@@ -22,10 +22,9 @@ from ..base.distributed import total
 from .baseline_gates import ExitGate, RandomGate, SinkGate, StaticGate
 from .branches import Deriving, MixedLinear, TensorMap, reset_linear
 from .flexidepth import BottleneckGate
-from .gate import Gate
+from .gate import Gate, GateOutput, GateSizes, ScoreHead, ScoreMaps, default_hidden
 from .memory import MemoryGate
 from .regression import fit_scores, moments, refine_scores, ridge_weights
-from .scores import GateOutput, GateSizes, ScoreHead, ScoreMaps, default_hidden
 
 _STEPS = 200  # of gradient descent on a gate, after its closed form
 
@@ -47,12 +46,10 @@ class MLPGate(Gate):
         return {"scores": self.score(F.silu(self.hidden(a)))}
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
-        """The gate with its weights as they are now, for decoding: `[B, 1, d] -> [B]`, in few operators."""
         (weight, bias), score = self.hidden.cast(dtype), self.score.for_decoding()
         return lambda a: score(F.silu(F.linear(a, weight, bias)))
 
     def score_maps(self) -> ScoreMaps:
-        """The gate as data, for one score per token."""
         return ScoreMaps(self.hidden.weight, self.hidden.bias, self.score.weight.squeeze(0), self.score.bias)
 
     def fit(self, a_Nd: torch.Tensor, y_N: torch.Tensor, seed: int, always_Sd: torch.Tensor | None = None) -> None:
@@ -104,7 +101,6 @@ class JEPAGate(Deriving, Gate):
         return {"scores": self.score(F.silu(compared)), "q_full": q_full, "q_cheap": q_cheap}
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
-        """As `MLPGate.for_decoding`."""
         parts = [part.to(dtype) for part in self._parts(self.actions.weight.detach())]
         context_map, offsets, decide, decide_bias = parts
         context, context_bias = self.context.cast(dtype)
@@ -152,6 +148,7 @@ class JEPAGate(Deriving, Gate):
 class LinearGate(Gate):
     """Router-Tuning: `u = W x`, one row, no bias. Starts at `p = 1/2`, which is dense where the threshold is 0."""
 
+    has_bias = False
     scores_experts = True
     default_threshold: ClassVar[float | None] = 0.0
     default_selection = "threshold"
@@ -159,17 +156,15 @@ class LinearGate(Gate):
 
     def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
         super().__init__(width, config, scores)
-        self.score = ScoreHead(width, scores, bias=False)
+        self.score = ScoreHead(width, scores, bias=self.has_bias)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         nn.init.zeros_(self.score.weight)
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
-        """As `MLPGate.for_decoding`."""
         return self.score.for_decoding()
 
     def score_maps(self) -> ScoreMaps:
-        """As `MLPGate.score_maps`."""
         return ScoreMaps(self.score.weight, self.score.bias)
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
@@ -182,15 +177,12 @@ class AffineGate(LinearGate):
     It follows the budget like the MLP gate.
     """
 
+    has_bias = True
     scores_experts = False
     default_threshold = None
     default_selection = "topk"
     default_temperature = 2.0
     is_fitted = True
-
-    def __init__(self, width: int, config: GateSizes, scores: int = 1) -> None:
-        super().__init__(width, config, scores)
-        self.score = ScoreHead(width, scores)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         reset_linear(self.score, generator)

@@ -43,7 +43,8 @@ class RoutingCallback(TrainerCallback):
 
     def _remember(self, args: TrainingArguments, state: TrainerState, given: dict[str, Any]) -> None:
         """Note the run so far with the model, for the card of a checkpoint or of the end."""
-        model, dataset = given["model"], known(lambda: given["train_dataloader"].dataset)
+        model = given["model"]
+        dataset = known(lambda: given["train_dataloader"].dataset)
         remember_training(model, training_record(args, state, model, dataset, time.monotonic() - self.begun))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -101,7 +102,8 @@ class DepthRouteCallback(RoutingCallback):
         if self.trainer is None:
             raise RuntimeError("DepthRouteCallback does not know its trainer; pass it: DepthRouteCallback(trainer)")
         arguments = self.arguments or (args if isinstance(args, RoutingArguments) else RoutingArguments())
-        self.objective, trainer = RoutingObjective(arguments, kwargs["model"]), self.trainer
+        trainer = self.trainer
+        self.objective = RoutingObjective(arguments, kwargs["model"])
         trainer.callback_handler.callbacks.remove(self)
         trainer.callback_handler.callbacks.insert(0, self)  # adds to the logs before integrations read them
         trainer.__dict__["compute_loss"] = partial(routed_loss, self.objective, trainer, trainer.compute_loss)

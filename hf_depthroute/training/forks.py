@@ -133,7 +133,7 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
 def run_forks(
     prefix: Prefix, on_policy: bool, fork: Fork | None, layers: Collection[int] | None = None
 ) -> tuple[torch.Tensor, dict[int, range]]:
-    """Send the trunk and its forks through the observed layers, as one batch.
+    """Send the trunk and its forks through the observed layers, as one batch; it is no step of training.
 
     Args:
         prefix: From `observe_prefix`, after a forward pass, inside `prefix.replaying()`.
@@ -160,8 +160,7 @@ def run_forks(
             streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
             continue
         _check_forkable(plan)
-        plan = replace(plan, training=False)  # a replay is no step of training
-        call = routed_call(layer, plan, h, context, kwargs, decides=on_policy)
+        call = routed_call(layer, replace(plan, training=False), h, context, kwargs, decides=on_policy)
         if plan.gate.static:  # there is one path
             streams_FBTd = call.finish(call.cheap()).view_as(streams_FBTd)
             continue

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..parts.selection import topk_mask
+from ..parts.rules import topk_mask
 from ..routing.trace import RouteTrace
 from .arguments import LOSSES, LossTerm, RoutingArguments
 from .exits import exit_loss, observe_exits

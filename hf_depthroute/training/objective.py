@@ -115,7 +115,8 @@ class RoutingObjective:
 
     def _refreshed(self, prefix: Prefix, labels: torch.Tensor) -> dict[str, Any]:
         """The labels that are due at this step."""
-        a, step = self.arguments, self._step
+        a = self.arguments
+        step = self._step
         due: dict[str, Any] = {}
         if a.uses_oracle() and step >= a.oracle_warmup and (step - a.oracle_warmup) % a.oracle_interval == 0:
             due["utility"] = prefix_utility(prefix, labels, a.oracle, a.oracle_window, a.oracle_gamma)
@@ -129,9 +130,11 @@ class RoutingObjective:
 
     def schedule(self, step: int) -> None:
         """Set the budget and the temperature of optimizer step `step`."""
-        self._step, a = step, self.arguments
+        a = self.arguments
+        self._step = step
         self._label_scale.begin_step()
-        config, state = active_routings(self.model)[0].active_config(), state_of(self.model)
+        config = active_routings(self.model)[0].active_config()
+        state = state_of(self.model)
         temperature = config.gate_temperature
         assert temperature is not None
         state.scheduled_budget = _ramp(step, a.budget_schedule_steps, a.budget_start, config.budget)
@@ -151,7 +154,8 @@ class RoutingObjective:
         if routings[0].active_config().budget_scope == "global":
             load_C = load_C.mean().expand_as(load_C)
         for routing, load in zip(routings, load_C):
-            controller, budget = routing.active_controller(), self._budgets[routing.layer_index]
+            controller = routing.active_controller()
+            budget = self._budgets[routing.layer_index]
             assert controller is not None
             # Without a single token the load is NaN, and the threshold stays.
             controller.move(load.nan_to_num(nan=budget), budget, self.arguments.controller_step)
@@ -191,7 +195,8 @@ class RoutingObjective:
 
     def load_state(self, state: dict[str, float]) -> None:
         """Undo `state`."""
-        value, device = state.get("temperature"), next(self.model.parameters()).device
+        value = state.get("temperature")
+        device = next(self.model.parameters()).device
         self._label_scale.value = None if value is None else torch.tensor(value, device=device)
         self._label_scale.begin_step()
 
