@@ -93,7 +93,6 @@ def conflicts_of(c: DepthRouteConfig) -> Iterator[str]:
 
 def _conflicts_of_layers(c: DepthRouteConfig) -> Iterator[str]:
     """Conflicts between the target and the branch of a layer, and of the patterns with the other fields."""
-    given = {name: getattr(c, name) for name in PATTERNS if getattr(c, name) is not None}
     plain = ("ffn", "attention", "block")
     if c.target_pattern and (not set(c.targets()) <= set(plain) or c.granularity != "token"):
         yield f"target_pattern={c.target_pattern!r} is for the targets {_any_of(plain)} per token"
@@ -104,7 +103,8 @@ def _conflicts_of_layers(c: DepthRouteConfig) -> Iterator[str]:
     if c.branch_pattern and (memory or c.branch == "none"):
         known = "branch='lowrank', 'swiglu' and 'neurons'"
         yield f"branch_pattern={c.branch_pattern!r} is for {known}, not with branch={c.branch!r}"
-    for index in (-1, *sorted({index for pattern in given.values() for index in pattern})):  # -1: any other layer
+    named = {index for name in PATTERNS for index in getattr(c, name) or ()}
+    for index in (-1, *sorted(named)):  # -1: any other layer
         target, branch = c.target_of(index), c.branch_of(index)
         if branch == "neurons" and not TARGETS[target].skips_ffn:
             where = "" if index < 0 else f"layer {index}: "

@@ -205,9 +205,10 @@ def _check_forkable(plan: RoutePlan) -> None:
         "granularity": config.granularity == "sequence",
         "gate": gate.scales_sublayers or gate.scales_ffn or gate.exits or gate.static,
     }
-    for name in (name for name, bad in refused.items() if bad):
-        fault = f"{name}={getattr(config, name)!r}"
-        raise ValueError(f"util, rank and cgs need a choice per token and layer; they do not support {fault}")
+    for name, bad in refused.items():
+        if bad:
+            fault = f"{name}={getattr(config, name)!r}"
+            raise ValueError(f"util, rank and cgs need a choice per token and layer; they do not support {fault}")
 
 
 def fork_losses(
