@@ -367,7 +367,7 @@ def test_weights_that_come_after_the_config_are_refused_too(
     """From the Hub the config arrives first, and the adapter is injected before its weights are there."""
     damage = WEIGHT_FAULTS[fault][0] if fault in WEIGHT_FAULTS else lambda folder: (folder / WEIGHTS_NAME).unlink()
     damage(adapter)
-    monkeypatch.setattr("hf_depthroute.adapter.peft_hooks.check_folder", lambda folder, config: None)
+    monkeypatch.setattr("hf_depthroute.adapter.loading.check_folder", lambda folder, config: None)
     base = AutoModelForCausalLM.from_pretrained(saved[0])
     names, expected = list(base.state_dict()), logits(base)
     kinds = (AdapterMismatchError,) if fault != "no weights" else (ValueError, OSError)

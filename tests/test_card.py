@@ -23,7 +23,7 @@ from hf_depthroute import DepthRouteCallback, DepthRouteConfig, calibrate, get_d
 from hf_depthroute.card import ResultError, add_results, make_card, write_card
 from hf_depthroute.card.escaping import clean, code, escape, hub_id, row, shown_path
 from hf_depthroute.cli import main
-from hf_depthroute.config.rules import CHOICES
+from hf_depthroute.config.fields import CHOICES
 from hf_depthroute.evaluation import evaluate_budgets
 
 Save = Callable[[peft.PeftModel], Path]

@@ -41,10 +41,9 @@ from hf_depthroute.fitting.layer_fits import Fits
 from hf_depthroute.fitting.layer_walk import LayerWalk, walk_layers
 from hf_depthroute.fitting.text import FitWarning
 from hf_depthroute.inference.calibration import active_routings, is_calibrated
-from hf_depthroute.parts.gate import Gate
+from hf_depthroute.parts.gate import Gate, ScoreHead
 from hf_depthroute.parts.gates import GATES
 from hf_depthroute.parts.regression import leading_directions, ridge_weights
-from hf_depthroute.parts.scores import ScoreHead
 from hf_depthroute.routing.trace import count_routes
 from hf_depthroute.training.record import remembered
 

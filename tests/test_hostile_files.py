@@ -22,12 +22,12 @@ from models import build_base, build_routed, logits
 from peft import LoraConfig, PeftConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
-import hf_depthroute.adapter.peft_hooks
+import hf_depthroute.adapter.loading
 from hf_depthroute import cli
 from hf_depthroute.adapter.files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError, read_tensors
 from hf_depthroute.adapter.loading import match_tensors
-from hf_depthroute.adapter.settling import settle
-from hf_depthroute.adapter.tensor_rules import has_rule
+from hf_depthroute.adapter.source import settle
+from hf_depthroute.adapter.tensor_rules import RULES
 from hf_depthroute.card import make_card, push_folder, write_card
 from hf_depthroute.card.readme import parse_readme
 from hf_depthroute.config.adapter import DepthRouteConfig
@@ -497,7 +497,7 @@ def test_every_buffer_of_an_adapter_has_a_rule() -> None:
     memory = {"branch": "memory", "memory_slots": 8192, "memory_width": 4}
     model = build_routed("llama", selection="controller", **memory)
     buffers = [name for name, _ in model.named_buffers() if "depth_route" in name]
-    assert buffers and not [name for name in buffers if not has_rule(name.replace(".default", ""))]
+    assert buffers and all(name.replace(".default", "").endswith(tuple(RULES)) for name in buffers)
 
 
 def test_weights_that_are_finite_in_the_file_alone_are_refused(adapter: Path) -> None:
@@ -553,13 +553,13 @@ def swapped(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     """`swapped(change)` changes the weights right after they have been checked."""
 
     def arm(change: Callable[[Path], None]) -> None:
-        real = hf_depthroute.adapter.peft_hooks.check_folder
+        real = hf_depthroute.adapter.loading.check_folder
 
         def checked(folder: Path, config: Any) -> None:
             real(folder, config)
             change(folder)
 
-        monkeypatch.setattr(hf_depthroute.adapter.peft_hooks, "check_folder", checked)
+        monkeypatch.setattr(hf_depthroute.adapter.loading, "check_folder", checked)
 
     yield arm
 

@@ -107,7 +107,7 @@ def test_a_folder_that_another_process_holds_is_a_lock_error(tmp_path: Path, mon
     model = build_routed("llama", "mlp")
     model.save_pretrained(tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    monkeypatch.setattr(hf_depthroute.adapter.settling, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(hf_depthroute.adapter.source, "LOCK_SECONDS", 0.2)
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     with pytest.raises(OSError, match="another process has been saving there") as caught:

@@ -221,7 +221,7 @@ class Controlled:
     def __init__(self, layer_index: int, scope: str, selection: str) -> None:
         self.layer_index = layer_index
         self.controller = BudgetController() if selection == "controller" else None
-        self.config = SimpleNamespace(selection=selection, budget_scope=scope)
+        self.config = SimpleNamespace(selection=selection, budget_scope=scope, takes_budget=lambda: False)
 
     def active_controller(self) -> BudgetController | None:
         return self.controller

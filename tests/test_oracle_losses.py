@@ -20,10 +20,9 @@ from hf_depthroute import DepthRouteCallback
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing.trace import RouteTrace
 from hf_depthroute.training import objective as objective_module
-from hf_depthroute.training.label_scale import LabelScale
 from hf_depthroute.training.losses import derangement, routing_losses, shuffled
 from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
-from hf_depthroute.training.oracle import UtilityLabels
+from hf_depthroute.training.oracle import LabelScale, UtilityLabels
 
 VALID = REAL & torch.tensor([[True, True, True, False], [True, True, True, True]])
 

@@ -17,7 +17,7 @@ from training import rows
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_depthroute.adapter.doctor
-import hf_depthroute.adapter.peft_hooks
+import hf_depthroute.adapter.loading
 from hf_depthroute import (
     DepthRouteConfig,
     DepthRouteTrainer,
@@ -87,7 +87,7 @@ def test_a_reload_is_compared_with_the_hash_of_its_own_config(tmp_path: Path, mo
     model = routed(build_base("llama"))
     model.save_pretrained(tmp_path)
     save_file({name: value + 1 for name, value in load_file(tmp_path / WEIGHTS_NAME).items()}, tmp_path / WEIGHTS_NAME)
-    monkeypatch.setattr("hf_depthroute.adapter.peft_hooks.check_folder", lambda folder, config: None)
+    monkeypatch.setattr("hf_depthroute.adapter.loading.check_folder", lambda folder, config: None)
     with pytest.raises(AdapterMismatchError, match="not those that the config was saved with"):
         model.load_adapter(tmp_path, "default")
     assert model.peft_config["default"].weights_hash is None
@@ -281,7 +281,7 @@ def test_files_that_another_process_replaces_meanwhile_are_read_again(
         build_routed("llama", seed=seed).save_pretrained(folder)
     place = Path(shutil.copytree(folders[0], tmp_path / "adapter"))
     saves = iter([1, 0, 1])
-    read = hf_depthroute.adapter.peft_hooks.read_config
+    read = hf_depthroute.adapter.loading.read_config
 
     def slow(path: Path) -> Any:
         """The config; then another process saves, so that the weights are of another save."""
@@ -291,7 +291,7 @@ def test_files_that_another_process_replaces_meanwhile_are_read_again(
             os.replace(tmp_path / "staged", place / name)
         return found
 
-    for module in (hf_depthroute.adapter.peft_hooks, hf_depthroute.adapter.doctor):
+    for module in (hf_depthroute.adapter.loading, hf_depthroute.adapter.doctor):
         monkeypatch.setattr(module, "read_config", slow)
     base = build_base("llama")
     if way == "doctor":

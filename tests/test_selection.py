@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_depthroute.parts.selection import budget_count, threshold_mask, topk_mask
+from hf_depthroute.parts.rules import budget_count, threshold_mask, topk_mask
 
 INF, NAN = math.inf, math.nan
 

@@ -22,7 +22,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import safe_open
 from torch import nn
 
-from ..base.families import text_config
+from ..base.families import field_of, text_config
 from ..base.gguf import gguf_file_of
 from ..base.stack import stack_of
 from .files import SAMPLED, AdapterMismatchError
@@ -79,10 +79,9 @@ def describe_base(model: Any, files: Iterable[Path] | None = None, vocabulary: i
     embeddings are sampled where a model with that many rows has them sampled.
     """
     config = text_config(model.config)
-    read = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
     sampled = sampled_weights(model, vocabulary) if files is None else stored_weights(model, files, vocabulary)
     file = gguf_file_of(model.config)
-    described = {name: read(name) for name in _SIZES} | ({} if file is None else {GGUF_FILE: file})
+    described = {name: field_of(config, name) for name in _SIZES} | ({} if file is None else {GGUF_FILE: file})
     return {**described, SAMPLED: sampled}
 
 
@@ -174,7 +173,7 @@ def sampled_weights(model: Any, vocabulary: int | None = None) -> dict[str, floa
             continue
         position = _position(name, data.shape, vocabulary)
         if position < data.numel():
-            found[name] = _rounded(data.reshape(-1)[position])
+            found[name] = float(data.reshape(-1)[position].to(torch.bfloat16))
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
@@ -198,7 +197,7 @@ def stored_weights(model: Any, files: Iterable[Path], vocabulary: int | None = N
                 place = np.unravel_index(position, tuple(shape))
                 value = part[tuple(slice(int(index), int(index) + 1) for index in place)]
                 if value.dtype in _READABLE:
-                    found[name] = _rounded(value)
+                    found[name] = float(value.to(torch.bfloat16))
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
@@ -216,10 +215,6 @@ def _position(name: str, shape: torch.Size, vocabulary: int | None) -> int:
     """Which of a weight's values is looked at; of the embeddings, that of a model with a vocabulary of that size."""
     rows = vocabulary if vocabulary is not None and name.startswith("embeddings.") else shape[0]
     return int.from_bytes(name.encode()[-6:], "big") % (rows * math.prod(shape[1:]))
-
-
-def _rounded(value: torch.Tensor) -> float:
-    return float(value.to(torch.bfloat16))
 
 
 def _base_weights(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

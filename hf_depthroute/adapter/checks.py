@@ -52,10 +52,10 @@ def check_injection(model: nn.Module, name: str, config: PeftConfig, stack: Stac
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise ConfigError(f"adapter name {name!r} must be 1 to 64 letters, digits, '_' or '-'")
     check_name_is_free(model, name)
-    other = next((module for module in model.modules() if _is_of_another_method(module)), None)
-    if config.modules_to_save and other is not None:
+    others = [m for m in model.modules() if isinstance(m, BaseTunerLayer) and not isinstance(m, Routing)]
+    if config.modules_to_save and others:
         raise ConfigError(
-            f"modules_to_save={config.modules_to_save}: PEFT would switch the copies off next to a {_kind(other)} "
+            f"modules_to_save={config.modules_to_save}: PEFT would switch the copies off next to a {_kind(others[0])} "
             "adapter; give modules_to_save to that adapter, or merge it first with merge_and_unload()"
         )
     if config.base_architecture is not None:
@@ -69,13 +69,12 @@ def _check_parts(model: Any, family: Family, layers: Any, routed: list[int], con
     """Raise `ConfigError` where a layer lacks what the configuration routes, or a part would be absurdly wide."""
     width = width_of(layers[0], family)
     widest = max(4 * width, _SMALL_WIDTH)
-    sizes = ["gate_hidden", "context_dim", "summary_dim", "action_dim"]
     for index in routed:
         if config.branch_of(index) == "neurons":
             _check_neurons(config, family, layers, index)
         elif (rank := config.rank_of(index) or 0) > widest:
             raise ConfigError(f"branch_rank={rank} must be at most {widest} on a model of width {width}")
-    for name in sizes:
+    for name in ("gate_hidden", "context_dim", "summary_dim", "action_dim"):
         if (getattr(config, name) or 0) > widest:
             raise ConfigError(f"{name}={getattr(config, name)} must be at most {widest} on a model of width {width}")
     if config.has_memory:
@@ -140,10 +139,6 @@ def check_name_is_free(model: nn.Module, name: str) -> None:
             raise ConfigError(
                 f"adapter name {name!r} is taken by a {_kind(module)} adapter on this model; pass adapter_name='router'"
             )
-
-
-def _is_of_another_method(module: nn.Module) -> bool:
-    return isinstance(module, BaseTunerLayer) and not isinstance(module, Routing)
 
 
 def _kind(layer: nn.Module) -> str:

@@ -105,7 +105,8 @@ def convert_flexidepth(checkpoint: str | Path, out: str | Path, base: str | None
     saved: Any = routed.peft_config["default"]
     saved.base_architecture = describe_base(model, sorted(folder.glob("*.safetensors")))
     if Path(base).is_dir():
-        _check_same_base(Path(base), saved.base_architecture)
+        plain = _without_weights(Path(base), read_config(Path(base) / "config.json"))
+        check_base(plain, saved.base_architecture, sorted(Path(base).glob("*.safetensors")))
     routed.save_pretrained(str(target))
     return DepthRouteConfig.from_pretrained(str(target))
 
@@ -212,12 +213,6 @@ def _fill(folder: Path, routing: Routing, files: Mapping[str, Any]) -> None:
         if fault := fault_of_values(name, value):
             raise _fault(folder, f"tensor {name} {fault}; download it again")
         parts[part].get_parameter(own).data.copy_(value)
-
-
-def _check_same_base(folder: Path, described: dict[str, Any]) -> None:
-    """Raise `AdapterMismatchError` where `folder` holds another model than the checkpoint."""
-    model = _without_weights(folder, read_config(folder / "config.json"))
-    check_base(model, described, sorted(folder.glob("*.safetensors")))
 
 
 def _fault(folder: Path, what: str) -> AdapterMismatchError:

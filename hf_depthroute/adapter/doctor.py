@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -146,7 +146,10 @@ def _examine_layers(tensors: dict[str, torch.Tensor], config: SavedAdapter) -> I
         yield "fault", f"{WEIGHTS_NAME}: holds no tensor of any layer; copy it again"
         return
     gated = [layer for layer in routed if layer not in (config.static_layers or ())] or routed
-    branches = {layer: {name: parts[layer].pop(name) for name in _branch_of(parts[layer])} for layer in routed}
+    branches: dict[int, dict[str, Any]] = {}
+    for layer in routed:
+        names = [name for name in parts[layer] if name.startswith("branch.")]
+        branches[layer] = {name: parts[layer].pop(name) for name in names}
     first = parts[gated[0]]
     ungated = {part for part in first if not part.startswith(("gate.", "controller."))}
     for layer in routed:
@@ -158,9 +161,9 @@ def _examine_layers(tensors: dict[str, torch.Tensor], config: SavedAdapter) -> I
             if shape != first[part]:
                 yield "fault", f"layer {layer}: {part} has shape {shape}, in layer {gated[0]} it is another"
                 return
-    yield from _examine_parts(first, config)
     width = (config.base_architecture or {}).get("hidden_size")
     if isinstance(width, int) and 0 < width <= 1 << 20:
+        yield from _examine_parts(first, config, width)
         for layer in routed:
             yield from _examine_branch(branches[layer], config, layer, width)
     counts = sorted({len(first) + len(branches[layer]) for layer in gated})
@@ -183,32 +186,21 @@ def _examine_slots(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]
     yield "ok", f"memory: slots that training has reached: {said}"
 
 
-def _examine_parts(shapes: dict[str, tuple[int, ...]], config: SavedAdapter) -> Iterator[tuple[str, str]]:
-    """Whether a layer holds the gate and the branch that the config names, in the width that it names."""
-    width = (config.base_architecture or {}).get("hidden_size")
-    if not isinstance(width, int) or not 0 < width <= 1 << 20:
-        return
+def _examine_parts(shapes: dict[str, tuple[int, ...]], config: SavedAdapter, width: int) -> Iterator[tuple[str, str]]:
+    """Whether a layer holds the gate and the memory that the config names, in the sizes that it names."""
     with torch.device("meta"):
         gate, wider = (GATES[config.gate](width, config, scores).state_dict() for scores in (1, 2))
         memory = NgramMemory(width, config).state_dict() if config.has_memory else {}
     wanted = {f"gate.{name}": tuple(value.shape) for name, value in gate.items()}
+    wanted |= {f"memory.{name}": tuple(value.shape) for name, value in memory.items()}
     per_expert = {f"gate.{name}" for name in gate if gate[name].shape != wider[name].shape}  # their number is not known
-    held = {name: shape for name, shape in shapes.items() if name.startswith("gate.")}
+    held = {name: shape for name, shape in shapes.items() if name.startswith(("gate.", "memory."))}
     for name in sorted(wanted.keys() | held.keys()):
         if name not in held or name not in wanted:
-            there = "is missing" if name in wanted else "is of another gate"
+            there = "is missing" if name in wanted else "is not of it"
             yield "fault", f"gate {config.gate!r}: {name} {there}; config and weights do not belong together"
         elif held[name] != wanted[name] and not (TARGETS[config.target].per_pair and name in per_expert):
             yield "fault", f"{name} has shape {held[name]}, the config says {wanted[name]}"
-    wanted = {f"memory.{name}": tuple(value.shape) for name, value in memory.items()}
-    held = {name: shape for name, shape in shapes.items() if name.startswith("memory.")}
-    for name in sorted(wanted.keys() | held.keys()):
-        if wanted.get(name) != held.get(name):
-            yield "fault", f"{name} has shape {held.get(name)}, the config says {wanted.get(name)}"
-
-
-def _branch_of(shapes: Iterable[str]) -> list[str]:
-    return [name for name in shapes if name.startswith("branch.")]
 
 
 def _examine_branch(

@@ -146,8 +146,8 @@ def _checked(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Any, dict[
         if size > MAX_HEADER_BYTES:
             raise AdapterMismatchError(f"{path}: corrupt, or no adapter: its header says that it has {size:,} bytes")
         with safe_open(path, framework="pt") as file:
-            names: list[str] = list(file.keys())
-            header = {name: _entry(file.get_slice(name)) for name in names}
+            parts = {name: file.get_slice(name) for name in list(file.keys())}
+            header = {name: Entry(part.get_dtype(), part.get_shape()) for name, part in parts.items()}
             if fault := fault_of_header(header, config):
                 raise AdapterMismatchError(f"{path}: {fault}")
             yield file, header
@@ -157,10 +157,6 @@ def _checked(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Any, dict[
         raise AdapterMismatchError(
             f"{path}: corrupt or not in safetensors format ({error}); download or copy it again"
         ) from error
-
-
-def _entry(part: Any) -> Entry:
-    return Entry(part.get_dtype(), part.get_shape())
 
 
 def tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:

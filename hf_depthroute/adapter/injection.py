@@ -20,7 +20,7 @@ from ..execution.costs import unrouted_steps
 from ..execution.decode import decodes, run_base
 from ..execution.executors import decode_steps
 from ..execution.layer import routed_forward
-from ..parts.selection import tail_mask
+from ..parts.rules import tail_mask
 from ..routing.misuse import warn_of_training
 from ..routing.routing import ROUTING, Routing
 from ..routing.stack import RoutedStack

@@ -9,24 +9,32 @@ Model key:      base_model.model.model.layers.3.routing.depth_route_gate.default
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config.adapter import DepthRouteConfig
+from ..config.adapter import ConfigError, DepthRouteConfig
 from ..config.fields import MEMORY_FIELDS, RoutingFields
+from ..files.shown import reason
+from ..files.untrusted import RefusedFileError, read_file
 from ..parts.neurons import NEURONS
 from ..routing.routing import ROUTING, Routing
-from .files import AdapterMismatchError, read_tensors, tensors_hash
+from .files import PEFT_TYPE, AdapterMismatchError, check_folder, read_config, read_tensors, tensors_hash
 from .injection import leave
 from .modules_to_save import key_in_file, unwrap
+from .source import read_whole, settle
 from .tensor_rules import WRAPPER, fault_of_values
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PREFIX = "depth_route_"
 _OWN_KEY = re.compile(rf"\.{ROUTING}\.{PREFIX}[a-z]+\.")
@@ -34,6 +42,9 @@ _FLOATS = {torch.float32, torch.bfloat16, torch.float16}  # one for another
 _SETTINGS = ("budget", "phases", "selection")  # may be others than when the adapter was saved
 _SEEN_IN_TENSORS = ("layers", "static_layers", "branch_rank", "rank_pattern", "gate_hidden", "modules_to_save")
 _READER = "_load_pretrained_model"  # the static method with which transformers reads an adapter file
+# The second group is empty where the method cannot be told: spelt with escapes, or with long gaps.
+_METHOD = re.compile(rb'"peft_type"(\s{0,99}:\s{0,99}"([A-Z0-9_]{1,99})")?|\\u00[4-7]')
+_MAX_BYTES_OF_OTHERS = 1 << 26  # of the config of another method
 
 
 def own_tensors(state_dict: Mapping[str, torch.Tensor], adapter_name: str) -> dict[str, torch.Tensor]:
@@ -166,3 +177,81 @@ def _kept_in_place(model: nn.Module, device_map: Mapping[str, Any] | None) -> di
     parts = {name: routing for name, routing in model.named_modules() if isinstance(routing, Routing)}
     places = {name: next(routing.parameters()).device for name, routing in parts.items() if [*routing.parameters()]}
     return {**(device_map or {}), **places}
+
+
+@contextlib.contextmanager
+def unchanged_on_error(model: nn.Module, adapter_name: str = "default") -> Iterator[None]:
+    """If the block raises, whatever it raises, take out adapter `adapter_name`, unless it was there before.
+
+    Which parameters train, and which modules are in training mode, is then as before, too.
+    """
+    before = has_adapter(model, adapter_name)
+    trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        if not before and has_adapter(model, adapter_name):
+            discard(model, adapter_name)
+        for parameter, trained in trains:
+            parameter.requires_grad_(trained)
+        for module, training in modes:
+            module.training = training
+        raise
+
+
+def restoring(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
+    """`function` in `unchanged_on_error` of its first argument, a model."""
+
+    @functools.wraps(function)
+    def called(model: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with unchanged_on_error(model):
+            return function(model, *args, **kwargs)
+
+    return called
+
+
+def has_adapter(model: nn.Module, adapter_name: str) -> bool:
+    """Whether a routed adapter of that name is in `model`."""
+    return any(isinstance(m, Routing) and adapter_name in m.depth_route_gate for m in model.modules())
+
+
+def from_json_file(read: Any, cls: Any, path_json_file: str, **kwargs: Any) -> Any:
+    """`PeftConfig.from_json_file`, here `read`, with which every path reads a config before it touches a model."""
+    path = Path(path_json_file)
+    if not path.exists():
+        return read(cls, path_json_file, **kwargs)  # PEFT says why
+    methods = _methods_in(path)
+    # Without a method that is found like this it may be ours: read in bounds first.
+    if PEFT_TYPE not in methods and (methods or read_config(path).get("peft_type") != PEFT_TYPE):
+        return read(cls, path_json_file, **kwargs)
+    try:
+        return _read_ours(path)
+    except AdapterMismatchError:
+        settle(path.parent)
+        return read_whole(path.parent, lambda: _read_ours(path))
+
+
+def _methods_in(path: Path) -> set[str]:
+    """The PEFT methods that a config names, read without parsing it; empty if one of them cannot be told.
+
+    Lists of target modules make the configs of other methods large; what is ours, or does not say whose it is, has the
+    bounds of `read_config`, which also says why a file cannot be read.
+    """
+    found: set[str] = set()
+    with contextlib.suppress(FileNotFoundError, RefusedFileError):
+        for match in _METHOD.finditer(read_file(path, _MAX_BYTES_OF_OTHERS)):
+            if match[2] is None:
+                return set()
+            found.add(match[2].decode())
+    return found
+
+
+def _read_ours(path: Path) -> dict[str, Any]:
+    config = read_config(path)
+    try:
+        DepthRouteConfig(**config)
+    except (ValueError, TypeError) as error:  # ours, and what PEFT says about its own fields
+        raise ConfigError(f"{path}: {reason(error)}") from error
+    check_folder(path.parent, config)
+    return config

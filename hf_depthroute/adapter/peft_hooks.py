@@ -13,12 +13,10 @@ All are wrapped once, on import; adapters of other methods pass through unchange
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import peft
@@ -30,23 +28,17 @@ from safetensors import SafetensorError
 from transformers.integrations import PeftAdapterMixin
 
 from ..config.adapter import ConfigError, DepthRouteConfig
-from ..files.shown import reason, say
+from ..files.shown import say
 from ..routing.description import routed_lines
-from ..routing.routing import Routing
-from ..routing.stack import one_change
+from ..routing.stack import one_change, routed_stack
 from .base_check import check_base
 from .checks import add_of_same_method
-from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError, check_folder, read_config
-from .loading import check_same
-from .restoring import has_adapter, unchanged_on_error
+from .files import PEFT_TYPE, WEIGHTS_NAME, AdapterMismatchError
+from .loading import check_same, from_json_file, has_adapter, unchanged_on_error
 from .saving import save_whole
-from .settling import settle
-from .source import HUB, current_load, folder_of, is_loading, loading_from, read_whole
-from .tasks import check_wrapper, copies_once, make_for_task
+from .source import HUB, current_load, folder_of, loading_from, read_whole
+from .tasks import copies_once, make_for_task
 
-# The second group is empty where the method cannot be told: spelt with escapes, or with long gaps.
-_METHOD = re.compile(rb'"peft_type"(\s{0,99}:\s{0,99}"([A-Z0-9_]{1,99})")?|\\u00[4-7]')
-_LONGEST = 512  # more than the pattern takes
 _MARK = "_depth_route_wrapped"
 # What else `print_trainable_parameters` says of a model: a line each, or None if there is nothing to say.
 remarks: list[Callable[[PeftModel], str | None]] = []
@@ -64,13 +56,11 @@ def install() -> None:
         _wrap(owner, "set_adapter", _in_turn)
     _wrap(PeftAdapterMixin, "load_adapter", _load_natively)
     _wrap(PeftModel, "print_trainable_parameters", _print_trainable_parameters)
-    _wrap(PeftConfigMixin, "from_json_file", _from_json_file)
+    _wrap(PeftConfigMixin, "from_json_file", from_json_file)
     _wrap(save_and_load, "torch_load", _torch_load)
-    for module in (peft, peft.peft_model, peft.utils, save_and_load):  # each holds the function itself
+    for module in (peft, peft.peft_model):  # each holds the function itself
         _wrap(module, "get_peft_model_state_dict", _state_dict_of)
-    for module in (peft, peft.mapping_func):
-        _wrap(module, "get_peft_model", make_for_task)
-    _wrap(PeftModel, "__init__", check_wrapper)
+    _wrap(peft, "get_peft_model", make_for_task)
     _wrap(peft.peft_model, "_set_trainable", copies_once)
     _wrap(BaseTuner, "__init__", _init_tuner)
 
@@ -122,26 +112,19 @@ def _from_pretrained(
     make: Any, cls: Any, model: Any, model_id: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
 ) -> Any:
     def read() -> Any:
-        with (
-            loading_from(model, adapter_name, model_id, kwargs),
-            _kept_where_it_is(model, model_id, kwargs),
-            _undone(model, model_id, adapter_name),
-        ):
+        with _kept_where_it_is(model, model_id, kwargs):
             return make(cls, model, model_id, adapter_name, *args, **kwargs)
 
-    return read_whole(folder_of(model_id, kwargs), read)
+    return _loaded(read, model, adapter_name, model_id, kwargs)
 
 
 def _load_adapter(load: Any, self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    config = None if is_loading() else self.peft_config.get(adapter_name)  # None: it has just been injected for this
+    # None while `from_pretrained` loads: the adapter has just been injected for this.
+    config = None if current_load() is not None else self.peft_config.get(adapter_name)
     base = self.base_model.model if isinstance(self.base_model, BaseTuner) else self.base_model
 
     def read() -> Any:
-        with (
-            loading_from(self, adapter_name, model_id, kwargs),
-            _kept_where_it_is(base, model_id, kwargs),
-            _undone(self, model_id, adapter_name),
-        ):
+        with _kept_where_it_is(base, model_id, kwargs):
             if not isinstance(config, DepthRouteConfig):
                 return load(self, model_id, adapter_name, *args, **kwargs)
             config.weights_hash = _check_reload(model_id, config, base, self._split_kwargs(kwargs)[0])
@@ -150,7 +133,7 @@ def _load_adapter(load: Any, self: Any, model_id: Any, adapter_name: str, *args:
             finally:
                 config.weights_hash = None
 
-    return read_whole(folder_of(model_id, kwargs), read)
+    return _loaded(read, self, adapter_name, model_id, kwargs)
 
 
 def _load_natively(
@@ -159,12 +142,17 @@ def _load_natively(
     name = "default" if adapter_name is None else adapter_name
     asked = (kwargs.get("adapter_kwargs"), getattr(kwargs.get("load_config"), "download_kwargs", None), kwargs)
     hub = {key: value for part in asked for key, value in (part or {}).items()}
+    return _loaded(partial(load, self, peft_model_id, adapter_name, *args, **kwargs), self, name, peft_model_id, hub)
 
-    def read() -> Any:
-        with loading_from(self, name, peft_model_id, hub), _undone(self, peft_model_id, name):
-            return load(self, peft_model_id, adapter_name, *args, **kwargs)
 
-    return read_whole(folder_of(peft_model_id, hub), read)
+def _loaded(read: Callable[[], Any], model: Any, adapter_name: str, source: Any, hub: Mapping[str, Any]) -> Any:
+    """`read()`, which loads adapter `adapter_name` onto `model`; it is read again where it has been saved meanwhile."""
+
+    def undone() -> Any:
+        with loading_from(model, adapter_name, source, hub), _undone(model, source, adapter_name):
+            return read()
+
+    return read_whole(folder_of(source, hub), undone)
 
 
 def _check_reload(source: Any, config: DepthRouteConfig, base: Any, hub: Mapping[str, Any]) -> str | None:
@@ -259,55 +247,7 @@ def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
 
 def _copied_by_routed(model: Any) -> list[str] | None:
     """`modules_to_save` of a routed adapter of the model; None if there are none."""
-    for routing in [module for module in model.modules() if isinstance(module, Routing)]:
-        for name in routing.depth_route_gate:
-            if routing.config(name).modules_to_save:
-                return routing.config(name).modules_to_save
-    return None
-
-
-def _from_json_file(read: Any, cls: Any, path_json_file: str, **kwargs: Any) -> Any:
-    path = Path(path_json_file)
-    if not path.exists():
-        return read(cls, path_json_file, **kwargs)  # PEFT says why
-    methods = _methods_in(path) if path.is_file() else set()
-    # Without a method that is found like this it may be ours: read in bounds first.
-    if PEFT_TYPE not in methods and (methods or read_config(path).get("peft_type") != PEFT_TYPE):
-        return read(cls, path_json_file, **kwargs)
-    try:
-        return _read_ours(path)
-    except AdapterMismatchError:
-        settle(path.parent)
-        return read_whole(path.parent, lambda: _read_ours(path))
-
-
-def _methods_in(path: Path) -> set[str]:
-    """Read the PEFT method from a config of any size without parsing it.
-
-    Lists of target modules make the configs of other methods large; what is ours, or does not say whose it is, has the
-    bounds of `read_config`.
-    """
-    found: set[str] = set()
-    data, more = b"", True
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # `read_config` says why
-        while more:
-            chunk = file.read(1 << 20)
-            data, more = data + chunk, bool(chunk)
-            end = max(len(data) - _LONGEST, 0) if more else len(data)  # what the next chunk may go on with waits for it
-            for match in _METHOD.finditer(data):
-                if match.start() < end and match[2] is None:
-                    return set()
-                if match.start() < end:
-                    found.add(match[2].decode())
-            data = data[end:]
-    return found
-
-
-def _read_ours(path: Path) -> dict[str, Any]:
-    config = read_config(path)
-    try:
-        DepthRouteConfig(**config)
-    except (ValueError, TypeError) as error:  # ours, and what PEFT says about its own fields
-        raise ConfigError(f"{path}: {reason(error)}") from error
-    check_folder(path.parent, config)
-    return config
+    stack = routed_stack(model)
+    routings = () if stack is None else stack.routed
+    configs = [routing.config(name) for routing in routings for name in routing.depth_route_gate]
+    return next((config.modules_to_save for config in configs if config.modules_to_save), None)

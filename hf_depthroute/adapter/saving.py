@@ -37,7 +37,7 @@ from .files import (
     read_tensors,
     tensors_hash,
 )
-from .settling import alone_in, finish
+from .source import alone_in, finish
 
 # What else goes into a folder: each is called with the model, the folder in which its adapters are staged, and theirs.
 # Nothing here knows what that may be; the model card adds itself.

@@ -1,20 +1,38 @@
-"""Where the adapter that is being loaded comes from, and what is looked at there before a model makes room for it."""
+"""The folder that an adapter is loaded from, and what is looked at there before a model makes room for it.
+
+Another process may save there meanwhile, or may have been killed while it did; one at a time writes there.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from .files import CONFIG_NAME, WEIGHTS_NAME, AdapterMismatchError, check_header
+from safetensors import SafetensorError
+
+from ..files.locks import locked
+from .files import (
+    CONFIG_NAME,
+    STAGE_PREFIX,
+    WEIGHTS_NAME,
+    AdapterMismatchError,
+    check_header,
+    read_config,
+    read_tensors,
+    tensors_hash,
+)
 
 if TYPE_CHECKING:
     from ..config.adapter import DepthRouteConfig
 
 Found = TypeVar("Found")
 _TRIES = 20
+LOCK_SECONDS = 30.0
 HUB = ("subfolder", "revision", "cache_dir", "token")
 
 
@@ -49,12 +67,8 @@ def loading_from(model: Any, adapter_name: str, source: Any, kwargs: Mapping[str
 
 
 def current_load() -> Loading | None:
+    """The load that goes on, on any path; None if no adapter is being read from files."""
     return _LOADING.get()
-
-
-def is_loading() -> bool:
-    """Whether an adapter is being read from files, on any path."""
-    return _LOADING.get() is not None
 
 
 def folder_of(source: Any, hub: Mapping[str, Any]) -> Path:
@@ -108,3 +122,38 @@ def _state(folder: Path) -> list[tuple[int, int, int] | None]:
         else:
             found.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
     return found
+
+
+def settle(folder: Path) -> None:
+    """Finish a save of `folder` that was killed between its two renames; any other leftover is left alone.
+
+    A named adapter is saved from the folder above its own.
+    """
+    for root in (folder, folder.parent):
+        if any(root.glob(f"{STAGE_PREFIX}*")) and os.access(root, os.W_OK):
+            with alone_in(root):  # a save that is going on is waited for
+                finish(root)
+
+
+def finish(root: Path) -> None:
+    """Put a staged config next to the weights that it was staged with, where those have taken their place already."""
+    for staged in sorted(root.glob(f"{STAGE_PREFIX}*/**/{CONFIG_NAME}")):
+        place = root.joinpath(*staged.relative_to(root).parts[1:])
+        if _goes_through_link(staged, root) or _goes_through_link(place.parent, root):
+            continue  # no save leaves one
+        weights = place.with_name(WEIGHTS_NAME)
+        with suppress(ValueError, OSError, SafetensorError):
+            config = read_config(staged)
+            wanted = config.get("weights_hash")
+            if wanted is not None and weights.is_file() and tensors_hash(read_tensors(weights, config)) == wanted:
+                os.replace(staged, place)
+
+
+def _goes_through_link(path: Path, root: Path) -> bool:
+    return Path(os.path.realpath(path)) != Path(os.path.realpath(root), path.relative_to(root))
+
+
+def alone_in(folder: Path) -> AbstractContextManager[None]:
+    """Inside the block this process is the only writer of `folder`."""
+    busy = OSError(errno.EAGAIN, f"another process has been saving there for {LOCK_SECONDS:.0f} s", str(folder))
+    return locked(folder, busy, LOCK_SECONDS)

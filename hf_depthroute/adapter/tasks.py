@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from peft import PeftModelForCausalLM
 from torch import nn
 
 from ..config.adapter import ConfigError, DepthRouteConfig
@@ -41,10 +40,16 @@ def for_task(model: nn.Module, config: DepthRouteConfig) -> DepthRouteConfig:
     """A copy of `config` for `model`: with its task, and with a classifier's own head among `modules_to_save`.
 
     Raises:
-        ConfigError: The task is a classifier's, and the model has no head of one.
+        ConfigError: The task is a classifier's, and the model has no head of one; or it is to generate, and the model
+            does not, which PEFT would miss when the layers have changed.
     """
     config = copy.deepcopy(config)
     config.task_type = config.task_type or task_of(model)
+    if config.task_type == "CAUSAL_LM" and not _generates(model):
+        raise ConfigError(
+            f"task_type='CAUSAL_LM': {type(model).__name__} does not generate text; leave task_type out, or set it to "
+            f"{task_of(model)!r}"
+        )
     if config.task_type not in _CLASSIFIERS.values():
         return config
     names = {path.rpartition(".")[2] for path, _ in model.named_modules()}
@@ -66,17 +71,6 @@ def make_for_task(make: Any, model: nn.Module, peft_config: Any, *args: Any, **k
         peft_config = copy.copy(peft_config)
         peft_config.task_type = task_of(model)
     return make(model, peft_config, *args, **kwargs)
-
-
-def check_wrapper(make: Any, self: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any) -> None:
-    """`PeftModel.__init__`, here `make`: PEFT would miss the methods that generate when the layers have changed."""
-    wraps_generation = isinstance(self, PeftModelForCausalLM) and isinstance(peft_config, DepthRouteConfig)
-    if wraps_generation and not _generates(model):
-        raise ConfigError(
-            f"task_type='CAUSAL_LM': {type(model).__name__} does not generate text; leave task_type out, or set it to "
-            f"{task_of(model)!r}"
-        )
-    make(self, model, peft_config, *args, **kwargs)
 
 
 def copies_once(copy_named: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -86,13 +86,8 @@ def _fault_of_memory(header: Mapping[str, Entry], config: Mapping[str, Any], rou
 
 def fault_of_values(name: str, value: torch.Tensor) -> str | None:
     """Why a tensor of an adapter cannot hold these values, such as `"holds values that are not finite"`."""
-    kinds = (rule for kind, rule in _RULES.items() if name.endswith(kind))
+    kinds = (rule for kind, rule in RULES.items() if name.endswith(kind))
     return next(kinds, _fault_of_weight)(value)
-
-
-def has_rule(name: str) -> bool:
-    """Whether a tensor of this name is held to more than being finite."""
-    return any(name.endswith(kind) for kind in _RULES)
 
 
 def _fault_of_weight(value: torch.Tensor) -> str | None:
@@ -131,7 +126,8 @@ def _fault_of_neurons(value: torch.Tensor) -> str | None:
     return "holds a negative index" if value.numel() and int(value.min()) < 0 else None
 
 
-_RULES: dict[str, Callable[[torch.Tensor], str | None]] = {
+# What tensors are held to besides being finite, by the ends of their names.
+RULES: dict[str, Callable[[torch.Tensor], str | None]] = {
     ".depth_route_quantiles.values": _fault_of_quantiles,
     _COUNTER: _fault_of_count,
     _NEURONS: _fault_of_neurons,

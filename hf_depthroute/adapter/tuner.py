@@ -20,8 +20,8 @@ from ..base.lm_head import LMHead
 from ..base.stack import Stack, keeping
 from ..base.sublayers import width_of
 from ..config.adapter import ConfigError, DepthRouteConfig, register_peft_type
+from ..parts.gate import default_hidden
 from ..parts.gates import GATES
-from ..parts.scores import default_hidden
 from ..parts.targets import TARGETS
 from ..routing.routing import ROUTING, Routing
 from ..routing.stack import RoutedStack
@@ -41,7 +41,7 @@ from .loading import (
 )
 from .modules_to_save import copy_modules, set_copies, unwrap
 from .peft_hooks import install
-from .source import check_tables, is_loading
+from .source import check_tables, current_load
 from .tasks import for_task, make_for_task
 
 after_injection: list[Callable[[DepthRouteConfig], None]] = []  # called with the config of what was injected
@@ -132,7 +132,7 @@ class DepthRouteModel(BaseTuner):
                 config.rank_pattern = dict(sorted({**(config.rank_pattern or {}), index: rank}.items()))
         config.gate_hidden = config.gate_hidden or default_hidden(width, GATES[config.gate].hidden_divisor)
         config.base_architecture = describe_base(model)
-        if not is_loading():
+        if current_load() is None:
             config.weights_hash = None  # of weights that this adapter does not start from
 
         trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

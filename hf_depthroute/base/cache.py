@@ -195,7 +195,8 @@ def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
     Where the layer can be cropped, those of all positions stay; else the last position's do, where they are.
     """
     layer = _keeping_layer(cache, index)
-    held, last, grows = layer.tokens, tokens[:, -1:], isinstance(layer, DynamicLayer)
+    held, last = layer.tokens, tokens[:, -1:]
+    grows = isinstance(layer, DynamicLayer)
     if grows:
         layer.tokens = tokens if held is None else torch.cat([held.to(tokens.device), tokens], dim=1)
     elif held is not None and held.shape == last.shape:

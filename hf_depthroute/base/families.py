@@ -210,22 +210,26 @@ def row_of(config: Any) -> Family:
     Raises:
         UnsupportedModelError: There is none for its model type, or a field of it is not supported.
     """
-    read = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
-    model_type = None if config is None else read("model_type")
+    model_type = field_of(config, "model_type")
     if model_type not in FAMILIES:
-        text = read("text_config") if config is not None else None
+        text = field_of(config, "text_config")
         if getattr(text, "model_type", None) in FAMILIES:  # a model of images and text: its language model is routed
             return row_of(text)
         supported = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"model type {model_type!r} is not supported; supported families: {supported}")
     for only, field, reason in REFUSED:
-        if only in (None, model_type) and read(field):
+        if only in (None, model_type) and field_of(config, field):
             raise UnsupportedModelError(f"{model_type} {reason}")
     row = FAMILIES[model_type]
     for _, fields, changes in VARIANTS.get(model_type, ()):
-        if all(read(name) == value for name, value in fields.items()):
+        if all(field_of(config, name) == value for name, value in fields.items()):
             return replace(row, **changes)
     return row
+
+
+def field_of(config: Any, name: str) -> Any:
+    """A field of a configuration, which may be a dictionary; None if it has none of that name."""
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
 
 
 def text_config(config: Any) -> Any:

@@ -7,11 +7,12 @@ from typing import Any
 
 import transformers
 
+from .families import field_of
+
 
 def gguf_file_of(config: Any) -> str | None:
     """The name of the GGUF file that a model of this configuration was loaded from; None for other models."""
-    read = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
-    quantised: Any = read("quantization_config")
+    quantised = field_of(config, "quantization_config")
     if getattr(quantised, "quant_method", None) != "gguf":
         return None
     return Path(quantised.gguf_file).name if quantised.gguf_file else None

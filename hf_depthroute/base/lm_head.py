@@ -46,10 +46,6 @@ class LMHead:
         """The LM head."""
         return cast(nn.Module, self._model.get_output_embeddings())
 
-    @property
-    def vocabulary(self) -> int:
-        return int(text_config(self._model.config).vocab_size)
-
     def __call__(self, stream: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.norm(stream))
         if self.change is None:
@@ -61,7 +57,7 @@ class LMHead:
 
     def chunks(self, *rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Tensors of N rows in pieces, of so few rows that a piece's logits have at most `_LOGITS` elements."""
-        size = max(1, _LOGITS // self.vocabulary)
+        size = max(1, _LOGITS // int(text_config(self._model.config).vocab_size))
         return zip(*(part.split(size) for part in rows))
 
     def token_losses(self, rows_Nd: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:

@@ -46,8 +46,10 @@ def router_of(layer: Any, family: Family) -> Any:
 
 def behind(layer: Any, family: Family, part: str, update: torch.Tensor) -> torch.Tensor:
     """A sublayer's output as it is added to the stream: normed, dropped out, scaled, whichever its family does."""
-    ffn, attention = (family.ffn_post_norm, family.ffn_dropout), (family.attention_post_norm, family.attention_dropout)
-    for name in ffn if part == "ffn" else attention:
+    names = (family.attention_post_norm, family.attention_dropout)
+    if part == "ffn":
+        names = (family.ffn_post_norm, family.ffn_dropout)
+    for name in names:
         if name is not None:
             update = getattr(layer, name)(update)
     return update if family.residual_scale is None else update * getattr(layer, family.residual_scale)

@@ -28,7 +28,7 @@ def doctor(adapter: o.Adapter = "", adapter_option: o.OldAdapter = None, debug: 
     if not debug:
         warnings.simplefilter("ignore")
     from ..adapter.doctor import examine
-    from ..adapter.settling import settle
+    from ..adapter.source import settle
 
     settle(folder)  # a save that was killed, as loading does
     fault = None

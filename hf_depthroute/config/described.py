@@ -199,17 +199,18 @@ class AdapterFields(RoutingFields):
     def _to_save(self, saved: dict[str, Any]) -> dict[str, Any]:
         """`saved`, all fields, as they are written. The weights' hash is written together with the weights."""
         saved = saved | {"library_version": __version__, "weights_hash": None}
-        if self.phases == "all":  # so that versions without the field read what they can run, and nothing else
-            del saved["phases"]
-        for name in ("static_layers", "prompt_tail", *PATTERNS):  # the same
-            if saved[name] is None:
-                del saved[name]
-        if not self.has_memory:  # the same
-            saved = {name: value for name, value in saved.items() if name not in MEMORY_FIELDS}
+        # Fields that older versions do not have are left out where nothing uses them: so these read what they can run.
+        unused = [name for name in ("static_layers", "prompt_tail", *PATTERNS) if saved[name] is None]
+        if self.phases == "all":
+            unused.append("phases")
+        if not self.has_memory:
+            unused.extend(MEMORY_FIELDS)
         module = module_of(GATES[self.gate])
-        if module is None:  # the fields are unknown to versions that had no gates from outside
-            return {name: value for name, value in saved.items() if name not in ("gate_package", "gate_module")}
-        return saved | {"gate_package": package_of(module), "gate_module": module}
+        if module is None:
+            unused += ["gate_package", "gate_module"]
+        else:
+            saved |= {"gate_package": package_of(module), "gate_module": module}
+        return {name: value for name, value in saved.items() if name not in unused}
 
 
 @refuses_unknown
@@ -248,4 +249,4 @@ def _by_index(pattern: Any) -> Any:
     """A pattern with integers for keys, in ascending order; JSON has text."""
     if not isinstance(pattern, dict) or not all(re.fullmatch(r"[0-9]{1,5}", str(key)) for key in pattern):
         return pattern
-    return {index: value for index, value in sorted((int(key), value) for key, value in pattern.items())} or None
+    return dict(sorted((int(key), value) for key, value in pattern.items())) or None

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import TypeVar
+
+from ..parts.targets import TARGETS
 
 Owner = TypeVar("Owner", bound=type)
 MAX_SEED = 2**32 - 1  # of a run: `transformers.set_seed` seeds NumPy too
 PATTERNS = ("target_pattern", "branch_pattern", "rank_pattern")  # of a layer what the other field says of all
 MEMORY_FIELDS = ("memory_slots", "memory_width", "memory_heads", "ngram_order")
+# The values of fields that have few; what else is allowed is in `rules` and `conflicts`.
+CHOICES: dict[str, Collection[str]] = {
+    "target": TARGETS,
+    "granularity": ("token", "sequence"),
+    "gate_input": ("residual", "normed"),
+    "branch": ("lowrank", "swiglu", "neurons", "memory", "none"),
+    "budget_scope": ("layer", "global"),
+    "phases": ("all", "prefill"),
+    "causal_rule": ("quantile", "predictor"),
+    "expert_gates": ("per_expert", "per_layer"),
+}
 
 
 def with_help(owner: Owner) -> Owner:

@@ -1,13 +1,11 @@
-"""Rules of `DepthRouteConfig`: allowed values per field, and combinations that are refused."""
+"""Rules of `DepthRouteConfig`: the values that a field may have; combinations are in `conflicts`."""
 
 from __future__ import annotations
 
 import functools
-import math
 import re
 import reprlib
-import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from importlib.metadata import packages_distributions
 from typing import TYPE_CHECKING, Any
 
@@ -15,26 +13,16 @@ from ..files.shown import OneLine
 from ..files.suggestions import closest
 from ..parts.gate import Gate
 from ..parts.gates import GATES
-from ..parts.memory import LEAST_SLOTS, hash_count, shortest_order
+from ..parts.memory import LEAST_SLOTS, shortest_order
 from ..parts.rules import selections
 from ..parts.targets import TARGETS
-from .fields import MEMORY_FIELDS, PATTERNS, RoutingFields
+from .conflicts import conflicts_of
+from .fields import CHOICES, PATTERNS, RoutingFields
 
 if TYPE_CHECKING:
     from .adapter import DepthRouteConfig
 
 FORMAT_VERSION = 1  # the form of an adapter's saved files; one of a newer form is refused
-CHOICES: dict[str, Collection[str]] = {
-    "target": TARGETS,
-    "granularity": ("token", "sequence"),
-    "gate_input": ("residual", "normed"),
-    "branch": ("lowrank", "swiglu", "neurons", "memory", "none"),
-    "budget_scope": ("layer", "global"),
-    "phases": ("all", "prefill"),
-    "causal_rule": ("quantile", "predictor"),
-    "expert_gates": ("per_expert", "per_layer"),
-}
-
 # What people know from LoRA's configuration, and what comes closest here.
 OTHER_METHODS = {
     "r": "the rank of the cheap branch is branch_rank",
@@ -48,11 +36,19 @@ OTHER_METHODS = {
     "init_lora_weights": "that is LoRA's; seed sets the initial weights here",
 }
 
-_MEMORY_LIMITS = (
-    ("memory_slots", LEAST_SLOTS, 1 << 26),
-    ("memory_width", 1, 65536),
-    ("memory_heads", 1, 16),
-)
+# Fields that are whole numbers, with the least and the greatest; those that are None by default may stay so.
+_INTEGERS = {
+    "context_dim": (1, 65536),
+    "summary_dim": (1, 65536),
+    "action_dim": (1, 65536),
+    "gate_hidden": (1, 262144),
+    "branch_rank": (1, 262144),
+    "prompt_tail": (1, 262144),
+    "memory_slots": (LEAST_SLOTS, 1 << 26),
+    "memory_width": (1, 65536),
+    "memory_heads": (1, 16),
+    "seed": (0, 2**63 - 1),
+}
 _VERSION = re.compile(r"[A-Za-z0-9.+:_-]{1,128}")
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,255}")
@@ -62,103 +58,6 @@ _LAYER_RULE = re.compile(r"(last|every|before_last):([1-9][0-9]{0,3})|(before_la
 
 class ConfigError(OneLine, ValueError):
     """A field of `DepthRouteConfig` has a value that cannot be used. The message is one line: field, value, range."""
-
-
-def _conflicts(c: DepthRouteConfig) -> Iterator[str]:
-    """Conflicts between fields, one line each."""
-    gate, target = GATES[c.gate], TARGETS[c.target]
-    for name, value in target.fixed.items():
-        if getattr(c, name) != value:
-            yield f"{name}={getattr(c, name)!r}: with target={c.target!r} it is always {value!r}; leave it out"
-    targets, granularities = gate.targets or tuple(TARGETS), gate.granularities or tuple(CHOICES["granularity"])
-    if c.target not in targets or c.granularity not in granularities:
-        things = " or ".join(TARGETS[name].called for name in targets)
-        yield (
-            f"gate={c.gate!r} decides on {things}, per {' or '.join(granularities)}; "
-            f"use target={_any_of(targets)} and granularity={_any_of(granularities)}"
-        )
-    if c.granularity not in target.decides:
-        known = _any_of(target.decides)
-        yield f"granularity={c.granularity!r} is not supported with target={c.target!r}; use {known}"
-    if target.per_pair:
-        if not gate.scores_experts:
-            scoring = ", ".join(name for name in GATES if GATES[name].scores_experts)
-            yield f"gate={c.gate!r} cannot score experts; use one of: {scoring}"
-        if gate.static != (c.dropped_experts is not None):
-            yield "dropped_experts goes with target='experts' and gate='none', and they need it"
-        if c.scale_by_gate or c.causal_rule == "predictor":
-            yield f"scale_by_gate and causal_rule='predictor' are not supported with target={c.target!r}"
-        if c.dropped_experts is not None and isinstance(c.layers, (list, tuple)) and list(c.layers) != sorted(c.layers):
-            yield f"layers={reprlib.repr(c.layers)} must ascend, because dropped_experts has one list for each of them"
-    elif c.dropped_experts is not None:
-        yield "dropped_experts goes with target='experts' and gate='none'"
-    if c.static_layers is not None:
-        if target.per_pair or target.reads_ids or c.granularity != "token":
-            yield (
-                f"static_layers is not supported with target={c.target!r} per {c.granularity}; "
-                "use ffn, attention or block per token"
-            )
-        if gate.static or gate.exits:
-            instead = "all routed layers are static" if gate.static else "who has left stays out of all later layers"
-            yield f"static_layers is not supported with gate={c.gate!r}: {instead}"
-        if not c.takes_budget():
-            yield "static_layers needs thresholds that follow the budget: threshold='budget', causal_rule='quantile'"
-    yield from _conflicts_of_layers(c)
-    if c.branch == "memory" and (target.per_pair or target.reads_ids or c.granularity != "token"):
-        yield (
-            f"branch='memory' looks up what ends at a token; it is not supported with target={c.target!r} per "
-            f"{c.granularity}; use ffn, attention or block per token"
-        )
-    if gate.scales_ffn and not (target.skips_attention and target.skips_ffn):
-        yield f"gate={c.gate!r} scales the FFN of a block; it is not supported with target={c.target!r}; use 'block'"
-    if gate.scales_ffn and c.branch == "memory":
-        yield f"branch='memory' is not scaled by gate={c.gate!r}; use 'swiglu', 'lowrank' or 'none'"
-    if gate.scales_ffn and c.scale_by_gate:
-        yield f"scale_by_gate is not supported with gate={c.gate!r}, which scales FFN and branch itself; leave it out"
-    if c.has_memory:
-        hashes = hash_count(c)
-        if c.memory_slots < LEAST_SLOTS * hashes:
-            least = f"{LEAST_SLOTS * hashes}, {LEAST_SLOTS} for each of {hashes} hashes"
-            yield f"memory_slots={c.memory_slots} must be at least {least}"
-    else:
-        reading = _any_of(name for name, row in TARGETS.items() if row.reads_ids)
-        for name in MEMORY_FIELDS:
-            if getattr(c, name) != getattr(RoutingFields, name):
-                yield f"{name}={getattr(c, name)!r} goes with target={reading} or branch='memory'"
-    if c.selection == "topk" and (c.granularity == "sequence" or c.budget_scope == "global"):
-        yield "selection='topk' ranks the tokens of one sequence in one layer; use 'threshold' or 'controller' here"
-    if gate.selections and c.selection not in gate.selections:
-        yield f"selection={c.selection!r}: {gate.called} trains with {_any_of(gate.selections)}"
-    if c.causal_rule == "predictor" and c.selection != "topk":
-        yield "causal_rule='predictor' foresees the top-k choice; use it with selection='topk'"
-    if c.selection == "controller" and c.fixed_threshold is not None:
-        yield "threshold is fixed, so there is nothing for selection='controller' to move; use threshold='budget'"
-    if c.scale_by_gate and c.selection in ("soft", "gumbel"):
-        yield f"scale_by_gate is not supported with selection={c.selection!r}; use topk, threshold or controller"
-
-
-def _conflicts_of_layers(c: DepthRouteConfig) -> Iterator[str]:
-    """Conflicts between the target and the branch of a layer, and of the patterns with the other fields."""
-    given = {name: getattr(c, name) for name in PATTERNS if getattr(c, name) is not None}
-    used, plain = {c.target, *(c.target_pattern or {}).values()}, ("ffn", "attention", "block")
-    if c.target_pattern and (not used <= set(plain) or c.granularity != "token"):
-        yield f"target_pattern={c.target_pattern!r} is for the targets {_any_of(plain)} per token"
-    allowed = GATES[c.gate].targets or tuple(TARGETS)
-    if not set((c.target_pattern or {}).values()) <= set(allowed):
-        yield f"target_pattern={c.target_pattern!r}: gate={c.gate!r} is for target={_any_of(allowed)}"
-    memory = c.branch == "memory" or "memory" in (c.branch_pattern or {}).values()
-    if c.branch_pattern and (memory or c.branch == "none"):
-        known = "branch='lowrank', 'swiglu' and 'neurons'"
-        yield f"branch_pattern={c.branch_pattern!r} is for {known}, not with branch={c.branch!r}"
-    for index in (-1, *sorted({index for pattern in given.values() for index in pattern})):  # -1: any other layer
-        target, branch = c.target_of(index), c.branch_of(index)
-        if branch == "neurons" and not TARGETS[target].skips_ffn:
-            where = "" if index < 0 else f"layer {index}: "
-            yield f"{where}branch='neurons' is made of the FFN; it is not supported with target={target!r}"
-
-
-def _any_of(names: Iterable[str]) -> str:
-    return " or ".join(map(repr, names))
 
 
 def require(holds: object, name: str, value: Any, what: str) -> None:
@@ -209,7 +108,7 @@ def check_known(given: dict[str, Any], known: list[str]) -> None:
 
 
 def _check_format(version: Any, library: Any) -> None:
-    _check_int("format_version", version, low=1, high=1_000_000)
+    _check_int("format_version", version, 1, 1_000_000)
     if version > FORMAT_VERSION:
         known = isinstance(library, str) and _VERSION.fullmatch(library)
         needed = f"hf_depthroute {library}" if known else "a newer one"
@@ -229,7 +128,8 @@ def check_given(c: DepthRouteConfig) -> None:
     for name, form in forms.items():
         value = getattr(c, name)
         require(value is None or (isinstance(value, str) and form.fullmatch(value)), name, value, _AS_SAVED)
-    require(isinstance(c.inference_mode, bool), "inference_mode", c.inference_mode, "must be true or false")
+    for name in ("inference_mode", "scale_by_gate"):
+        require(isinstance(getattr(c, name), bool), name, getattr(c, name), "must be true or false")
     modules: Any = c.modules_to_save
     listed = modules is None or (isinstance(modules, (list, tuple, set)) and len(modules) <= 64)
     named = listed and all(isinstance(m, str) and _MODULE.fullmatch(m) for m in modules or ())
@@ -252,7 +152,6 @@ def check_given(c: DepthRouteConfig) -> None:
             require(fits, name, pattern, f"has {reprlib.repr(value)}; use {known}")
     for name, allowed in CHOICES.items():
         _check_choice(name, getattr(c, name), allowed)
-    require(isinstance(c.scale_by_gate, bool), "scale_by_gate", c.scale_by_gate, "must be true or false")
 
 
 def check_complete(c: DepthRouteConfig) -> None:
@@ -265,15 +164,10 @@ def check_complete(c: DepthRouteConfig) -> None:
         require(c.threshold == "budget", "threshold", c.threshold, "must be a finite number, or 'budget'")
     elif c.threshold is not None:
         _check_number("threshold", c.threshold, low=-1e30, high=1e30)  # a float32, with room for differences
-    for name in ("context_dim", "summary_dim", "action_dim"):
-        _check_int(name, getattr(c, name), low=1, high=65536)
-    for name in ("gate_hidden", "branch_rank", "prompt_tail"):
-        if getattr(c, name) is not None:
-            _check_int(name, getattr(c, name), low=1, high=262144)
-    for name, low, high in _MEMORY_LIMITS:
-        _check_int(name, getattr(c, name), low=low, high=high)
-    _check_int("ngram_order", c.ngram_order, low=shortest_order(c), high=5)
-    _check_int("seed", c.seed, low=0, high=2**63 - 1)
+    for name, (low, high) in _INTEGERS.items():
+        if getattr(c, name) is not None or getattr(RoutingFields, name) is not None:
+            _check_int(name, getattr(c, name), low, high)
+    _check_int("ngram_order", c.ngram_order, shortest_order(c), 5)
     rule = c.layers is None or (isinstance(c.layers, str) and _LAYER_RULE.fullmatch(c.layers))
     rules = "'last:N', 'last:half', 'every:N', 'before_last:N', 'before_last:half', 'all'"
     what = f"must be {rules} or a list of distinct layer indices"
@@ -288,7 +182,7 @@ def check_complete(c: DepthRouteConfig) -> None:
     indices = listed and all(_are_indices(experts, 1024) for experts in lists or ())
     what = "must be lists of distinct expert indices, one per routed layer"
     require(indices, "dropped_experts", lists, what)
-    for fault in _conflicts(c):
+    for fault in conflicts_of(c):
         raise ConfigError(fault)
     if c.trainable_token_indices is not None:
         raise ConfigError("trainable_token_indices is not supported by depth-routed adapters; leave it None")
@@ -337,14 +231,11 @@ def _check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
     require(value in list(allowed), name, value, f"is not supported; use one of: {', '.join(allowed)}")
 
 
-def _check_number(
-    name: str, value: Any, low: float = -math.inf, high: float = math.inf, low_open: bool = False
-) -> float:
-    span = f"a finite number in {'(' if low_open or low == -math.inf else '['}{low:g}, {high:g}]"
+def _check_number(name: str, value: Any, low: float, high: float, low_open: bool = False) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # Comparisons only: math.isfinite raises OverflowError on a large int.
-    fits = is_number and low <= value <= high and abs(value) <= sys.float_info.max and not (low_open and value == low)
-    require(fits, name, value, f"must be {span}")
+    fits = is_number and low <= value <= high and not (low_open and value == low)
+    require(fits, name, value, f"must be a finite number in {'(' if low_open else '['}{low:g}, {high:g}]")
     return float(value)
 
 

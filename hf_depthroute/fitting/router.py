@@ -22,7 +22,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from ..adapter.restoring import restoring
+from ..adapter.loading import restoring
 from ..adapter.tuner import get_depth_routed_model
 from ..base.contexts import evaluating
 from ..base.distributed import rows_of_all, sharing, world_size

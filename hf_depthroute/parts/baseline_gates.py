@@ -12,9 +12,8 @@ import torch.nn.functional as F
 
 from ..base.distributed import rows_of_all
 from ..base.lm_head import LMHead
-from .gate import Gate
+from .gate import Gate, GateOutput
 from .regression import norms_and_sinks
-from .scores import GateOutput
 
 _NO_SINKS = 69.0  # of a bound that no stream reaches, about 1e30
 _NOTHING = 1e-30

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from accelerate.utils import align_module_device
 from torch import nn
 
+T = TypeVar("T")
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -45,23 +46,42 @@ def version_key(*tensors: torch.Tensor | None) -> tuple[tuple[int, int], ...] | 
     return tuple(marks)
 
 
-class MixedLinear(nn.Linear):
-    """A linear map that computes in its input's dtype whatever dtype its weights are stored in.
+class Deriving(nn.Module):
+    """A module that keeps, in inference, one thing that is made of its weights.
 
-    PEFT keeps trainable adapter weights in float32 over a bfloat16 base. Casting the weight instead of the input keeps
-    the matmul in the base's dtype (several times faster on CPUs and GPUs), with float32 master weights.
-
-    Inference keeps the cast weights: casting them in every step of a generation costs as much as multiplying with them.
-    They are made again when the weights change, for a new prompt, and after `train()` or `eval()`.
+    It is made again when the weights change, for a new prompt, and after `train()` or `eval()`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._derived = TransientCache()
 
-    def train(self, mode: bool = True) -> MixedLinear:
+    def train(self, mode: bool = True) -> Self:
         self._derived.clear()
         return super().train(mode)
+
+    def derived(self, make: Callable[[], T], kind: Any, *tensors: torch.Tensor | None, keeps: bool = True) -> T:
+        """`make()`, or what it was for this `kind` while `tensors` are the same; nothing stays unless it `keeps`."""
+        if not keeps or self.training or torch.is_grad_enabled():
+            return make()
+        now = version_key(*tensors)
+        held = self._derived.get("made")  # with its stamp in one entry: threads share it
+        if now is not None and held is not None and held[0] == (kind, now):
+            return cast(T, held[1])
+        made = make()
+        if now is not None:
+            self._derived["made"] = (kind, now), made
+        return made
+
+
+class MixedLinear(Deriving, nn.Linear):
+    """A linear map that computes in its input's dtype whatever dtype its weights are stored in.
+
+    PEFT keeps trainable adapter weights in float32 over a bfloat16 base. Casting the weight instead of the input keeps
+    the matmul in the base's dtype (several times faster on CPUs and GPUs), with float32 master weights.
+
+    Inference keeps the cast weights: casting them in every step of a generation costs as much as multiplying with them.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
@@ -71,17 +91,13 @@ class MixedLinear(nn.Linear):
 
     def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         """Weight and bias in `dtype`."""
+        weight, bias = self.weight, self.bias
+
+        def made() -> tuple[torch.Tensor, Any]:
+            return weight.to(dtype), None if bias is None else bias.to(dtype)
+
         # A parametrized weight is none of the parameters.
-        keeps = not (self.training or torch.is_grad_enabled()) and "weight" in self._parameters
-        now = version_key(self.weight, self.bias) if keeps else None
-        held = self._derived.get("cast")  # with its stamp in one entry: threads share it
-        if now is not None and held is not None and held[0] == (dtype, now):
-            return held[1], held[2]
-        weight = self.weight.to(dtype)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        if now is not None:
-            self._derived["cast"] = (dtype, now), weight, bias
-        return weight, bias
+        return self.derived(made, dtype, weight, bias, keeps="weight" in self._parameters)
 
 
 class LowRankBranch(nn.Module):

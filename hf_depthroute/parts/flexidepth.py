@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .branches import LowRankBranch, MixedLinear, RMSNorm, TensorMap, reset_linear
-from .gate import Gate
-from .scores import GateOutput, GateSizes, ScoreHead, default_hidden
+from .gate import Gate, GateOutput, GateSizes, ScoreHead, default_hidden
 
 EPSILON = 1e-5  # of the gate's norm, as in Llama 3
 _REDUCTION = 16  # of the model's width in the bottleneck, of the FFN's in the branch
@@ -57,7 +56,7 @@ class BottleneckGate(Gate):
         return {"scores": self.score(self.dec(torch.tanh(self.norm(self.enc(a))).to(a.dtype)))}
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
-        """As `MLPGate.for_decoding`; no nonlinearity lies between the last two maps, which become one vector `[b]`."""
+        # No nonlinearity lies between the last two maps: they become one vector `[b]`.
         weight, _ = self.enc.cast(dtype)
         row = torch.mv(self.dec.weight.detach().float().t(), self.score.weight.detach().float().squeeze(0))
         norm = self.norm.for_decoding()
@@ -82,7 +81,6 @@ class SwiGLUBranch(LowRankBranch):
         return F.silu(self.gate(x)) * self.up(x)
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
-        """As `LowRankBranch.for_decoding`."""
         (gate, gate_bias), (up, up_bias), (down, down_bias) = (m.cast(dtype) for m in (self.gate, self.up, self.down))
         norm = self.norm.for_decoding() if isinstance(self.norm, RMSNorm) else self.normed
 

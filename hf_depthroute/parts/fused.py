@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .branches import LowRankBranch, RMSNorm, TensorMap
-from .gate import Gate
+from .gate import Gate, ScoreMaps
 from .neurons import NeuronBranch, NeuronStep
-from .scores import ScoreMaps
 
 SHARED_ROWS = 16  # with more of them, a whole intermediate takes longer than reading its weights
 

@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .branches import MixedLinear, RMSNorm, TensorMap, TransientCache, reset_linear
-from .gate import Gate
-from .scores import GateOutput
+from .gate import Gate, GateOutput
 
 MISSING = -1  # in place of a token: there is none in this document
 EARLIER = -2  # in place of a token: it belongs to an earlier call, if there was one

@@ -20,14 +20,14 @@ from torch import nn
 
 from ..base.distributed import total
 from ..base.readable import is_readable, is_watched, is_whole
-from .branches import MixedLinear, TensorMap, TransientCache, rms_of, version_key
+from .branches import Deriving, MixedLinear, TensorMap, rms_of
 
 NEURONS = ".neurons"  # the end of a branch's key of the indices, in a state dict
 _READ = 4096  # rows that tell which neurons matter
 _ROWS = 2048  # of the whole intermediate that exist at one time
 
 
-class NeuronBranch(nn.Module):
+class NeuronBranch(Deriving):
     """The branch. It holds which neurons it has and the output `W`, `b`; the rest are rows of the base's own weights.
 
     Where the base's weights cannot be read directly (quantised, offloaded, hooked, under LoRA: `is_readable`), the
@@ -46,7 +46,6 @@ class NeuronBranch(nn.Module):
         self.neurons: torch.Tensor
         self.register_buffer("neurons", torch.arange(count))
         self.down = MixedLinear(count, width)
-        self._derived = TransientCache()
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         nn.init.zeros_(self.down.weight)
@@ -89,21 +88,15 @@ class NeuronBranch(nn.Module):
         return [norm, *read, ffn]
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The base's weights of the chosen neurons, `[2 r, d]` where it has a gate, else `[r, d]`, and their biases.
-
-        A copy, which is kept in inference for as long as nothing of it changes.
-        """
+        """Copies of the base's weights of the chosen neurons, `[2 r, d]`, or without a gate `[r, d]`; and of biases."""
         maps = self._maps()
         weights, biases = [linear.weight for linear in maps], [linear.bias for linear in maps]
-        keeps = not (self.training or torch.is_grad_enabled())
-        now = version_key(*weights, *biases, self.neurons) if keeps else None
-        kept = self._derived.get("rows")  # with its stamp in one entry: threads share it
-        if kept is None or now is None or kept[0] != now:
+
+        def made() -> tuple[torch.Tensor, torch.Tensor | None]:
             bias = None if biases[0] is None else torch.cat([part[self.neurons] for part in biases])
-            kept = now, torch.cat([part[self.neurons] for part in weights]), bias
-            if now is not None:
-                self._derived["rows"] = kept
-        return kept[1], kept[2]
+            return torch.cat([part[self.neurons] for part in weights]), bias
+
+        return self.derived(made, "rows", *weights, *biases, self.neurons)
 
     def _maps(self) -> list[Any]:
         """The projections into the intermediate, the one before the activation first."""
@@ -116,10 +109,6 @@ class NeuronBranch(nn.Module):
         if not all(is_readable(linear, nn.Linear) and linear.weight.device == device for linear in maps):
             return False
         return len({(linear.weight.dtype, linear.bias is None) for linear in maps}) == 1
-
-    def train(self, mode: bool = True) -> NeuronBranch:
-        self._derived.clear()
-        return super().train(mode)
 
     def borrowed_weights(self) -> int:
         """Weights of the base that one token is multiplied with."""

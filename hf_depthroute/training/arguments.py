@@ -146,7 +146,7 @@ class RoutingArguments:
             if hasattr(self, f"{name}_weight"):
                 raise ConfigError(f"loss_weights: {name!r} has an argument of its own; use {name}_weight")
             if name not in LOSSES:
-                known = ", ".join(dict.fromkeys((*_OWN_LOSSES, *LOSSES)))
+                known = ", ".join(dict.fromkeys((*OWN_LOSSES, *LOSSES)))
                 raise ConfigError(
                     f"loss_weights: there is no loss {name!r}; import what adds it to LOSSES, or use one of: {known}"
                 )
@@ -172,7 +172,7 @@ class RoutingArguments:
         """The weight of every row of `LOSSES`."""
         outside = self.loss_weights if isinstance(self.loss_weights, dict) else {}
         added = {name: outside.get(name, term.weight) for name, term in LOSSES.items()}
-        return added | {name: getattr(self, f"{name}_weight") for name in _OWN_LOSSES}
+        return added | {name: getattr(self, f"{name}_weight") for name in OWN_LOSSES}
 
     def uses_oracle(self) -> bool:
         return self.oracle != "none" and (self.util_weight > 0 or self.rank_weight > 0)
@@ -182,4 +182,4 @@ class RoutingArguments:
         return self.uses_oracle() or self.cgs_weight > 0 or self.distill_weight > 0
 
 
-_OWN_LOSSES = [f.name.removesuffix("_weight") for f in fields(RoutingArguments) if f.name.endswith("_weight")]
+OWN_LOSSES = [f.name.removesuffix("_weight") for f in fields(RoutingArguments) if f.name.endswith("_weight")]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from ..files.shown import say
 from ..inference.calibration import active_routings
@@ -30,11 +30,6 @@ from .record import known, remember_training, training_record
 
 logger = logging.getLogger(__name__)
 
-DATA_PARALLEL = (
-    "{} GPUs in one process: DataParallel runs copies of the model in threads, where routing losses see no decision; "
-    "start one process for each GPU (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES=0"
-)
-
 
 class RoutingCallback(TrainerCallback):
     """Schedules and logging; shared by `DepthRouteTrainer` and `DepthRouteCallback`."""
@@ -42,35 +37,36 @@ class RoutingCallback(TrainerCallback):
     objective: RoutingObjective  # while training runs, and `begun` is not 0
     begun = 0.0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.begun = time.monotonic()
-        self._remember(args, state, **kwargs)
+        self._remember(args, state, kwargs)
 
-    def _remember(self, args: Any, state: Any, model: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+    def _remember(self, args: TrainingArguments, state: TrainerState, given: dict[str, Any]) -> None:
         """Note the run so far with the model, for the card of a checkpoint or of the end."""
-        dataset = known(lambda: train_dataloader.dataset)
+        model = given["model"]
+        dataset = known(lambda: given["train_dataloader"].dataset)
         remember_training(model, training_record(args, state, model, dataset, time.monotonic() - self.begun))
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.objective.schedule(state.global_step)
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.objective.check_finite(state.global_step + 1, gradients=not args.fp16)
 
-    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.objective.after_step()
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.begun and "loss" in (logs or ()):
             self.objective.note_shares()
             metrics = self.objective.pop_metrics()
             logs.update(metrics)
             state.log_history[-1].update(metrics)
         if self.begun:
-            self._remember(args, state, **kwargs)
+            self._remember(args, state, kwargs)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._remember(args, state, **kwargs)
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._remember(args, state, kwargs)
         self.objective.note_shares()
         self.restore()
         missed = missed_budget(active_routings(self.objective.model)[0].active_config(), state.log_history)
@@ -101,29 +97,29 @@ class DepthRouteCallback(RoutingCallback):
         self.trainer, self.arguments = trainer, arguments
         if arguments is not None:
             arguments.check()
-        self._open = ExitStack()
 
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.trainer is None:
             raise RuntimeError("DepthRouteCallback does not know its trainer; pass it: DepthRouteCallback(trainer)")
         arguments = self.arguments or (args if isinstance(args, RoutingArguments) else RoutingArguments())
-        self.objective, trainer = RoutingObjective(arguments, kwargs["model"]), self.trainer
-        trainer.__dict__["compute_loss"] = partial(routed_loss, self.objective, trainer, trainer.compute_loss)
-        self._open.callback(trainer.__dict__.pop, "compute_loss", None)
+        trainer = self.trainer
+        self.objective = RoutingObjective(arguments, kwargs["model"])
         trainer.callback_handler.callbacks.remove(self)
         trainer.callback_handler.callbacks.insert(0, self)  # adds to the logs before integrations read them
+        trainer.__dict__["compute_loss"] = partial(routed_loss, self.objective, trainer, trainer.compute_loss)
         super().on_train_begin(args, state, control, **kwargs)
 
     def restore(self) -> None:
+        if self.begun:
+            vars(self.trainer).pop("compute_loss", None)
         super().restore()
-        self._open.close()
 
 
 def routed_loss(
     objective: RoutingObjective,
-    trainer: Any,
-    plain: Any,
-    model: Any,
+    trainer: Trainer,
+    plain: Callable[..., Any],
+    model: nn.Module,
     inputs: dict[str, Any],
     return_outputs: bool = False,
     num_items_in_batch: torch.Tensor | int | None = None,
@@ -159,7 +155,7 @@ def routed_loss(
 
 
 @contextmanager
-def _as_deployed(trainer: Any, model: nn.Module) -> Iterator[None]:
+def _as_deployed(trainer: Trainer, model: nn.Module) -> Iterator[None]:
     """Decide as inference does where a trainer compares the policy with a reference or with its own rollouts.
 
     DPO, KTO, GRPO and RLOO need the log-probabilities of the model that generates. Under top-k a token's depends on
@@ -178,7 +174,7 @@ def is_standard(compute_loss: Any) -> bool:
     return getattr(compute_loss, "__func__", None) is Trainer.compute_loss
 
 
-def _share(trainer: Any, num_items_in_batch: torch.Tensor | int | None) -> float:
+def _share(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) -> float:
     """This batch's part of the optimizer step, for terms that are means over one batch."""
     # Where the Trainer divides by the tokens of the whole step, it does not by the number of accumulated batches.
     divided = getattr(trainer, "loss_is_scaled_for_ga", None)
@@ -189,7 +185,7 @@ def _share(trainer: Any, num_items_in_batch: torch.Tensor | int | None) -> float
 
 
 @contextmanager
-def provided(trainer: Any) -> Iterator[None]:
+def provided(trainer: Trainer) -> Iterator[None]:
     """Train inside the block: a `DepthRouteCallback` knows its trainer, and routers that train have one.
 
     A trainer with routing losses prints readable lines. Whatever ends the block, schedules and frozen gates end too.
@@ -198,19 +194,10 @@ def provided(trainer: Any) -> Iterator[None]:
         ValueError: The model is routed, and no parameter of it trains; the losses would be added twice; or
             `DataParallel` would copy the model.
     """
-    ours = _provide(trainer)
-    try:
-        yield
-    finally:
-        for callback in ours:
-            callback.restore()
-
-
-def _provide(trainer: Any) -> list[RoutingCallback]:
-    """The callbacks of `provided`."""
-    stack = routed_stack(trainer.model)
+    model = cast(nn.Module, trainer.model)
+    stack = routed_stack(model)
     routings = [] if stack is None else [routing for routing in stack.routed if routing.adapter() is not None]
-    if routings and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+    if routings and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(FROZEN)
     callbacks = trainer.callback_handler.callbacks
     ours = [callback for callback in callbacks if isinstance(callback, RoutingCallback)]
@@ -220,17 +207,26 @@ def _provide(trainer: Any) -> list[RoutingCallback]:
             f"{type(trainer).__name__} would add the routing losses {len(ours)} times ({names}): leave one in; "
             "DepthRouteTrainer has its own"
         )
-    for callback in (c for c in ours if isinstance(c, DepthRouteCallback)):
-        callback.trainer = trainer
+    for callback in ours:
+        if isinstance(callback, DepthRouteCallback):
+            callback.trainer = trainer
     if not ours and _trains_routers(routings):
         logger.info("%s trains a routed model: added DepthRouteCallback, default weights", type(trainer).__name__)
-        trainer.add_callback(DepthRouteCallback(trainer))
-        ours.append(trainer.callback_handler.callbacks[-1])
+        ours.append(DepthRouteCallback(trainer))
+        trainer.add_callback(ours[0])
+    if ours and trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"{trainer.args.n_gpu} GPUs in one process: DataParallel runs copies of the model in threads, where "
+            "routing losses see no decision; start one process for each GPU (accelerate launch, torchrun), or set "
+            "CUDA_VISIBLE_DEVICES=0"
+        )
     if ours:
-        if trainer.args.n_gpu > 1:
-            raise ValueError(DATA_PARALLEL.format(trainer.args.n_gpu))
         print_lines(trainer)
-    return ours
+    try:
+        yield
+    finally:
+        for callback in ours:
+            callback.restore()
 
 
 def _trains_routers(routings: list[Routing]) -> bool:

@@ -17,6 +17,7 @@ from ..base.contexts import hooked, of_this_thread
 from ..base.lm_head import LMHead, predicting
 from ..base.stack import stack_of
 from ..inference.calibration import active_routings
+from ..routing.routing import ROUTING
 from .trace_statistics import stack, token_mean
 
 if TYPE_CHECKING:
@@ -40,16 +41,14 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
     exits, layers = Exits(), stack_of(model).layers
     exits.lm_head = LMHead(model)
 
-    def keeper(index: int) -> Any:
-        def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.is_grad_enabled() or not exits.with_graph:  # else a reference's pass, behind that of the loss
-                exits[index] = args[0] if args else kwargs["hidden_states"]
-                exits.with_graph = torch.is_grad_enabled()
-
-        return of_this_thread(keep)
+    @of_this_thread
+    def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() or not exits.with_graph:  # else a reference's pass, behind that of the loss
+            exits[getattr(layer, ROUTING).layer_index] = args[0] if args else kwargs["hidden_states"]
+            exits.with_graph = torch.is_grad_enabled()
 
     indices = [routing.layer_index for routing in active_routings(model)]
-    with hooked(layers[i].register_forward_pre_hook(keeper(i), with_kwargs=True) for i in indices):
+    with hooked(layers[i].register_forward_pre_hook(keep, with_kwargs=True) for i in indices):
         try:
             yield exits
         finally:

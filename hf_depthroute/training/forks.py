@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.cache import without_cache
-from ..base.contexts import hooked, of_this_thread
+from ..base.contexts import evaluating, hooked, of_this_thread
 from ..base.lm_head import LMHead, predicting
 from ..base.stack import stack_of
 from ..base.sublayers import hidden_of
@@ -89,11 +89,6 @@ class Prefix:
         return self._with_graph and not torch.is_grad_enabled()
 
     @property
-    def token_mask(self) -> torch.Tensor | None:
-        """Bool `[B, T]`, true at real tokens; None when the model was called without a 2D attention mask."""
-        return self.context.token_mask
-
-    @property
     def documents(self) -> torch.Tensor | None:
         """The number of the packed document that a position is in, int64 `[1 or B, T]`; None if layers get none."""
         positions = self.kwargs[0].get("position_ids")
@@ -106,21 +101,9 @@ class Prefix:
         """Without graph, without dropout, and under the autocast of the observed pass."""
         assert self.hidden is not None, "no forward pass was observed"
         enabled, dtype = self._autocast
-        modes = [(module, module.training) for module in self.model.modules()]
-        try:
-            for module, _ in modes:
-                module.training = False
-            with torch.no_grad(), torch.autocast(self.hidden.device.type, dtype=dtype, enabled=enabled):
-                yield
-        finally:
-            for module, training in modes:
-                module.training = training
-
-
-def _plan(routing: Routing, training: bool) -> RoutePlan | None:
-    """The plan of the pass that is forked, whose replay is no step of training."""
-    plan = routing.plan(training)
-    return None if plan is None else replace(plan, training=False)
+        autocast = torch.autocast(self.hidden.device.type, dtype=dtype, enabled=enabled)
+        with evaluating(self.model), torch.no_grad(), autocast:
+            yield
 
 
 @contextmanager
@@ -132,14 +115,14 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
     """
     prefix = Prefix(model)
     observe = of_this_thread(prefix.observe)
-    handles = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in prefix.layers]
 
+    @of_this_thread
     def keep_end(layer: nn.Module, args: Any, output: Any) -> None:
         if not prefix.passed_over():
             prefix.final = hidden_of(output)
 
-    end = prefix.layers[-1].register_forward_hook(of_this_thread(keep_end))
-    with hooked([*handles, end]):
+    handles = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in prefix.layers]
+    with hooked([*handles, prefix.layers[-1].register_forward_hook(keep_end)]):
         try:
             yield prefix
         finally:
@@ -150,7 +133,7 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
 def run_forks(
     prefix: Prefix, on_policy: bool, fork: Fork | None, layers: Collection[int] | None = None
 ) -> tuple[torch.Tensor, dict[int, range]]:
-    """Send the trunk and its forks through the observed layers, as one batch.
+    """Send the trunk and its forks through the observed layers, as one batch; it is no step of training.
 
     Args:
         prefix: From `observe_prefix`, after a forward pass, inside `prefix.replaying()`.
@@ -172,12 +155,12 @@ def run_forks(
         h = streams_FBTd.flatten(0, 1)
         context = prefix.context.each(partial(_repeat_rows, batch=batch, count=count))
         routing: Routing | None = layer._modules.get(ROUTING)
-        plan = None if routing is None else _plan(routing, prefix.training)
+        plan = None if routing is None else routing.plan(prefix.training)
         if routing is None or plan is None or (not on_policy and fork is None):
             streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
             continue
         _check_forkable(plan)
-        call = routed_call(layer, plan, h, context, kwargs, decides=on_policy)
+        call = routed_call(layer, replace(plan, training=False), h, context, kwargs, decides=on_policy)
         if plan.gate.static:  # there is one path
             streams_FBTd = call.finish(call.cheap()).view_as(streams_FBTd)
             continue
@@ -222,9 +205,10 @@ def _check_forkable(plan: RoutePlan) -> None:
         "granularity": config.granularity == "sequence",
         "gate": gate.scales_sublayers or gate.scales_ffn or gate.exits or gate.static,
     }
-    for name in (name for name, bad in refused.items() if bad):
-        fault = f"{name}={getattr(config, name)!r}"
-        raise ValueError(f"util, rank and cgs need a choice per token and layer; they do not support {fault}")
+    for name, bad in refused.items():
+        if bad:
+            fault = f"{name}={getattr(config, name)!r}"
+            raise ValueError(f"util, rank and cgs need a choice per token and layer; they do not support {fault}")
 
 
 def fork_losses(
@@ -259,7 +243,7 @@ def divergence_from_dense(prefix: Prefix, logits_BTV: torch.Tensor, labels_BT: t
 
 def _counted(prefix: Prefix, labels_BT: torch.Tensor) -> torch.Tensor:
     """Bool `[B, T]`: the positions that predict a token."""
-    return F.pad(predicting(labels_BT, prefix.token_mask), (0, 1))
+    return F.pad(predicting(labels_BT, prefix.context.token_mask), (0, 1))
 
 
 def _repeated(kwargs: dict[str, Any], batch: int, count: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback, TrainerState
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments
 
 from ..config.adapter import DepthRouteConfig
 from ..files.shown import say
@@ -25,7 +25,7 @@ class Lines:
 
     begun, first_step = 0.0, 0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.begun, self.first_step = time.monotonic(), state.global_step
         super().on_train_begin(args, state, control, **kwargs)  # type: ignore[misc]
 
@@ -51,7 +51,7 @@ class LineProgress(Lines, ProgressCallback):
             self.training_bar.write(self.line(state, logs))
 
 
-def print_lines(trainer: Any) -> None:
+def print_lines(trainer: Trainer) -> None:
     """Exchange the Trainer's own two ways of printing log entries; a callback of the caller's own stays."""
     replaced = {PrinterCallback: LinePrinter, ProgressCallback: LineProgress}
     callbacks = trainer.callback_handler.callbacks

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..parts.rules import topk_mask
 from ..routing.trace import RouteTrace
 from .arguments import LOSSES, LossTerm, RoutingArguments
 from .exits import exit_loss, observe_exits
 from .forks import Prefix, divergence_from_dense
-from .oracle import UtilityLabels
-from .pass_labels import missed_by_cheap, predictor_loss, recoverability_loss, similarity_loss, stream_similarity
+from .oracle import UtilityLabels, cgs_loss, rank_loss, util_loss
 from .trace_statistics import (
     cosine,
     diagnostics,
@@ -46,8 +46,6 @@ from .trace_statistics import (
 )
 
 __all__ = ["LOSSES", "LossInputs", "LossTerm", "diagnostics", "mean_probability", "routing_losses", "token_mean"]
-
-_RANKED = 256  # positions of a sequence that the rank loss compares with each other
 
 
 @dataclass(frozen=True)
@@ -100,43 +98,6 @@ def jepa_loss(inputs: LossInputs) -> torch.Tensor | None:
     return token_mean(stack(per_layer), real_tokens(inputs.trace)).mean()
 
 
-def util_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`Huber(u, u*)` with delta 1, mean over labelled tokens and layers."""
-    if inputs.utility is None:
-        return None
-    scores_CBT, labels_CBT, valid_CBT = _labelled(inputs.trace, inputs.utility)
-    return token_mean(F.huber_loss(scores_CBT, labels_CBT, reduction="none"), valid_CBT).mean()
-
-
-def rank_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`E_(i,j) softplus(-sign(u*_i - u*_j) (u_i - u_j))` over the pairs of labelled tokens of a sequence.
-
-    All pairs `i != j`; of sequences longer than 256 tokens, the pairs among 256 positions drawn at random.
-    """
-    if inputs.utility is None:
-        return None
-    scores_CBT, labels_CBT, valid_CBT = _labelled(inputs.trace, inputs.utility)
-    length = scores_CBT.shape[-1]
-    if length > _RANKED:
-        drawn = torch.randperm(length, device=scores_CBT.device)[:_RANKED]
-        scores_CBT, labels_CBT, valid_CBT = (x[..., drawn] for x in (scores_CBT, labels_CBT, valid_CBT))
-    # The term is symmetric in i and j, so i < j is enough.
-    i, j = torch.triu_indices(scores_CBT.shape[-1], scores_CBT.shape[-1], offset=1, device=scores_CBT.device)
-    order_CBP = torch.sign(labels_CBT[..., i] - labels_CBT[..., j])
-    losses_CBP = F.softplus(-order_CBP * (scores_CBT[..., i] - scores_CBT[..., j]))
-    return token_mean(losses_CBP, valid_CBT[..., i] & valid_CBT[..., j]).mean()
-
-
-def cgs_loss(inputs: LossInputs) -> torch.Tensor | None:
-    """`BCE(p, y)` with `y = sigmoid(dl / temperature)`, mean over labelled tokens: counterfactual gate supervision."""
-    if inputs.counterfactual is None:
-        return None
-    trace = RouteTrace({index: inputs.trace[index] for index in inputs.counterfactual})
-    _, labels_CBT, valid_CBT = _labelled(trace, inputs.counterfactual)
-    targets_CBT = torch.sigmoid(labels_CBT / inputs.counterfactual_temperature)
-    return gate_cross_entropy(gate_logits(trace), targets_CBT, valid_CBT)
-
-
 def z_loss(inputs: LossInputs) -> torch.Tensor:
     """`mean(logsumexp(logits)^2)` of the two-way choice with logits `(z/2, -z/2)`, `p = sigmoid(z)`.
 
@@ -182,6 +143,56 @@ def capacity_loss(inputs: LossInputs) -> torch.Tensor | None:
     masks = stack([record.mask.to(record.probs.dtype) - record.probs.detach() + record.probs for record in records])
     budget = sum(record.budget for record in records) / len(records)
     return F.relu(token_mean(masks, real_tokens(inputs.trace)).mean() - budget)
+
+
+def similarity_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """DLO: `BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence that the full path changes most.
+
+    These are the tokens with the lowest cosine between the stream before and after the full path. None if the trace
+    has no cosines: it was made in inference, by routed experts, or outside of a `RoutingObjective` (the Trainer's and
+    the callback's), which asks for them. None if there is no budget.
+    """
+    return _labels_loss(inputs, "similarity", -1)
+
+
+def recoverability_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`BCE(p, label)`; the label is 1 at the `ceil(rho * n)` tokens of a sequence of which the cheap path misses most.
+
+    What it misses is `|after full - after cheap|`, so labels follow the branch as it learns: a token that the full path
+    changes much is easy where the branch knows how. None if `similarity_loss` is.
+    """
+    return _labels_loss(inputs, "missed", 1)
+
+
+def _labels_loss(inputs: LossInputs, name: str, sign: int) -> torch.Tensor | None:
+    """`BCE(p, label)`, with label 1 where `sign` times the extra is among the budget's share of its sequence."""
+    records = list(inputs.trace.values())
+    if not has_budget(inputs.trace) or not all(name in record.extras for record in records):
+        return None
+    labels_CBT = stack([topk_mask(sign * getattr(record, name), record.budget, record.real) for record in records])
+    logits_CBT = gate_logits(inputs.trace)
+    return gate_cross_entropy(logits_CBT, labels_CBT.to(logits_CBT.dtype), real_tokens(inputs.trace))
+
+
+def predictor_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """Mixture-of-Depths: `BCE(predicted, M)`, what teaches the causal predictor the top-k choice; None without one."""
+    records = list(inputs.trace.values())
+    if not all("predicted" in record.extras for record in records):
+        return None
+    predicted_CBT = stack([record.predicted.float() for record in records])
+    return gate_cross_entropy(
+        predicted_CBT, stack([record.mask.float() for record in records]), real_tokens(inputs.trace)
+    )
+
+
+def stream_similarity(before: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor) -> torch.Tensor:
+    """The cosine between the stream before and after the full path, `[B, T]`."""
+    return torch.cosine_similarity(before.float(), after_full.float(), dim=-1)
+
+
+def missed_by_cheap(before: torch.Tensor, after_full: torch.Tensor, after_cheap: torch.Tensor) -> torch.Tensor:
+    """`|after full - after cheap|`, `[B, T]`."""
+    return (after_full.float() - after_cheap.float()).norm(dim=-1)
 
 
 for _name, _compute, _needs in (
@@ -275,10 +286,3 @@ def shuffled(values: torch.Tensor, real_BT: torch.Tensor, source: torch.Tensor) 
     values = values.clone()
     values[real_BT] = values[real_BT][source]
     return values
-
-
-def _labelled(trace: RouteTrace, labels: Mapping[int, UtilityLabels]) -> tuple[torch.Tensor, ...]:
-    """Scores, labels and validity, each `[C, B, T]`."""
-    scores_CBT = stack([record.scores for record in trace.values()])
-    labels_CBT = stack([labels[index].utility for index in trace]).to(scores_CBT.device)
-    return scores_CBT, labels_CBT, stack([labels[index].valid for index in trace]).to(scores_CBT.device)

@@ -20,12 +20,9 @@ from ..routing.thresholds import Measured
 from ..routing.trace import RouteRecord, RouteTrace, record_routes
 from .arguments import LOSSES, RoutingArguments
 from .forks import Prefix, observe_prefix
-from .label_scale import LabelScale
 from .losses import LossInputs, diagnostics, routing_losses
-from .oracle import prefix_utility
+from .oracle import LabelScale, prefix_utility
 from .trace_statistics import stack
-
-__all__ = ["RoutingArguments", "RoutingObjective"]
 
 _WATCHED_BATCHES = 64  # of one optimizer step; what a loop without a callback leaves does not pile up
 
@@ -55,8 +52,9 @@ class RoutingObjective:
         self._step = 0
         self._label_scale = LabelScale()
         self._sums: dict[str, tuple[torch.Tensor, int]] = {}
+        # Tokens run full and seen: since the last optimizer step; and by the thresholds, since the last log entry.
         self._load: dict[int, torch.Tensor] = {}
-        self._full: dict[int, torch.Tensor] = {}  # by the thresholds: tokens full and seen, since the last log entry
+        self._full: dict[int, torch.Tensor] = {}
         self._budgets: dict[int, float] = {}
         # Of the batches since the last optimizer step: the terms, and the scores by layer.
         self._pending: deque[tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]] = deque(maxlen=_WATCHED_BATCHES)
@@ -75,13 +73,7 @@ class RoutingObjective:
             prefix = watchers.enter_context(observe_prefix(self.model)) if a.forks() else None
             watches = dict.fromkeys(row.observe for row in rows)
             seen = {watch: watchers.enter_context(watch(self.model)) for watch in watches if watch is not None}
-            yield LossInputs(
-                trace,
-                alive_min=a.alive_min,
-                jepa_targets=a.jepa_targets,
-                prefix=prefix,
-                observed=seen,
-            )
+            yield LossInputs(trace, alive_min=a.alive_min, jepa_targets=a.jepa_targets, prefix=prefix, observed=seen)
 
     def __call__(
         self,
@@ -115,7 +107,6 @@ class RoutingObjective:
         terms = routing_losses(**given, weights=a.weights())
         for routing in gated_routings(self.model):
             self._count(routing, trace[routing.layer_index])
-            self._compare(routing, trace[routing.layer_index])
         self._collect(terms, trace, share)
         found = {name: term.detach() for name, term in terms.items()}
         self._pending.append((found, {index: record.scores.detach() for index, record in trace.items()}))
@@ -124,7 +115,8 @@ class RoutingObjective:
 
     def _refreshed(self, prefix: Prefix, labels: torch.Tensor) -> dict[str, Any]:
         """The labels that are due at this step."""
-        a, step = self.arguments, self._step
+        a = self.arguments
+        step = self._step
         due: dict[str, Any] = {}
         if a.uses_oracle() and step >= a.oracle_warmup and (step - a.oracle_warmup) % a.oracle_interval == 0:
             due["utility"] = prefix_utility(prefix, labels, a.oracle, a.oracle_window, a.oracle_gamma)
@@ -132,17 +124,17 @@ class RoutingObjective:
             layers = [routing.layer_index for routing in gated_routings(self.model)]
             layer = layers[(step - a.cgs_warmup) // a.cgs_interval % len(layers)]
             difference = prefix_utility(prefix, labels, "on_policy", window=1, layers=[layer])
-            due |= {
-                "counterfactual": difference,
-                "counterfactual_temperature": self._label_scale.update(difference[layer]),
-            }
+            due["counterfactual"] = difference
+            due["counterfactual_temperature"] = self._label_scale.update(difference[layer])
         return due
 
     def schedule(self, step: int) -> None:
         """Set the budget and the temperature of optimizer step `step`."""
-        self._step, a = step, self.arguments
+        a = self.arguments
+        self._step = step
         self._label_scale.begin_step()
-        config, state = active_routings(self.model)[0].active_config(), state_of(self.model)
+        config = active_routings(self.model)[0].active_config()
+        state = state_of(self.model)
         temperature = config.gate_temperature
         assert temperature is not None
         state.scheduled_budget = _ramp(step, a.budget_schedule_steps, a.budget_start, config.budget)
@@ -162,7 +154,8 @@ class RoutingObjective:
         if routings[0].active_config().budget_scope == "global":
             load_C = load_C.mean().expand_as(load_C)
         for routing, load in zip(routings, load_C):
-            controller, budget = routing.active_controller(), self._budgets[routing.layer_index]
+            controller = routing.active_controller()
+            budget = self._budgets[routing.layer_index]
             assert controller is not None
             # Without a single token the load is NaN, and the threshold stays.
             controller.move(load.nan_to_num(nan=budget), budget, self.arguments.controller_step)
@@ -202,25 +195,21 @@ class RoutingObjective:
 
     def load_state(self, state: dict[str, float]) -> None:
         """Undo `state`."""
-        value, device = state.get("temperature"), next(self.model.parameters()).device
+        value = state.get("temperature")
+        device = next(self.model.parameters()).device
         self._label_scale.value = None if value is None else torch.tensor(value, device=device)
         self._label_scale.begin_step()
 
-    def _count(self, routing: Routing, record: RouteRecord) -> None:
-        """Tokens run full and tokens seen since the last step, where a controller wants to know."""
-        if routing.active_controller() is not None:
-            counts_2 = torch.stack([(record.mask & record.real).sum(), record.real.sum()]).float()
-            self._load[routing.layer_index] = self._load.get(routing.layer_index, 0) + counts_2
-            self._budgets[routing.layer_index] = record.budget
-
     @torch.no_grad()
-    def _compare(self, routing: Routing, record: RouteRecord) -> None:
-        """Count what the tracked threshold of inference would let run full of this batch."""
-        config = routing.active_config()
+    def _count(self, routing: Routing, record: RouteRecord) -> None:
+        """Count what ran full, for a controller, and what the tracked threshold of inference would let run full."""
+        index, config = routing.layer_index, routing.active_config()
+        if routing.active_controller() is not None:
+            self._load[index] = self._load.get(index, 0) + _full_and_seen(record.mask, record.real)
+            self._budgets[index] = record.budget
         if config.takes_budget():
             full = record.scores >= routing.active_quantiles()(config.budget)
-            counts_2 = torch.stack([(full & record.real).sum(), record.real.sum()])
-            self._full[routing.layer_index] = self._full.get(routing.layer_index, 0) + counts_2
+            self._full[index] = self._full.get(index, 0) + _full_and_seen(full, record.real)
 
     def note_shares(self) -> None:
         """Leave with the thresholds what they let run full since the last log entry, for the model card."""
@@ -262,6 +251,11 @@ class RoutingObjective:
         for name, value in {**values, **diagnostics(trace)}.items():
             total, count = self._sums.get(name, (0.0, 0))
             self._sums[name] = (total + value, count + 1)
+
+
+def _full_and_seen(mask: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """How many real tokens are in `mask`, and how many there are: int64 `[2]`."""
+    return torch.stack([(mask & real).sum(), real.sum()])
 
 
 def _ramp(step: int, steps: int, start: float, end: float) -> float | None:

@@ -1,6 +1,6 @@
-"""Counterfactual labels: what the loss of a token would have been on the other path of one layer.
+"""Counterfactual labels, what the loss of a token would have been on the other path of one layer; and losses by them.
 
-Shapes: F streams (forks of one forward pass), B batch, T positions, S sampled positions, d model width.
+Shapes: F streams (forks of one forward pass), C routed layers, B batch, T positions, P pairs, d model width.
 
 The utility of running layer `l` full at position `t` is
 
@@ -13,17 +13,31 @@ The layer-wide fork with `"all_full"` is the oracle of "Revisiting Auxiliary Los
 Empirical Study" (arXiv:2604.17228), which names `"on_policy"` as the variant to try. It forks
 all positions of layer `l` at once, two trajectories per layer; a token's utility then also holds what its neighbours'
 forks do to it through later attention. The exact fork changes one position at a time, and is the measure of that bias.
+
+`cgs` and the scale of its labels: "Counterfactual Gate Supervision Does Not Fix Gating Credit Assignment in
+Engram-Style Conditional Memory" (FARS, Analemma; gitlab.com/fars-a/counterfactual-gate-supervision).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
+from ..base.distributed import sum_over_processes
+from ..routing.trace import RouteTrace
 from .arguments import ORACLES
 from .forks import Prefix, fork_losses, run_forks
+from .trace_statistics import gate_cross_entropy, gate_logits, stack, token_mean
+
+if TYPE_CHECKING:
+    from .losses import LossInputs
+
+_RANKED = 256  # positions of a sequence that the rank loss compares with each other
+_DECAY = 0.99  # of `LabelScale`, from one optimizer step to the next
 
 
 @dataclass(frozen=True)
@@ -65,8 +79,8 @@ def prefix_utility(
         prefix, labels_BT, kind, window, gamma, lambda path_BTd, trunk_BTd: path_BTd[None], layers
     )
     valid_BT = _windowed(counted_BT.float(), window, gamma, prefix.documents) > 0
-    if prefix.token_mask is not None:
-        valid_BT = valid_BT & prefix.token_mask
+    if prefix.context.token_mask is not None:
+        valid_BT = valid_BT & prefix.context.token_mask
     return {index: UtilityLabels(difference_1BT[0], valid_BT) for index, difference_1BT in differences.items()}
 
 
@@ -109,3 +123,76 @@ def differences_of(
         full_KBT, cheap_KBT = new.chunk(2) if on_policy else (summed_FBT[:1], new)
         found[index] = cheap_KBT - full_KBT
     return found, counted_BT
+
+
+def util_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`Huber(u, u*)` with delta 1, mean over labelled tokens and layers."""
+    if inputs.utility is None:
+        return None
+    scores_CBT, labels_CBT, valid_CBT = _labelled(inputs.trace, inputs.utility)
+    return token_mean(F.huber_loss(scores_CBT, labels_CBT, reduction="none"), valid_CBT).mean()
+
+
+def rank_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`E_(i,j) softplus(-sign(u*_i - u*_j) (u_i - u_j))` over the pairs of labelled tokens of a sequence.
+
+    All pairs `i != j`; of sequences longer than 256 tokens, the pairs among 256 positions drawn at random.
+    """
+    if inputs.utility is None:
+        return None
+    scores_CBT, labels_CBT, valid_CBT = _labelled(inputs.trace, inputs.utility)
+    length = scores_CBT.shape[-1]
+    if length > _RANKED:
+        drawn = torch.randperm(length, device=scores_CBT.device)[:_RANKED]
+        scores_CBT, labels_CBT, valid_CBT = (x[..., drawn] for x in (scores_CBT, labels_CBT, valid_CBT))
+    # The term is symmetric in i and j, so i < j is enough.
+    i, j = torch.triu_indices(scores_CBT.shape[-1], scores_CBT.shape[-1], offset=1, device=scores_CBT.device)
+    order_CBP = torch.sign(labels_CBT[..., i] - labels_CBT[..., j])
+    losses_CBP = F.softplus(-order_CBP * (scores_CBT[..., i] - scores_CBT[..., j]))
+    return token_mean(losses_CBP, valid_CBT[..., i] & valid_CBT[..., j]).mean()
+
+
+def cgs_loss(inputs: LossInputs) -> torch.Tensor | None:
+    """`BCE(p, y)` with `y = sigmoid(dl / temperature)`, mean over labelled tokens: counterfactual gate supervision."""
+    if inputs.counterfactual is None:
+        return None
+    trace = RouteTrace({index: inputs.trace[index] for index in inputs.counterfactual})
+    _, labels_CBT, valid_CBT = _labelled(trace, inputs.counterfactual)
+    targets_CBT = torch.sigmoid(labels_CBT / inputs.counterfactual_temperature)
+    return gate_cross_entropy(gate_logits(trace), targets_CBT, valid_CBT)
+
+
+def _labelled(trace: RouteTrace, labels: Mapping[int, UtilityLabels]) -> tuple[torch.Tensor, ...]:
+    """Scores, labels and validity, each `[C, B, T]`."""
+    scores_CBT = stack([record.scores for record in trace.values()])
+    labels_CBT = stack([labels[index].utility for index in trace]).to(scores_CBT.device)
+    return scores_CBT, labels_CBT, stack([labels[index].valid for index in trace]).to(scores_CBT.device)
+
+
+class LabelScale:
+    """The temperature of `y = sigmoid(dl / temperature)`, the labels of counterfactual gate supervision.
+
+    It is a moving average over optimizer steps of the mean `|dl|`, in nats, of the labelled tokens of all processes.
+    Where a step has several batches, those so far count together.
+
+    Attributes:
+        value: A scalar; None before the first label.
+    """
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """The batches from here on are another optimizer step's."""
+        self._before, self._sums = self.value, torch.zeros(2)  # of `|dl|`, and of how many labels
+
+    def update(self, labels: UtilityLabels) -> torch.Tensor:
+        """The average with a batch's labels in it: a scalar, 1 where there never was a label."""
+        sums_2 = torch.stack([(labels.utility.abs() * labels.valid).sum(), labels.valid.sum().float()])
+        self._sums = self._sums.to(sums_2) + sum_over_processes(sums_2)
+        if self._sums[1] > 0:  # waits for the device, as making labels did
+            size = self._sums[0] / self._sums[1]
+            before = size if self._before is None else self._before
+            self.value = torch.lerp(size, before, _DECAY).clamp(min=1e-6)
+        return sums_2.new_ones(()) if self.value is None else self.value

@@ -18,9 +18,8 @@ from typing import Any
 
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..files.suggestions import did_you_mean
-from .arguments import RoutingArguments
+from .arguments import OWN_LOSSES
 
-_WEIGHTS = tuple(f.name for f in fields(RoutingArguments) if f.name.endswith("_weight"))
 _ADAPTER = {f.name for f in fields(DepthRouteConfig)}
 
 
@@ -45,7 +44,8 @@ class Preset:
 
 def _losses(**weights: float) -> dict[str, Any]:
     """The language-model loss and these terms, and no other."""
-    return dict.fromkeys(_WEIGHTS, 0.0) | {"lm_weight": 1.0} | {f"{name}_weight": w for name, w in weights.items()}
+    named = dict.fromkeys(OWN_LOSSES, 0.0) | {"lm": 1.0} | weights
+    return {f"{name}_weight": weight for name, weight in named.items()}
 
 
 # fmt: off

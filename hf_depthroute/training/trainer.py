@@ -21,9 +21,10 @@ from ..files.staged import write_json
 from ..inference.calibration import active_routings
 from ..parts.gates import GATES
 from . import checkpoints
+from .arguments import RoutingArguments
 from .callbacks import DepthRouteCallback, RoutingCallback, is_standard, routed_loss
 from .fused_loss import FusedLoss, fused_loss_obstacle
-from .objective import RoutingArguments, RoutingObjective
+from .objective import RoutingObjective
 from .record import record_of
 
 __all__ = [
@@ -98,7 +99,8 @@ class DepthRouteTrainerMixin(_Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """The Trainer's loss plus the routing losses; in evaluation, the Trainer's loss alone."""
-        plain, fused = super().compute_loss, None
+        plain = super().compute_loss
+        fused = None
         if model.training:
             self.doing = f"in training step {self.state.global_step + 1}"
             # A `compute_loss` other than the Trainer's may look at the logits.
@@ -196,7 +198,8 @@ class DepthRouteTrainerMixin(_Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        limit, self.args.save_total_limit = self.args.save_total_limit, None  # older ones go when this one is whole
+        limit = self.args.save_total_limit
+        self.args.save_total_limit = None  # older ones go when this one is whole
         try:
             with self._named(f"saving {folder}"):
                 super()._save_checkpoint(model, trial, *args, **kwargs)

@@ -22,7 +22,7 @@ from ..execution.layer import call_on_stream
 from ..execution.target import Target, target_of
 from ..parts.branches import rms_of
 from ..parts.fused import FusedGateBranch, fuse
-from ..parts.selection import tail_mask
+from ..parts.rules import tail_mask
 from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
 from .budgets import RequestBudgets

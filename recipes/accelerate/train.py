@@ -20,7 +20,8 @@ from accelerate.utils import set_seed
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.data.text import load_text, pack
-from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
+from hf_depthroute.training.arguments import RoutingArguments
+from hf_depthroute.training.objective import RoutingObjective
 
 BASE = str(Path(__file__).parents[1] / "embedded_base" / "model")
 

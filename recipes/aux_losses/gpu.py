@@ -43,7 +43,7 @@ from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.bench import describe_machine
 from hf_depthroute.cli import main as command_line
 from hf_depthroute.evaluation.perplexity import mean_loss
-from hf_depthroute.training.objective import RoutingArguments
+from hf_depthroute.training.arguments import RoutingArguments
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = ["g1", "g3", "a1", "a3_g1", "a3_g3"]

@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.bench import describe_machine
-from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
+from hf_depthroute.training.arguments import RoutingArguments
+from hf_depthroute.training.objective import RoutingObjective
 from hf_depthroute.training.oracle import ORACLES
 
 BASE = Path(__file__).parents[1] / "embedded_base" / "model"

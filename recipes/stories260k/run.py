@@ -102,7 +102,7 @@ def random_routing_loss(data: Path) -> float:
     import torch
 
     from hf_depthroute import DepthRouteConfig, get_depth_routed_model, record_routes, replay_routes
-    from hf_depthroute.parts.selection import topk_mask
+    from hf_depthroute.parts.rules import topk_mask
 
     base, blocks = load(data, "train[90%:]")
     model = get_depth_routed_model(base, DepthRouteConfig(layers=ROUTED, branch="none")).eval()
