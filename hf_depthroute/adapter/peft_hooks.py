@@ -58,7 +58,7 @@ def install() -> None:
     _wrap(PeftModel, "print_trainable_parameters", _print_trainable_parameters)
     _wrap(PeftConfigMixin, "from_json_file", from_json_file)
     _wrap(save_and_load, "torch_load", _torch_load)
-    for module in (peft, peft.peft_model):  # each holds the function itself
+    for module in (peft, peft.peft_model, peft.utils, save_and_load):  # each holds the function itself
         _wrap(module, "get_peft_model_state_dict", _state_dict_of)
     _wrap(peft, "get_peft_model", make_for_task)
     _wrap(peft.peft_model, "_set_trainable", copies_once)
