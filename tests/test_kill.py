@@ -57,9 +57,9 @@ def test_a_save_that_dies_at_any_rename_or_sync_leaves_one_of_them(tmp_path: Pat
 
 
 def test_two_writers_leave_one_whole_adapter(tmp_path: Path) -> None:
-    found = worker("writers", tmp_path / "adapter", 5)
-    assert found.pop("exit code 0") == 10
-    assert found.keys() <= {"one", "two"} and sum(found.values()) == 5
+    found = worker("writers", tmp_path / "adapter", 3)
+    assert found.pop("exit code 0") == 6
+    assert found.keys() <= {"one", "two"} and sum(found.values()) == 3
 
 
 @pytest.mark.nightly(unless=lambda rounds: rounds == 2)

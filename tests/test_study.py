@@ -576,6 +576,7 @@ def test_a_kill_at_any_moment_changes_no_table(folder, reference, processes):
     assert tables(out) == reference
 
 
+@pytest.mark.nightly
 def test_runs_of_a_killed_start_end_with_it(folder, reference, processes):
     study, out = read_study(study_file(folder)), folder / "out"
     process = processes.Process(target=run_study, args=(study, out), kwargs={"jobs": 2})
