@@ -38,6 +38,7 @@ LEFT_OUT_OF_COVERAGE = (
     "test_invariants_state", "test_kill",
 )  # fmt: skip
 LONG_TABLE = 16
+LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,20 +75,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = set(kept)
     left_out = [item for item in items if item not in chosen]
     config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = len(left_out)
     if hasattr(config, "workeroutput"):
         config.workeroutput["left_out"] = len(left_out)
     items[:] = kept
 
 
-told: list[bool] = []
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Every process of pytest-xdist leaves out the same tests, and none of them says so: the first one's are told."""
-    if not told and (left_out := getattr(node, "workeroutput", {}).get("left_out")):
-        told.append(True)
-        node.config.hook.pytest_deselected(items=[None] * left_out)
+    """The processes of pytest-xdist leave out the same tests, and pytest hears of none of them."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        covered = config.getoption("cov_source", default=None)
+        why = "they count for no coverage" if covered else "--nightly runs them too"
+        terminalreporter.write_line(f"{left_out:,} tests left out: {why}")
 
 
 def pytest_collection_finish() -> None:
