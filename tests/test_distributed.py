@@ -220,6 +220,7 @@ def test_two_processes_find_the_prompts_layers_of_one(results: Path) -> None:
     assert chosen[0] == chosen[1]
 
 
+@pytest.mark.nightly
 def test_the_command_fits_in_two_processes_and_writes_once(results: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(RECIPE / "ddp.yaml")]
     options = ["--model", results / "base", "--dataset", results / "text.txt", "--length", 64, "--blocks", 16]

@@ -101,6 +101,7 @@ def test_a_block_is_well_formed(block: Block, reader: Path) -> None:
     check(block)
 
 
+@pytest.mark.nightly(unless=lambda page: page.name != "fit-without-training.md")
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_runs_from_top_to_bottom(page: Path, reader: Path) -> None:
     """A how-to page starts from the lines of their index, and says so."""

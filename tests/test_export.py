@@ -28,6 +28,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("olmoe", {"target": "experts"}),
     ("falcon", {"target": "block"}),
 ]
+BY_DAY = [CASES[0], CASES[9], CASES[11]]  # an FFN, attention with fused queries, experts
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,7 @@ def gap_of_real(module: Any, expected: Any, batch: int, length: int) -> float:
     return gap(module(ids, mask)[mask.bool()], expected(ids, mask)[mask.bool()])
 
 
+@pytest.mark.nightly(unless=lambda family, fields: (family, fields) in BY_DAY)
 @pytest.mark.parametrize(("family", "fields"), CASES)
 @torch.no_grad()
 def test_an_exported_program_of_any_length_gives_the_logits(family: str, fields: dict[str, Any]) -> None:
@@ -74,6 +76,7 @@ def test_an_exported_program_of_any_length_gives_the_logits(family: str, fields:
     assert "hf_depthroute" not in {node.target.namespace for node in operators(program)}  # it runs without the library
 
 
+@pytest.mark.nightly
 @torch.no_grad()
 def test_experts_are_compiled_in_several_graphs() -> None:
     model = Logits(build_routed("olmoe", "experts", layers=[1]))
@@ -85,6 +88,7 @@ def operators(program: Any) -> list[Any]:
     return [node for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
 
 
+@pytest.mark.nightly
 @torch.no_grad()
 def test_a_strictly_traced_program_runs_without_the_library_too() -> None:
     model = Logits(build_routed("llama", "", target="block", layers=[1, 2]))
@@ -93,6 +97,7 @@ def test_a_strictly_traced_program_runs_without_the_library_too() -> None:
     assert "hf_depthroute" not in {node.target.namespace for node in operators(program)}
 
 
+@pytest.mark.nightly(unless=lambda fields: not fields)
 @pytest.mark.parametrize(("family", "fields"), [CASES[i] for i in (0, 6)])
 @torch.no_grad()
 def test_one_compilation_serves_every_length(family: str, fields: dict[str, Any]) -> None:

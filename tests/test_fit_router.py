@@ -7,9 +7,8 @@ import copy
 import json
 import os
 import re
-import subprocess
-import sys
 import termios
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from hf_depthroute import (
     record_routes,
     set_budget,
 )
+from hf_depthroute.cli import main
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.evaluation.perplexity import mean_loss
 from hf_depthroute.fitting.bar import FitBar
@@ -439,15 +439,21 @@ def test_the_command_draws_the_bar_on_a_terminal(tmp_path: Path) -> None:
     words = ["fit", "--model", base, "--dataset", given, "--length", 32, "--out", tmp_path / "out"]
     terminal, end = os.openpty()
     termios.tcsetwinsize(end, (24, 100))
-    command = [sys.executable, "-m", "hf_depthroute", *map(str, words)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=end) as process:
-        os.close(end)
-        shown = b""
+    parts: list[bytes] = []
+
+    def read() -> None:
         with contextlib.suppress(OSError):  # what a closed terminal raises
             while part := os.read(terminal, 4096):
-                shown += part
+                parts.append(part)
+
+    reader = threading.Thread(target=read)  # a terminal that nobody reads stops who writes
+    reader.start()
+    with os.fdopen(end, "w") as stderr, contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    reader.join()
     os.close(terminal)
-    assert process.returncode == 0, shown
+    shown = b"".join(parts)
+    assert ended.value.code == 0, shown
     assert b"fit: round 1 of 2: " in shown and b"100%" in shown
 
 

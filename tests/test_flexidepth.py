@@ -291,9 +291,9 @@ def test_a_saved_copy_in_a_fresh_process_is_the_same_and_generates(saved: Path, 
 
 def test_the_command_converts_what_generate_then_runs(saved: Path, tmp_path: Path) -> None:
     words = ["convert", saved / "published", "--out", tmp_path / "made", "--base", saved / "plain"]
-    program = [sys.executable, "-m", "hf_depthroute"]
-    ended = subprocess.run([*program, *words], capture_output=True, text=True, check=True)
-    assert "3 routed layers (3 to 5), gate width 8, branch width 8" in ended.stdout and ended.stderr == ""
+    ended = command_line.run(*words)
+    assert ended.code == 0, ended.err
+    assert "3 routed layers (3 to 5), gate width 8, branch width 8" in ended.out and ended.err == ""
     made, wanted = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "made", saved / "adapter"))
     assert made.keys() == wanted.keys() and all(torch.equal(made[name], wanted[name]) for name in made)
     assert command_line.run("doctor", tmp_path / "made").code == 0

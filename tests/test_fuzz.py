@@ -6,7 +6,7 @@ from fuzz_adapter import fuzz
 
 
 def test_seconds_of_damaged_adapters_find_nothing() -> None:
-    seconds = 10
+    seconds = 5
     outcomes, findings = fuzz(seconds, seed=1)
     print(dict(outcomes))
     assert not findings

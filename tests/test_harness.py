@@ -156,6 +156,7 @@ def test_dense_and_routed_are_compared_and_the_budget_is_restored(base: Path, ta
     assert {"results", "configs", "versions", "n-shot"} <= set(runs[1].results)
 
 
+@pytest.mark.nightly(unless=lambda fields: not fields)
 @pytest.mark.parametrize("fields", [{}, {"phases": "prefill"}, {"granularity": "sequence"}], ids=str)
 def test_generations_are_timed_without_their_count_and_counted_as_they_were(
     base: Path, tasks: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -194,6 +195,7 @@ def test_lm_eval_finds_the_model_by_name(base: Path, tasks: Path, tmp_path: Path
     assert by_name["results"]["small_choice"]["acc,none"] == scores(ours)["small_choice", "acc"][0]
 
 
+@pytest.mark.nightly
 def test_the_group_of_the_paper_is_known_to_lm_eval() -> None:
     manager = lm_eval.tasks.TaskManager(include_path=str(GROUP))
     assert manager.match_tasks(["depthroute_router_tuning"]) == ["depthroute_router_tuning"]
@@ -251,6 +253,7 @@ def lm_eval_program(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHONUTF8": "1"})
 
 
+@pytest.mark.nightly
 def test_lm_evals_own_program_takes_an_adapter(tasks: Path, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
     tokenizer = word_tokenizer()  # lm-eval gives a base as many rows as its tokenizer has tokens

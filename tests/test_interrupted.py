@@ -92,6 +92,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
 }
 
 
+@pytest.mark.nightly(unless=lambda name, error: name != "fit_router" or error is RuntimeError)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_interruption_at_any_forward_pass_leaves_the_model_as_it_was(name: str, error: type[BaseException]) -> None:

@@ -97,6 +97,12 @@ def in_force(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def by_day(place: str, cls: type[Trainer], error: type[BaseException]) -> bool:
+    """Every place of our Trainer once, and two places with the rest."""
+    return place in ("backward", "writing") or (cls is DepthRouteTrainer and error is KeyboardInterrupt)
+
+
+@pytest.mark.nightly(unless=by_day)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("cls", [DepthRouteTrainer, Trainer])
 @pytest.mark.parametrize("place", PLACES)
@@ -135,6 +141,7 @@ def test_a_training_that_does_not_begin_leaves_the_gates_to_train(cls: type[Trai
         assert in_force(model) == before
 
 
+@pytest.mark.nightly(unless=lambda place, cls: (place, cls) in (("forward", DepthRouteTrainer), ("step_end", Trainer)))
 @pytest.mark.parametrize("cls", [DepthRouteTrainer, Trainer])
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer", "pre_optimizer_step", "step_end"])
 def test_a_training_resumed_in_its_own_process_equals_one_that_was_not_interrupted(

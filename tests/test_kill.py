@@ -28,47 +28,63 @@ from hf_depthroute.training.checkpoints import MARKER, CheckpointError, fault_of
 WORKER = Path(__file__).with_name("kill_worker.py")
 
 
-def worker(name: str, folder: Path, rounds: int) -> dict[str, Any]:
+def worker(folder: Path, **rounds: int) -> dict[str, dict[str, Any]]:
+    """What each kind of damage left, after as many rounds; all in one process, which takes seconds to start."""
     path = os.pathsep.join([str(WORKER.parent), str(WORKER.parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(WORKER), name, str(folder), str(rounds)]
+    command = [sys.executable, str(WORKER), str(folder), *(str(word) for pair in rounds.items() for word in pair)]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(name, found)
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    print(found)
     return found
 
 
+@pytest.fixture(scope="module")
+def by_day(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """One kind of each: a save, two at once, and a training."""
+    return worker(tmp_path_factory.mktemp("killed"), renames=20, writers=3, checkpoints=2)
+
+
+@pytest.mark.nightly
 def test_a_killed_save_leaves_the_old_adapter_or_the_new_one(tmp_path: Path) -> None:
-    found = worker("saves", tmp_path / "adapter", 60)
+    found = worker(tmp_path, saves=60)["saves"]
     assert found.pop("leftovers") == 0
     assert found.keys() <= {"one", "two"}
     assert sum(found.values()) == 60
 
 
-def test_a_save_that_dies_at_any_rename_or_sync_leaves_one_of_them(tmp_path: Path) -> None:
-    found = worker("renames", tmp_path / "adapter", 20)
+def test_a_save_that_dies_at_any_rename_or_sync_leaves_one_of_them(by_day: dict[str, dict[str, Any]]) -> None:
+    found = by_day["renames"]
     assert {found[name] for name in found} == {"old", "new"}
     for name in ("default", "named"):  # weights, config, card; and each of them, and the folders
         assert sum(point.startswith(f"{name} replace") for point in found) >= 3
         assert sum(point.startswith(f"{name} fsync") for point in found) >= 5
 
 
-def test_two_writers_leave_one_whole_adapter(tmp_path: Path) -> None:
-    found = worker("writers", tmp_path / "adapter", 5)
-    assert found.pop("exit code 0") == 10
-    assert found.keys() <= {"one", "two"} and sum(found.values()) == 5
+def test_two_writers_leave_one_whole_adapter(by_day: dict[str, dict[str, Any]]) -> None:
+    found = by_day["writers"]
+    assert found.pop("exit code 0") == 6
+    assert found.keys() <= {"one", "two"} and sum(found.values()) == 3
 
 
-def test_a_killed_run_resumes_to_the_end_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    found = worker("checkpoints", tmp_path, 6)
+def test_a_killed_run_resumes_to_the_end_of_an_uninterrupted_one(by_day: dict[str, dict[str, Any]]) -> None:
+    found = by_day["checkpoints"]
     assert "different at the end" not in found
     assert found["equal at the end"] >= 1
 
 
+@pytest.mark.nightly
+def test_runs_killed_at_more_moments_resume_to_the_same_end(tmp_path: Path) -> None:
+    found = worker(tmp_path, checkpoints=6)["checkpoints"]
+    assert "different at the end" not in found
+    assert found["equal at the end"] >= 1
+
+
+@pytest.mark.nightly
 def test_training_over_an_adapter_that_dies_at_any_rename_leaves_one_of_them_and_all_else(tmp_path: Path) -> None:
-    found = worker("overwrites", tmp_path, 30)
+    found = worker(tmp_path, overwrites=30)["overwrites"]
     assert found.pop("ended") == 0
     assert len(found) > 6  # the adapter, the card, the tokenizer and the record
     assert {name for name, _, _ in found.values()} == {"seed 1", "seed 2"}
@@ -176,6 +192,7 @@ DAMAGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.nightly(unless=lambda damage: damage in ("no marker", "half an optimizer", "flipped weights"))
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_and_named(run: Path, damage: str) -> None:
     DAMAGES[damage](run / "checkpoint-3")

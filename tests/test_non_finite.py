@@ -61,6 +61,7 @@ CASES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.nightly(unless=lambda case, kind, accumulate: case == "scores" or (kind, accumulate) == ("trainer", 1))
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["trainer", "callback"])
 @pytest.mark.parametrize("case", CASES)

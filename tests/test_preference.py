@@ -63,6 +63,7 @@ def rewards(log: dict[str, float], prefix: str = "") -> list[float]:
     return [value for name, value in log.items() if name.startswith(names)]
 
 
+@pytest.mark.nightly(unless=lambda kind, checkpointing, precompute: kind == "mlp" or not (checkpointing or precompute))
 @pytest.mark.parametrize("precompute", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

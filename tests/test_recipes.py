@@ -51,6 +51,7 @@ def batches(source, folder, split, length, size):
     return [{"input_ids": block, "attention_mask": torch.ones_like(block)} for block in blocks.split(size)]
 
 
+@pytest.mark.nightly
 def test_embedded_base_has_the_loss_its_card_says():
     stated = json.loads((BASE / "training.json").read_text())
     same_text = fingerprint(list(load_text(PYTHON_STDLIB, split="validation")["text"])) == stated["validation_text"]
@@ -60,6 +61,7 @@ def test_embedded_base_has_the_loss_its_card_says():
     assert loss == pytest.approx(stated["validation_loss"], abs=0.002 if same_text else 0.2)
 
 
+@pytest.mark.nightly
 def test_wider_base_has_the_loss_of_its_record_on_a_part_of_its_text():
     stated = json.loads((WIDE / "training.json").read_text())
     same_text = fingerprint(list(load_text(PYTHON_STDLIB, split="validation")["text"])) == stated["validation_text"]
@@ -498,6 +500,7 @@ def test_stories_results_meet_their_bars():
 
 
 @needs_shared
+@pytest.mark.nightly
 def test_a_short_training_on_a_real_model_beats_random_routing(tmp_path):
     folder, text = SHARED / "stories260k", str(SHARED / "stories.txt")
     train = batches(text, folder, "train[:20%]", 128, 1)

@@ -191,6 +191,7 @@ def in_terminal(*arguments: object, seconds: float = 100.0) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.decode()
 
 
+@pytest.mark.nightly(unless=lambda kind: kind == "unknown")
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are POSIX")
 @pytest.mark.parametrize("kind", ["unknown", "tokenizer"])
 def test_generate_never_asks_on_a_terminal(kind: str, bases: dict[str, Path], adapter: Path, marker: Path) -> None:

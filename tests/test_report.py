@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 from demo.report import times, write_report
 from models import routed
 from text_models import save_base
@@ -65,6 +66,7 @@ def test_layers_left_out_that_cannot_be_as_fast_have_no_loss(tmp_path):
     assert "| 0.5 | 0.800 | none is as fast | +0.3500 | +0.2500 |" in write_report(tmp_path, found).read_text()
 
 
+@pytest.mark.nightly
 def test_the_demo_times_made_up_weights_in_the_form_of_bench(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "report", sys.modules["demo.report"])  # which it imports as a script does
     from demo import small_llama

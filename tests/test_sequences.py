@@ -232,7 +232,7 @@ def test_block_masks_of_flex_attention_are_those_of_their_sequences(
         expected = model(ids, attention_mask=mask).logits
     assert all(0 < int(record.mask[:, -1].sum()) < 8 for record in trace.values())
     model.get_base_model().set_attn_implementation("flex_attention")
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # transformers would compile the block mask
         found = model(ids, attention_mask=mask).logits
     assert gap(found[mask.bool()], expected[mask.bool()]) < 1e-4
 

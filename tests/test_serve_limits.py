@@ -293,6 +293,7 @@ def test_a_prompt_is_bounded_before_its_handler(content: dict[str, Any], most: i
 
 
 @needs_serve
+@pytest.mark.nightly(unless=lambda option: not option)
 @pytest.mark.parametrize("option", [[], ["--continuous-batching", "--cb-num-blocks", "64"]], ids=["plain", "batched"])
 def test_sigterm_ends_a_server_with_streams_and_leaves_nothing(option: list[str], tmp_path: Path) -> None:
     with running(tmp_path, option) as (process, server):

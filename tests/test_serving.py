@@ -56,6 +56,7 @@ def generate(model: Any) -> list[list[int]]:
     ]
 
 
+@pytest.mark.nightly(unless=lambda case: case in ("ffn", "attention_fused", "block", "experts"))
 @pytest.mark.parametrize("case", BATCHED)
 def test_continuous_batching_decodes_what_generate_does(case: str) -> None:
     family, kind, fields = BATCHED[case]

@@ -27,6 +27,7 @@ def recipe() -> Any:
     return module
 
 
+@pytest.mark.nightly
 def test_every_part_is_measured_once(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = build_base("llama")
     base.config.max_position_embeddings = 2048
@@ -69,6 +70,7 @@ def test_every_part_is_measured_once(recipe: Any, tmp_path: Path, monkeypatch: p
     assert before == {path: path.stat().st_mtime_ns for path in files}
 
 
+@pytest.mark.nightly
 def test_tasks_are_answered_as_prompts_are_served(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -388,6 +388,7 @@ def tried(out: Path, *words: str) -> tuple[int, dict[str, str]]:
     return ended.returncode, {name: said for name, said in lines}
 
 
+@pytest.mark.nightly
 def test_all_that_a_gpu_has_to_show_is_tried_without_one_and_goes_on_where_it_ended(tmp_path: Path) -> None:
     code, said = tried(tmp_path)
     left_out = [name for name, text in said.items() if text.startswith("left out")]

@@ -369,6 +369,7 @@ def test_a_killed_card_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.nightly
 def test_a_killed_report_leaves_whole_files(tmp_path: Path) -> None:
     studies = [write_study(tmp_path / name, PLAN, name=name) for name in ("one", "two")]
     whole: dict[str, set[bytes]] = {}

@@ -316,6 +316,7 @@ def test_no_run_depends_on_the_runs_before_it(folder):
     assert joint[0]["trainable_parameters"] > bare[0]["trainable_parameters"]
 
 
+@pytest.mark.nightly
 def test_iso_compute_takes_its_steps_from_a_ratio_that_is_measured_once(folder, capsys, monkeypatch):
     monkeypatch.setattr(step_ratio, "ROUNDS", 5)  # the median of two has failed beside other work
     assert run(folder, "out", "timed", "bare", "g1", seeds=[7, 42], only=["timed"]) == {}
@@ -555,6 +556,7 @@ def test_ray_makes_the_same_tables(folder: Path, reference: dict[str, Any]) -> N
     assert tables(folder / "out") == reference
 
 
+@pytest.mark.nightly
 def test_a_kill_at_any_moment_changes_no_table(folder, reference, processes):
     study, out = read_study(study_file(folder)), folder / "out"
     moments, longest, kills = random.Random(0), 1.5, 0
@@ -574,6 +576,7 @@ def test_a_kill_at_any_moment_changes_no_table(folder, reference, processes):
     assert tables(out) == reference
 
 
+@pytest.mark.nightly
 def test_runs_of_a_killed_start_end_with_it(folder, reference, processes):
     study, out = read_study(study_file(folder)), folder / "out"
     process = processes.Process(target=run_study, args=(study, out), kwargs={"jobs": 2})

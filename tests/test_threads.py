@@ -35,6 +35,7 @@ def eager_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.mark.nightly(unless=lambda name: name in ("ffn", "predictor", "block", "experts"))
 @pytest.mark.usefixtures("eager_switches")
 @pytest.mark.parametrize("name", ROUTED)
 def test_requests_with_settings_of_their_own_get_what_they_get_alone(name: str) -> None:
@@ -49,6 +50,7 @@ def test_requests_with_settings_of_their_own_get_what_they_get_alone(name: str) 
     assert torch.equal(generated(model, 1)[0], alone["plain"][0])
 
 
+@pytest.mark.nightly(unless=lambda fields: not fields)
 @pytest.mark.usefixtures("eager_switches")
 @pytest.mark.parametrize("fields", [{}, {"fused_loss": False}, {"oracle": "on_policy", "exit_weight": 0.1}], ids=str)
 def test_a_training_and_who_generates_meanwhile_do_not_see_each_other(fields: dict[str, Any], tmp_path: Path) -> None:

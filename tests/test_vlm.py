@@ -117,19 +117,21 @@ def test_a_vlm_is_calibrated_on_text_and_its_language_model_is_counted(name: str
     assert few.kv_bytes == held and 0 < held <= 16 * keys_and_values
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llava"])
-def test_a_fresh_process_loads_a_vlm(name: str, tmp_path: Path) -> None:
-    model = get_depth_routed_model(vlm(name), DepthRouteConfig(layers=[1, 2, 3])).eval()
-    make_consequential(model)
-    calibrate(model, text_alone())
-    model.save_pretrained(tmp_path)
-    with torch.no_grad():
-        torch.save(model(**given(name)).logits, tmp_path / "logits.pt")
+def test_a_fresh_process_loads_vlms(tmp_path: Path) -> None:
+    for name in ("gemma3", "llava"):
+        model = get_depth_routed_model(vlm(name), DepthRouteConfig(layers=[1, 2, 3])).eval()
+        make_consequential(model)
+        calibrate(model, text_alone())
+        model.save_pretrained(tmp_path / name)
+        with torch.no_grad():
+            torch.save(model(**given(name)).logits, tmp_path / name / "logits.pt")
     code = (
-        "import sys, torch; from test_vlm import PeftModel, given, vlm; name, folder = sys.argv[1:]\n"
-        "with torch.no_grad(): found = PeftModel.from_pretrained(vlm(name), folder).eval()(**given(name)).logits\n"
-        "print(torch.equal(found, torch.load(folder + '/logits.pt')))"
+        "import torch; from test_vlm import PeftModel, given, sys, vlm\n"
+        "for name in ('gemma3', 'llava'):\n"
+        "    folder = f'{sys.argv[1]}/{name}'\n"
+        "    with torch.no_grad(): found = PeftModel.from_pretrained(vlm(name), folder).eval()(**given(name)).logits\n"
+        "    print(name, torch.equal(found, torch.load(folder + '/logits.pt')))"
     )
-    words = [sys.executable, "-c", code, name, str(tmp_path)]
+    words = [sys.executable, "-c", code, str(tmp_path)]
     ended = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300)
-    assert ended.stdout == "True\n", ended.stderr
+    assert ended.stdout == "gemma3 True\nllava True\n", ended.stderr
