@@ -14,7 +14,7 @@ from torch import nn
 from ..files.out_of_resources import out_of_memory
 from ..inference.calibration import active_routings
 from .cases import Case
-from .inference import Workload, measure_inference
+from .inference import measure_inference
 from .measurements import as_single, label_of
 from .modes import first_sequences, forget_compiled, random_tokens
 from .timing import describe_machine, dtype_name, relative_load
@@ -143,23 +143,22 @@ def bench(
 
 def measure(case: Case, given: Given) -> Result:
     """One case of a routed model."""
-    work = workload_of(case, given)
-    calibrated_on = first_sequences(work.input_ids) if given.recalibrate else None
+    input_ids = tokens_of(case, given)
+    calibrated_on = first_sequences(input_ids) if given.recalibrate else None
     variants = Variants(given.model, given.base, case.budgets, calibrated_on)
     try:
-        measured = measure_inference(variants, work, modes=case.baselines, rounds=case.rounds)
+        measured = measure_inference(variants, case, input_ids)
     finally:
         variants.restore()
     return {"adapter_dtype": adapter_dtype(given.model), **measured}
 
 
-def workload_of(case: Case, given: Given) -> Workload:
-    """The prompts, of those that are given or of random tokens, and the steps."""
-    steps = case.steps if case.case == "decode" else 0
-    ids = random_tokens(given.model, case.batch, case.length + steps)
+def tokens_of(case: Case, given: Given) -> torch.Tensor:
+    """The prompts, of those that are given or of random tokens, and the tokens of the steps, `[B, T]`."""
+    ids = random_tokens(given.model, case.batch, case.length + case.decoded)
     if given.input_ids is not None:
         ids[:, : case.length] = given.input_ids.to(ids.device)[torch.arange(case.batch) % len(given.input_ids)]
-    return Workload(ids, steps, case.logits)
+    return ids
 
 
 def setting_of(model: Any) -> dict[str, Any]:
