@@ -21,7 +21,7 @@ from training import make_trainer, rows
 import hf_depthroute
 from hf_depthroute import DepthRouteCallback, DepthRouteConfig, calibrate, get_depth_routed_model, set_budget
 from hf_depthroute.card import ResultError, add_results, make_card, write_card
-from hf_depthroute.card.escaping import clean, code, escape, hub_id, row, shown_path
+from hf_depthroute.card.escaping import cell, clean, code, escape, hub_id, shown_path
 from hf_depthroute.cli import main
 from hf_depthroute.config.rules import CHOICES
 from hf_depthroute.evaluation import evaluate_budgets
@@ -303,7 +303,7 @@ def test_a_code_span_holds_any_text(text: str) -> None:
 
 def test_escaped_text_has_no_markup_left() -> None:
     assert escape("<b>[x](y)</b> *z* https://w") == r"\<b\>\[x\](y)\</b\> \*z\* https\://w"
-    assert row(["a|b", code("c|d")]) == r"| a\|b | `c\|d` |"
+    assert (escape("a|b"), cell("c|d")) == (r"a\|b", r"`c\|d`")
     assert clean("hf_" + "a" * 34) == "hf_***"
 
 

@@ -49,9 +49,9 @@ def escape(value: Any) -> Any:
     return Safe(_SPECIAL.sub(r"\\\1", clean(value)))
 
 
-def row(cells: Iterable[object]) -> Safe:
-    """A line of a table."""
-    return Safe("| " + " | ".join(str(escape(cell)).replace("\\|", "|").replace("|", "\\|") for cell in cells) + " |")
+def cell(value: object) -> Safe:
+    """A code span in a table, where a bar would end the cell."""
+    return Safe(code(value).replace("|", "\\|"))
 
 
 def literal(value: str) -> Safe:
