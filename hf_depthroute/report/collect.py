@@ -5,6 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,12 @@ class LayerScores:
     full: list[int]
     skipped: list[int]
     static: bool = False
+
+    def quartiles(self) -> list[float | None]:
+        """Quartiles of the scores, read from the histogram: each bin's middle, weighted by its count."""
+        bins = zip(self.edges, self.edges[1:], self.full, self.skipped)
+        values = [(low + high) / 2 for low, high, full, skipped in bins for _ in range(full + skipped)]
+        return [None] * 3 if len(values) < 2 else [*statistics.quantiles(values, n=4)]
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,10 @@ class RunReport:
         """Labels of the budgets."""
         return [f"{budget:g}" for budget in self.budgets] if self.follows_budget else ["fixed"]
 
+    def labels(self, start: str) -> list[str]:
+        """The labels, each after `start`."""
+        return [start + name for name in self.names]
+
     @property
     def start(self) -> int:
         """Position of the budget that the page starts with: the one nearest to one half."""
@@ -120,6 +131,15 @@ class RunReport:
     def gated(self, number: int) -> dict[int, LayerScores]:
         """Those of `scores` at one budget that have a gate, or all where none has one."""
         return {index: layer for index, layer in self.scores[number].items() if not layer.static}
+
+    def share_full(self, number: int) -> float:
+        """The share of decisions at one budget that were for full, mean over the layers with a gate."""
+        return statistics.fmean(layer.full_ratio for layer in self.gated(number).values())
+
+    @property
+    def has_thresholds(self) -> bool:
+        """Whether scores were compared with thresholds."""
+        return any(layer.threshold is not None for layer in self.scores[0].values())
 
     @property
     def routed(self) -> list[Mapping[str, Any]]:
@@ -135,6 +155,10 @@ class RunReport:
         """Measured rows of prefill or decode by the budget's number as text; empty where there are none."""
         found: Mapping[str, Mapping[str, Any]] = (self.bench or {}).get(part, {}).get("budgets", {})
         return found
+
+    @property
+    def is_timed(self) -> bool:
+        return any(map(self.timed, PARTS))
 
 
 @dataclass(frozen=True)

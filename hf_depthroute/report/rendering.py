@@ -22,6 +22,12 @@ def render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    environment.filters |= {
+        "fixed": "{:.{}f}".format,
+        "percent": "{:.{}%}".format,
+        "signed": "{:+.{}f}".format,
+        "or_dash": lambda value, digits=2: "-" if value is None else f"{value:.{digits}f}",
+    }
     # Sorted keys would move layers; and JSON has no NaN, which nothing here may hold.
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "allow_nan": False, "separators": (",", ":")}
     style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
