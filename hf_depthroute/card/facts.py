@@ -206,25 +206,18 @@ def _is_evaluation(value: Any) -> bool:
         return False
 
 
-def _is_fit(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not isinstance(value.get("loss_of_rounds", []), list):
+def _is_fit(fit: Any) -> bool:
+    """Whether a card can show the record of a fit. Those of older versions have no `loss` and no `share_of_rows`."""
+    try:
+        phases, layers = fit.get("phases", "all"), fit["layers"]
+        fewest, most = fit.get("share_of_rows", (0, 0))
+        loss = fit["loss"] if "loss" in fit else min(fit["loss_of_rounds"])
+        by_layer = [{index: layer[name] for index, layer in layers.items()} for name in _FIT_FIGURES[phases]]
+        targets = {layer["target"] for layer in layers.values()} if phases == "prefill" else set()
+        figures = (fit["keep"], fit["tokens"], fit["loss_dense"], loss, fewest, most)
+    except (AttributeError, KeyError, TypeError, ValueError):
         return False
-    phases = value.get("phases", "all")
-    figures = [*value.get("loss_of_rounds", []), *(value.get(name) for name in ("keep", "tokens", "loss_dense"))]
-    figures += [value["loss"]] if "loss" in value else []
-    rows = value.get("share_of_rows", [0, 0])  # older records have none
-    if not isinstance(rows, list) or len(rows) != 2:
-        return False
-    figures += rows
-    layers = value.get("layers")
-    if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
-        return False
-    if phases not in ("all", "prefill"):
-        return False
-    if phases == "prefill" and not all({layer.get("target")} <= set(TARGETS) for layer in layers.values()):
-        return False
-    of_layers = (_by_layer({i: layer.get(name) for i, layer in layers.items()}) for name in _FIT_FIGURES[phases])
-    return len(figures) > 5 and all(map(is_number, figures)) and all(of_layers)
+    return targets <= set(TARGETS) and all(map(is_number, figures)) and all(map(_by_layer, by_layer))
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {

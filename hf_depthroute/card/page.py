@@ -94,35 +94,31 @@ def make_card(
     budget = f"{config.budget:.3g}"
     if facts.depth is not None and isinstance(config.layers, list):
         budget = budget_words(config, facts.depth)
-    body = (
-        _environment()
-        .get_template("model_card.md.jinja")
-        .render(
-            title=title,
-            adapter=repo_id or PLACEHOLDER,
-            facts=facts,
-            gate=GATES[config.gate],
-            decides=TARGETS[config.target].decides[config.granularity],
-            budget=budget,
-            exceptions=patterns_words(config),
-            shortest_order=shortest_order(config) if config.has_memory else None,
-            auto_class=TASKS[config.task_type or "CAUSAL_LM"][0],
-            base=base or None,
-            base_id=base_id(facts),
-            elsewhere=base != (config.base_model_name_or_path or ""),
-            results=found,
-            record=record,
-            arguments=arguments,
-            shown_arguments={
-                name: shown_path(str(value))
-                for name, value in hyperparameters.items()
-                if value is not None and name not in _NOT_SHOWN
-            },
-            trained_on=trained_on,
-            changed=changed,
-            version=__version__,
-            repository=Safe(REPOSITORY),
-        )
+    body = _template().render(
+        title=title,
+        adapter=repo_id or PLACEHOLDER,
+        facts=facts,
+        gate=GATES[config.gate],
+        decides=TARGETS[config.target].decides[config.granularity],
+        budget=budget,
+        exceptions=patterns_words(config),
+        shortest_order=shortest_order(config) if config.has_memory else None,
+        auto_class=TASKS[config.task_type or "CAUSAL_LM"][0],
+        base=base or None,
+        base_id=base_id(facts),
+        elsewhere=base != (config.base_model_name_or_path or ""),
+        results=found,
+        record=record,
+        arguments=arguments,
+        shown_arguments={
+            name: shown_path(str(value))
+            for name, value in hyperparameters.items()
+            if value is not None and name not in _NOT_SHOWN
+        },
+        trained_on=trained_on,
+        changed=changed,
+        version=__version__,
+        repository=Safe(REPOSITORY),
     )
     note = f"\n{MEASURED}" if found.losses or found.scores or found.benches else ""
     text = f"\n{BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{END}\n"
@@ -200,7 +196,7 @@ def _last_entry(log: Sequence[Mapping[str, Any]], name: str) -> Safe | None:
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_depthroute", "card"),
         autoescape=False,  # of HTML; `finalize` escapes Markdown and HTML
@@ -224,4 +220,4 @@ def _environment() -> jinja2.Environment:
         "listed": lambda parts: Safe(", ".join(parts)),
         "pairs": lambda pairs: Safe(", ".join(f"{code(name)} {code(value)}" for name, value in pairs.items())),
     }
-    return environment
+    return environment.get_template("model_card.md.jinja")
