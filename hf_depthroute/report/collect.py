@@ -14,11 +14,11 @@ import torch
 
 from ..data.batches import INPUTS
 from ..evaluation.cost import route_cost
-from ..evaluation.generated import read_generated
+from ..evaluation.served import read_generated
 from ..inference.calibration import active_routings, set_budget
 from ..inference.restoring import restored
 from ..routing.trace import RouteRecord, RouteTrace, record_routes
-from .tokens import losses_by_position, run_data, view_data
+from .tokens import losses_by_position, run_data
 
 BINS = 40
 PARTS = ("prefill", "decode")
@@ -91,7 +91,7 @@ class RunReport:
         scores: `{layer: LayerScores}` per budget.
         costs: Per budget.
         cost_shape: Sequences and tokens per sequence that `costs` are of.
-        tokens: From `view_data`; each text has a run per budget.
+        tokens: As `TokenView.data`; each text has a run per budget.
         bench: What `hf-depthroute bench --out` wrote; None if speed was not measured.
         notes: What the reader must know besides.
         weighs: Whether every token runs in full, and gates weigh what is added (a memory).
@@ -256,7 +256,7 @@ def collect_tokens(model: Any, tokenizer: Any, samples: Sequence[Sample], budget
                 text["runs"].append(run | {"budget": float(budget)})
     if last is None:
         raise ValueError("collect_tokens: there is no sample, or no budget")
-    return view_data(last, texts)
+    return {"layers": list(last), "texts": texts}
 
 
 def _continued(model: Any, tokenizer: Any, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
