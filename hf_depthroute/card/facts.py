@@ -34,8 +34,7 @@ from .measured import ResultError, read_losses
 TRAINING_NAME = "training.json"
 _MAX_BYTES = 16 << 20
 _MAX_DEPTH = 32
-_TABLE = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.values$")
-_UPDATES = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.updates$")
+_QUANTILES = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.(values|updates)$")
 _BUFFER = re.compile(r"\.routing\.depth_route_(quantiles|controller|target)\.")
 _PASSING = ("weights_hash", "library_version", "inference_mode")  # do not change what the adapter does
 
@@ -137,15 +136,18 @@ def _thresholds(
     if tensors is None:
         recorded = training.get("thresholds") or {}
         return {int(layer): float(value) for layer, value in recorded.items()}, bool(recorded) or None
-    found, static = {}, config.static_layers or ()
-    for name, values in tensors.items():
-        layer = _TABLE.search(name)
-        if layer is not None and int(layer[1]) not in static:
+    thresholds, calibrated = {}, True
+    for name, value in tensors.items():
+        found = _QUANTILES.search(name)
+        if found is None or int(found[1]) in (config.static_layers or ()):
+            continue
+        if found[2] == "updates":
+            calibrated = calibrated and bool(value)
+        else:
             table = ScoreQuantiles(1.0)
-            table.set(values)
-            found[int(layer[1])] = float(table(config.budget))
-    updates = {int(at[1]): int(value) for name, value in tensors.items() if (at := _UPDATES.search(name)) is not None}
-    return dict(sorted(found.items())), all(count for layer, count in updates.items() if layer not in static)
+            table.set(value)
+            thresholds[int(found[1])] = float(table(config.budget))
+    return dict(sorted(thresholds.items())), calibrated
 
 
 def read_training(folder: Path) -> dict[str, Any]:

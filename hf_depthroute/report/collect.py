@@ -191,7 +191,7 @@ def collect_scores(
     with restored(model):
         for budget in budgets:
             _set_budget(model, budget)
-            traces = [_recorded(model, batch, use_cache=False)[0] for batch in batches]
+            traces = [_recorded(model, batch) for batch in batches]
             layers = {index: [trace[index] for trace in traces] for index in traces[0]}
             found.append(
                 {
@@ -280,11 +280,12 @@ def _decided(model: Any, ids: torch.Tensor, prompt: int) -> tuple[RouteTrace, to
     return RouteTrace.cat(traces), torch.cat(logits, dim=1)
 
 
-def _recorded(model: Any, batch: Mapping[str, torch.Tensor], **cache: Any) -> tuple[RouteTrace, Any]:
-    """The decisions of one forward pass, and what it gave."""
+def _recorded(model: Any, batch: Mapping[str, torch.Tensor]) -> RouteTrace:
+    """The decisions of one forward pass."""
     inputs = {name: batch[name].to(model.device) for name in INPUTS if name in batch}
     with record_routes(model) as trace:
-        return trace, model(**inputs, **cache)
+        model(**inputs, use_cache=False)
+    return trace
 
 
 def _set_budget(model: Any, budget: float) -> None:
