@@ -156,6 +156,12 @@ def test_it_says_what_stands_in_for_what_is_skipped(branch: str, saved_adapter: 
     assert said.count("What is skipped is replaced by") == 1
 
 
+def test_a_training_that_held_no_text_out_is_understood(adapter: Path, recwarn: pytest.WarningsRecorder) -> None:
+    card = make_card(adapter, training={"seconds": 2.0, "evaluation": []})
+    assert "* Time: `2.0` seconds" in card.text and "### Loss\n\nNot measured." in card.text
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_the_loading_code_runs(calibrated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of an adapter whose thresholds were never fitted it does not set a budget, which would be refused."""

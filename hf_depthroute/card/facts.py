@@ -203,7 +203,7 @@ _FIT_FIGURES = {  # of `LayerFit`, and of a fit of prompts, `StaticFit`
 
 def _is_evaluation(value: Any) -> bool:
     try:
-        return bool(read_losses({"rows": value}))
+        return value == [] or bool(read_losses({"rows": value}))  # a training without held-out text has no rows
     except (ResultError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
         return False
 
