@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_depthroute.report.collect import BINS, BudgetCost, LayerScores, RunReport
-from hf_depthroute.report.tokens import losses_by_position, run_data, view_data
+from hf_depthroute.report.tokens import losses_by_position, run_data
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace
 
 ATTACK = "</script><img src=x onerror=window.hacked=1>"
@@ -94,7 +94,7 @@ def planted_report(
         scores=[{layer: layer_scores(record) for layer, record in trace.items()} for trace in traces],
         costs=[BudgetCost(100.0, 40.0, 60 * budget, 5.0, 55 - 60 * budget) for budget in budgets],
         cost_shape=(4, 64),
-        tokens=view_data(traces[0], [{"label": f"Label {ATTACK}", "runs": runs}]),
+        tokens={"layers": list(traces[0]), "texts": [{"label": f"Label {ATTACK}", "runs": runs}]},
         bench={"setting": {"batch": 4, "decode_batch": 1, "length": 64}, "prefill": part, "decode": part},
         notes=[f"A note {ATTACK}"],
     )

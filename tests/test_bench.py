@@ -8,11 +8,11 @@ import torch
 from models import build_base, build_routed, decoder_layers, tokens
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
-from hf_depthroute.bench import bench, dense_view
-from hf_depthroute.bench.inference import Workload, measure_inference
+from hf_depthroute.bench import Case, bench, dense_view
+from hf_depthroute.bench.inference import measure_inference
 from hf_depthroute.bench.measurements import compare_results
 from hf_depthroute.bench.modes import fill_cache, new_cache, rewind_cache
-from hf_depthroute.bench.result_tables import Table, comparison_table, tables
+from hf_depthroute.bench.result_tables import brief, comparison_table, tables
 from hf_depthroute.bench.timing import Estimate, Samples, interleave
 from hf_depthroute.bench.variants import Variants, count_passes
 from hf_depthroute.cli import main
@@ -121,7 +121,7 @@ def test_an_adapter_without_a_budget_is_timed_as_it_is():
     assert row["full_ratio"] == pytest.approx(1 / 16) and row["flops_routed_over_dense"] < 1
     (row,) = result["decode"]["budgets"].values()
     assert row["full_ratio"] == 1.0
-    names = {row[1] for table in tables(result) for row in table.rows if "variant" in table.head}
+    names = {row["variant"] for rows in tables(result) for row in rows if "variant" in row}
     assert names == {"routed"}
 
 
@@ -201,8 +201,8 @@ def test_eta_follows_from_the_reported_ratio_and_ideal(measured):
 
 def test_no_eta_where_nothing_can_be_saved():
     variants = every_variant(build_routed("llama"), budgets=[0.999])
-    ids = tokens(2, 8)
-    row = measure_inference(variants, Workload(ids), rounds=1)["budgets"]["0.999"]
+    case = Case(case="prefill", batch=2, length=8, rounds=1)
+    row = measure_inference(variants, case, tokens(2, 8))["budgets"]["0.999"]
     assert row["flops_routed_over_dense"] > 0.995
     assert row["eta"] is None
 
@@ -214,14 +214,14 @@ def test_a_result_equals_itself(measured):
     comparison = compare_results(measured[2], measured[2])
     assert comparison.notes == []
     assert {change.verdict for change in comparison.changes} == {"same"}
-    assert len(comparison_table(comparison).rows) == len(comparison.changes) >= 6
+    assert len(comparison_table(comparison)) == len(comparison.changes) >= 6
 
 
 def test_tables_hold_every_measurement(measured):
     times, overheads = tables(measured[2])
-    assert len(times.rows) == 2 * 2 and len(overheads.rows) == 2
-    for table in (times, overheads):
-        assert all(len(row) == len(table.head) for row in table.rows)
+    assert len(times) == 2 * 2 and len(overheads) == 2
+    for rows in (times, overheads):
+        assert all(list(row) == list(rows[0]) for row in rows)
 
 
 # Command line
@@ -264,21 +264,21 @@ def test_a_file_that_is_no_result_is_refused(capsys, tmp_path):
 
 
 def test_the_table_on_a_terminal_is_brief_and_the_report_has_all(capsys: pytest.CaptureFixture[str]) -> None:
-    head = ("case", "variant", "share full", "ms", "dense ms", "speed-up", "FLOPs / dense", "eta")
-    row = (
-        "decode 8 x 16 steps after 1024",
-        "routed 0.25",
-        "0.250",
-        "1922.35",
-        "1955.00",
-        "0.826",
-        "0.973",
-        "-7.74",
-    )
-    table = Table((*head, "tokens/s", "modes"), [(*row, "16666", "eager / eager")])
-    brief = table.brief()
-    assert set(table.head) - set(brief.head) == {"modes"}
-    print_table(brief.head, brief.rows, wide=True)
+    row = {
+        "case": "decode 8 x 16 steps after 1024",
+        "variant": "routed 0.25",
+        "share full": "0.250",
+        "ms": "1922.35",
+        "dense ms": "1955.00",
+        "speed-up": "0.826",
+        "FLOPs / dense": "0.973",
+        "eta": "-7.74",
+        "tokens/s": "16666",
+        "modes": "eager / eager",
+    }
+    (short,) = brief([row])
+    assert set(row) - set(short) == {"modes"}
+    print_table(list(short), [list(short.values())], wide=True)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 120
-    apart = Table(table.head, [(*row, "16666", "static / compiled")]).brief()
-    assert apart.head[-1] == "modes" and apart.rows[0][-1] == "static / compiled"
+    apart = row | {"modes": "static / compiled"}
+    assert brief([apart]) == [apart]

@@ -21,7 +21,7 @@ from training import make_trainer, rows
 import hf_depthroute
 from hf_depthroute import DepthRouteCallback, DepthRouteConfig, calibrate, get_depth_routed_model, set_budget
 from hf_depthroute.card import ResultError, add_results, make_card, write_card
-from hf_depthroute.card.escaping import clean, code, escape, hub_id, row, shown_path
+from hf_depthroute.card.escaping import cell, clean, code, escape, hub_id, shown_path
 from hf_depthroute.cli import main
 from hf_depthroute.config.fields import CHOICES
 from hf_depthroute.evaluation import evaluate_budgets
@@ -154,6 +154,12 @@ def test_it_says_what_stands_in_for_what_is_skipped(branch: str, saved_adapter: 
     said = (saved_adapter(model) / "README.md").read_text()
     assert ("is replaced by nothing" in said) == (branch == "none")
     assert said.count("What is skipped is replaced by") == 1
+
+
+def test_a_training_that_held_no_text_out_is_understood(adapter: Path, recwarn: pytest.WarningsRecorder) -> None:
+    card = make_card(adapter, training={"seconds": 2.0, "evaluation": []})
+    assert "* Time: `2.0` seconds" in card.text and "### Loss\n\nNot measured." in card.text
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
@@ -303,7 +309,7 @@ def test_a_code_span_holds_any_text(text: str) -> None:
 
 def test_escaped_text_has_no_markup_left() -> None:
     assert escape("<b>[x](y)</b> *z* https://w") == r"\<b\>\[x\](y)\</b\> \*z\* https\://w"
-    assert row(["a|b", code("c|d")]) == r"| a\|b | `c\|d` |"
+    assert (escape("a|b"), cell("c|d")) == (r"a\|b", r"`c\|d`")
     assert clean("hf_" + "a" * 34) == "hf_***"
 
 

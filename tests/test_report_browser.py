@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from report_pages import BUDGETS, HOSTILE, LAYERS, planted_report, planted_trace
 
-from hf_depthroute.report.pieces import text_pieces
 from hf_depthroute.report.run_page import render_page
+from hf_depthroute.report.tokens import text_pieces
 
 MINUS = "\u2212"
 REPORT, TRACES, TOKENIZER = planted_report()

@@ -16,7 +16,7 @@ from hf_depthroute import record_routes, set_budget
 from hf_depthroute.evaluation.cost import route_cost
 from hf_depthroute.inference.calibration import active_routings, use_selection
 from hf_depthroute.report.collect import Sample, collect_scores, collect_tokens, count_costs
-from hf_depthroute.report.pieces import text_pieces
+from hf_depthroute.report.tokens import text_pieces
 from hf_depthroute.routing.trace import RouteTrace
 
 

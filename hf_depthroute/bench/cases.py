@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -56,6 +56,18 @@ class Case:
     def check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
         if getattr(self, name) not in allowed:
             raise ValueError(f"{name}={getattr(self, name)!r}: use one of: {', '.join(allowed)}")
+
+    @property
+    def decoded(self) -> int:
+        """The decoding steps that are timed, of tokens that are given one by one after a prompt; 0 in prefill."""
+        return self.steps if self.case == "decode" else 0
+
+    def pass_sizes(self) -> dict[str, Any]:
+        """The sizes of one timed forward pass, as `count_flops` takes them; in decode the middle one's."""
+        if self.decoded:
+            return {"batch": self.batch, "length": 1, "cached": self.length + self.steps // 2, "logits": 1}
+        kept = self.length if self.logits == "all" else 1
+        return {"batch": self.batch, "length": self.length, "cached": 0, "logits": kept}
 
     def sizes(self) -> str:
         """The part of a label before the model: the run."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..evaluation.flops import count_flops
+from .cases import Case
 from .modes import as_run, check_modes, fill_cache, new_cache, new_step, rewind_cache
 from .timing import Estimate, Samples, interleave, seconds_of
 from .variants import BASE, DISABLED, FULL, Variants, budget_name, count_passes
@@ -29,73 +29,34 @@ _LONG = 2.0  # seconds
 _TELLING = 0.005  # an ideal saving below this share of the dense time gives no meaningful eta
 
 
-@dataclass(frozen=True)
-class Workload:
-    """The work to time: a prompt, or given tokens one by one after a prompt.
-
-    Attributes:
-        input_ids: `[B, T]`; in decode the prompt, then the tokens.
-        steps: Decoding steps; 0 for prefill.
-        logits: `"all"` positions of a prompt go through the LM head, or the `"last"`.
-    """
-
-    input_ids: torch.Tensor
-    steps: int = 0
-    logits: str = "all"
-
-    @property
-    def batch(self) -> int:
-        return len(self.input_ids)
-
-    @property
-    def prompt(self) -> int:
-        """Tokens per sequence before the decoding steps."""
-        return self.input_ids.shape[1] - self.steps
-
-    def sizes(self) -> dict[str, Any]:
-        """The sizes of one timed forward pass, as `count_flops` takes them; in decode the middle one's."""
-        if self.steps:
-            return {"batch": self.batch, "length": 1, "cached": self.prompt + self.steps // 2, "logits": 1}
-        kept = self.prompt if self.logits == "all" else 1
-        return {"batch": self.batch, "length": self.prompt, "cached": 0, "logits": kept}
-
-
 def measure_inference(
     variants: Variants,
-    workload: Workload,
-    *,
-    modes: Sequence[str] | None = None,
-    rounds: int = 15,
+    case: Case,
+    input_ids: torch.Tensor,
     also: Callable[[dict[str, Any], Times, Shares], None] | None = None,
 ) -> dict[str, Any]:
     """Time every variant in every mode.
 
     Args:
         variants: The variants of one model.
-        workload: Prefill or decode.
-        modes: Some of `MODES`. Default: eager on CPUs, all on GPUs.
-        rounds: Each times every variant and mode once.
+        case: Prefill or decode.
+        input_ids: `[B, T]`, the prompts; in decode, the tokens of its steps after them.
         also: Adds more to the result, by the shares that ran.
 
     Returns:
         A JSON-ready dict. `dense_ms` (per decoding step), `dense_mode`, `dense_modes`, `dense_error` (relative),
         `dense_tokens_per_s`; `follows_budget`; `disabled_over_base`; `overheads` of the adapter when disabled and at
-        budget 1; `budgets`
-        with for each `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `full_ratio`, `full_passes`,
-        `flops_routed_over_dense` and `tokens_per_s`. Errors are standard errors of medians; an eta is None if the ideal
-        saves nothing.
-
-    Raises:
-        ValueError: A mode is unknown.
+        budget 1; `budgets` with for each `routed_ms`, `mode`, `ratio`, `ratio_error`, `speedup`, `eta`, `full_ratio`,
+        `full_passes`, `flops_routed_over_dense` and `tokens_per_s`. Errors are standard errors of medians; an eta is
+        None if the ideal saves nothing.
     """
-    device = workload.input_ids.device
-    modes = check_modes(modes, device)
-    runs = _Runs(variants, workload)
+    modes = check_modes(case.baselines, input_ids.device)
+    runs = _Runs(variants, case, input_ids)
     keys = [(name, mode) for mode in modes for name in variants.names]
     with torch.no_grad():
-        samples = interleave({key: runs.timer(*key) for key in keys}, rounds)
+        samples = interleave({key: runs.timer(*key) for key in keys}, case.rounds)
         shares = {budget: runs.shares(budget) for budget in variants.budgets}
-    times = Times(variants, workload, modes, samples)
+    times = Times(variants, case, modes, samples)
     measured = _report(times, shares)
     if also is not None:
         also(measured, times, shares)
@@ -103,10 +64,10 @@ def measure_inference(
 
 
 class _Runs:
-    """Runs a workload as any variant in any mode. Caches are filled once, and rewound after each run."""
+    """Runs a case as any variant in any mode. Caches are filled once, and rewound after each run."""
 
-    def __init__(self, variants: Variants, workload: Workload) -> None:
-        self.variants, self.workload = variants, workload
+    def __init__(self, variants: Variants, case: Case, input_ids: torch.Tensor) -> None:
+        self.variants, self.case, self.input_ids = variants, case, input_ids
         self._caches: dict[Any, Any] = {}
 
     def timer(self, name: str, mode: str) -> Callable[[], float]:
@@ -114,14 +75,13 @@ class _Runs:
 
         def seconds() -> float:
             nonlocal last
-            device = self.workload.input_ids.device
             with self._ready(name, mode) as (run, rewind):
                 # What ran before leaves its mark on caches and on the allocator: run once untimed, as in steady use.
                 # In a run of seconds the mark is lost.
                 if last < _LONG:
                     run()
                     rewind()
-                last = seconds_of(run, device)
+                last = seconds_of(run, self.input_ids.device)
                 rewind()
                 return last
 
@@ -136,21 +96,20 @@ class _Runs:
 
     @contextmanager
     def _ready(self, name: str, mode: str) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-        """A function that runs the workload, and one that brings the cache back to where it started."""
-        work = self.workload
+        """A function that runs the case, and one that brings the cache back to where it started."""
         with self.variants.using(name) as model:
             call = as_run(model, mode)
             cache = self._cache(name, mode, model)
-            tokens = work.input_ids[:, work.prompt :].split(1, dim=1) if work.steps else (work.input_ids,)
-            start = work.prompt if work.steps else 0
-            kept = work.sizes()["logits"]
+            start = self.case.length if self.case.decoded else 0
+            tokens = self.input_ids[:, start:].split(1 if self.case.decoded else self.case.length, dim=1)
+            kept = self.case.pass_sizes()["logits"]
 
             def run() -> None:
                 kwargs = {"past_key_values": cache} if cache is not None else {}
                 for part in tokens:
                     new_step(mode)
                     logits = call(part, use_cache=True, logits_to_keep=kept, **kwargs).logits
-                    if work.steps:
+                    if self.case.decoded:
                         logits.argmax(-1)  # decoding looks at them, whatever is fed next
 
             def rewind() -> None:
@@ -161,35 +120,34 @@ class _Runs:
 
     def _cache(self, name: str, mode: str, model: nn.Module) -> Any:
         """The cache that this variant starts from; None if each run makes its own."""
-        work = self.workload
-        if not work.steps and mode == "eager":
+        if not self.case.decoded and mode == "eager":
             return None
         # Every variant decodes from the same keys and values, unless the cache holds decisions of one variant.
         key = (name if self.variants.keeps_sequences() else None, "eager" if mode == "eager" else "static")
         if key not in self._caches:
-            cache = new_cache(model, mode, work.input_ids.shape[1])
-            fill_cache(model, cache, work.input_ids[:, : work.prompt])
-            if not work.steps:
+            cache = new_cache(model, mode, self.input_ids.shape[1])
+            fill_cache(model, cache, self.input_ids[:, : self.case.length])
+            if not self.case.decoded:
                 rewind_cache(cache, 0)
             self._caches[key] = cache
         return self._caches[key]
 
 
 class Times:
-    """The times of a workload, by variant and mode, in the terms of a result.
+    """The times of a case, by variant and mode, in the terms of a result.
 
     Attributes:
         variants: What was timed.
-        work: The workload.
+        case: What ran.
         samples: Seconds by variant and mode.
         dense: The dense model in its fastest mode.
     """
 
-    def __init__(self, variants: Variants, work: Workload, modes: Sequence[str], samples: Samples[Key]) -> None:
-        self.variants, self.work, self.samples = variants, work, samples
+    def __init__(self, variants: Variants, case: Case, modes: Sequence[str], samples: Samples[Key]) -> None:
+        self.variants, self.case, self.samples = variants, case, samples
         self._modes = modes
-        self._calls = max(1, work.steps)
-        self._tokens = work.batch * (work.steps or work.prompt)
+        self._calls = case.decoded or 1
+        self._tokens = case.batch * (case.decoded or case.length)
         self.dense = self._fastest(variants.reference)
 
     def _fastest(self, name: str) -> Key:
@@ -225,12 +183,12 @@ class Times:
 
     def of_dense(self) -> dict[str, Any]:
         """The part of a result about the dense model, and the adapter where nothing is skipped."""
-        work, dense, samples = self.work, self.dense, self.samples
+        case, dense, samples = self.case, self.dense, self.samples
         error = samples.estimate(dense).error
         found: dict[str, Any] = {
-            "batch": work.batch,
-            "length": work.prompt,
-            **({"steps": work.steps} if work.steps else {"logits": work.logits}),
+            "batch": case.batch,
+            "length": case.length,
+            **({"steps": case.steps} if case.decoded else {"logits": case.logits}),
             "rounds": len(samples.seconds[dense]),
             "dense_ms": self.ms(dense),
             "dense_error": None if error is None else round(error / samples.median(dense), 4),
@@ -252,7 +210,7 @@ class Times:
 
 
 def _report(times: Times, shares: Shares) -> dict[str, Any]:
-    variants, sizes = times.variants, times.work.sizes()
+    variants, sizes = times.variants, times.case.pass_sizes()
     dense_flops = sum(count_flops(variants.model, **sizes).values())
     budgets = {}
     for budget, layers in shares.items():

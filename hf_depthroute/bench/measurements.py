@@ -142,13 +142,16 @@ def compare_results(old: Mapping[str, Any], new: Mapping[str, Any]) -> Compariso
 
 
 def _change(label: str, figure: str, old: Figure, new: Figure) -> Change:
-    (a, error), (b, other) = old, new
+    before, error = old
+    after, other = new
     noise = None if error is None or other is None else _ERRORS * math.hypot(error, other)
-    if abs(b - a) <= (noise or 0.0):
+    if abs(after - before) <= (noise or 0.0):
         verdict = "same"
+    elif noise is None:
+        verdict = "noise unknown"
     else:
-        verdict = "noise unknown" if noise is None else "lower" if b < a else "higher"
-    return Change(label, figure, a, b, noise, b / a if a else math.nan, verdict)
+        verdict = "lower" if after < before else "higher"
+    return Change(label, figure, before, after, noise, after / before if before else math.nan, verdict)
 
 
 def _figures(m: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:

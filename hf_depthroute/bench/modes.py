@@ -51,9 +51,9 @@ def forget_compiled() -> None:
         torch.compiler.reset()
 
 
-def first_sequences(input_ids: torch.Tensor, tokens: int = 16384) -> torch.Tensor:
-    """The first sequences of `[B, T]` that hold at most so many tokens, and at least one of them."""
-    return input_ids[: max(1, tokens // input_ids.shape[1])]
+def first_sequences(input_ids: torch.Tensor) -> torch.Tensor:
+    """The first sequences of `[B, T]` that hold at most 16,384 tokens, and at least one of them."""
+    return input_ids[: max(1, 16384 // input_ids.shape[1])]
 
 
 def random_tokens(model: Any, batch: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""Results as tables of strings."""
+"""Results as tables: rows of text by column, all rows of a table with the same columns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .measurements import TIMED, Comparison, measurements, short_label
@@ -13,42 +12,29 @@ Makers = dict[Callable[[Mapping[str, Any]], Iterator[Row]], tuple[str, ...]]  # 
 _PLAIN = {"", "eager / eager"}
 
 
-@dataclass(frozen=True)
-class Table:
-    """`rows` of strings, each as long as `head`."""
-
-    head: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-
-    @classmethod
-    def of(cls, rows: Iterable[Row]) -> Table:
-        listed = list(rows)
-        return cls(tuple(listed[0]) if listed else (), [tuple(row.values()) for row in listed])
-
-    def brief(self) -> Table:
-        """Without the modes where all ran alike: narrow enough for a terminal."""
-        alike = {row[self.head.index("modes")] for row in self.rows} <= _PLAIN if "modes" in self.head else True
-        kept = [number for number, name in enumerate(self.head) if not alike or name != "modes"]
-        return Table(tuple(self.head[n] for n in kept), [tuple(row[n] for n in kept) for row in self.rows])
-
-
-def tables(result: Mapping[str, Any], others: Makers | None = None) -> list[Table]:
-    """A table per kind of case that the result has; `others` make the rows of more kinds."""
+def tables(result: Mapping[str, Any], others: Makers | None = None) -> list[list[Row]]:
+    """The rows of a table per kind of case that the result has; `others` make the rows of more kinds."""
     found = [m for m in measurements(result) if "error" not in m]
     makers: Makers = {_times: TIMED, _overheads: TIMED, **(others or {})}
-    made = [Table.of(row for m in found if m["case"] in cases for row in make(m)) for make, cases in makers.items()]
-    return [table for table in made if table.rows]
+    made = [[row for m in found if m["case"] in cases for row in make(m)] for make, cases in makers.items()]
+    return [rows for rows in made if rows]
 
 
-def comparison_table(comparison: Comparison) -> Table:
+def brief(rows: Sequence[Row]) -> list[Row]:
+    """A table without the modes where all ran alike: narrow enough for a terminal."""
+    alike = {row.get("modes", "") for row in rows} <= _PLAIN
+    return [{name: cell for name, cell in row.items() if name != "modes" or not alike} for row in rows]
+
+
+def comparison_table(comparison: Comparison) -> list[Row]:
     def number(value: float) -> str:
         return f"{value:,.0f}" if value >= 1e4 else f"{value:.3f}"
 
-    return Table.of(
+    return [
         {"case": c.label, "figure": c.figure, "old": number(c.old), "new": number(c.new)}
         | {"new / old": f"{c.ratio:.3f}", "verdict": c.verdict}
         for c in comparison.changes
-    )
+    ]
 
 
 def _times(m: Mapping[str, Any]) -> Iterator[Row]:

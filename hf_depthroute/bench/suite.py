@@ -14,7 +14,7 @@ from torch import nn
 from ..files.out_of_resources import out_of_memory
 from ..inference.calibration import active_routings
 from .cases import Case
-from .inference import Workload, measure_inference
+from .inference import measure_inference
 from .measurements import as_single, label_of
 from .modes import first_sequences, forget_compiled, random_tokens
 from .timing import describe_machine, dtype_name, relative_load
@@ -31,17 +31,15 @@ class Given:
         model: A model with an active depth-routed adapter, in eval mode; its budget is restored.
         base: The untouched base, from `dense_view` before the adapter was injected; not timed when None.
         input_ids: Prompts `[B, T]`, repeated up to a case's batch; random tokens when None.
-        recalibrate: Whether each budget is calibrated on the tokens.
     """
 
     model: Any
     base: nn.Module | None = None
     input_ids: torch.Tensor | None = None
-    recalibrate: bool = True
 
 
 def run_cases(cases: Sequence[Case], given: Given, progress: Callable[[str], None] | None = None) -> Result:
-    """Measure all cases of a model, one after the other.
+    """Measure all cases of a model, one after the other; every budget is calibrated on a case's tokens first.
 
     A case for which there is not enough memory says so in its result and does not end the run.
 
@@ -101,23 +99,18 @@ def bench(
     *,
     base: nn.Module | None = None,
     input_ids: torch.Tensor | None = None,
-    recalibrate: bool = True,
-    parts: Sequence[str] = ("prefill", "decode"),
     decode_batch: int = 1,
     decode_steps: int = 16,
     repeats: int = 15,
-    progress: Callable[[str], None] | None = None,
     **fields: Any,
 ) -> Result:
     """Measure an adapter on its base: untouched base, adapter disabled, budget 1, and every budget.
 
     Args:
-        model: As in `Given`; `base`, `input_ids` and `recalibrate` too.
-        parts: Some of `Case.KINDS`.
+        model: As in `Given`; `base` and `input_ids` too.
         decode_batch: Sequences in decode.
         decode_steps: Timed decoding steps after the prompt, of random tokens; 0 leaves decode out.
         repeats: Rounds.
-        progress: Called with one line per part.
         fields: What every `Case` gets: `budgets`, `batch`, `length`, `baselines`, `logits`.
 
     Returns:
@@ -127,39 +120,34 @@ def bench(
         ValueError: No routed adapter is active, or a value cannot be used.
         MemoryError: There is not enough.
     """
-    unknown = [part for part in parts if part not in Case.KINDS]
-    if unknown:
-        raise ValueError(f"part {unknown[0]!r} is unknown; use some of: {', '.join(Case.KINDS)}")
     if input_ids is not None:
         fields |= {"batch": input_ids.shape[0], "length": input_ids.shape[1]}
     prefill = Case(case="prefill", rounds=repeats, **fields)
-    decode = replace(prefill, case="decode", batch=decode_batch, steps=max(1, decode_steps))
-    cases = [decode if part == "decode" else replace(prefill, case=part) for part in parts]
-    cases = [case for case in cases if case.case != "decode" or decode_steps]
-    result = run_cases(cases, Given(model, base, input_ids, recalibrate), progress)
+    cases = [prefill]
+    if decode_steps:
+        cases.append(replace(prefill, case="decode", batch=decode_batch, steps=decode_steps))
+    result = run_cases(cases, Given(model, base, input_ids))
     sizes = {"batch": prefill.batch, "length": prefill.length, "decode_batch": decode_batch}
     return as_single(result, sizes | {"decode_steps": decode_steps, "repeats": repeats})
 
 
 def measure(case: Case, given: Given) -> Result:
     """One case of a routed model."""
-    work = workload_of(case, given)
-    calibrated_on = first_sequences(work.input_ids) if given.recalibrate else None
-    variants = Variants(given.model, given.base, case.budgets, calibrated_on)
+    input_ids = tokens_of(case, given)
+    variants = Variants(given.model, given.base, case.budgets, first_sequences(input_ids))
     try:
-        measured = measure_inference(variants, work, modes=case.baselines, rounds=case.rounds)
+        measured = measure_inference(variants, case, input_ids)
     finally:
         variants.restore()
     return {"adapter_dtype": adapter_dtype(given.model), **measured}
 
 
-def workload_of(case: Case, given: Given) -> Workload:
-    """The prompts, of those that are given or of random tokens, and the steps."""
-    steps = case.steps if case.case == "decode" else 0
-    ids = random_tokens(given.model, case.batch, case.length + steps)
+def tokens_of(case: Case, given: Given) -> torch.Tensor:
+    """The prompts, of those that are given or of random tokens, and the tokens of the steps, `[B, T]`."""
+    ids = random_tokens(given.model, case.batch, case.length + case.decoded)
     if given.input_ids is not None:
         ids[:, : case.length] = given.input_ids.to(ids.device)[torch.arange(case.batch) % len(given.input_ids)]
-    return Workload(ids, steps, case.logits)
+    return ids
 
 
 def setting_of(model: Any) -> dict[str, Any]:

@@ -84,8 +84,9 @@ class Estimate:
         # 1.349 quartile distances to a standard deviation; a median's error is 1.253 times a mean's.
         return cls(middle, 1.253 * (high - low) / 1.349 / len(values) ** 0.5)
 
-    def rounded(self, digits: int = 4) -> tuple[float, float | None]:
-        return round(self.value, digits), None if self.error is None else round(self.error, digits)
+    def rounded(self) -> tuple[float, float | None]:
+        """Both to 4 digits."""
+        return round(self.value, 4), None if self.error is None else round(self.error, 4)
 
 
 class Samples(Generic[Key]):

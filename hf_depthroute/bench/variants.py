@@ -22,6 +22,7 @@ from ..inference.restoring import snapshot
 from ..parts.gates import GATES
 from ..routing.stack import state_of
 from ..routing.trace import RouteRecord, full_depth
+from .timing import dtype_name
 
 BASE, DISABLED, FULL = "base", "disabled", "budget 1.0"
 
@@ -116,7 +117,7 @@ def hold_adapter_in(model: nn.Module, dtype: torch.dtype) -> None:
 def adapter_dtype(model: nn.Module) -> str:
     """The dtype of the adapter's weights, such as `"float32"`; that of the base where it has none."""
     weights = chain((p for routing in active_routings(model) for p in routing.parameters()), model.parameters())
-    return str(next(weights).dtype).removeprefix("torch.")
+    return dtype_name(next(weights).dtype)
 
 
 def wants_base_dtype(device: torch.device, modes: Sequence[str] | None) -> bool:
@@ -136,8 +137,7 @@ class PassCounter:
 
     def shares(self) -> Mapping[int, tuple[float, float]]:
         """Per layer: the share of rows that ran full, and the share of passes in which at least one did."""
-        means = {index: torch.stack(counts).mean(0).tolist() for index, counts in sorted(self._counts.items())}
-        return {index: (rows, passes) for index, (rows, passes) in means.items()}
+        return {i: tuple(torch.stack(counts).mean(0).tolist()) for i, counts in sorted(self._counts.items())}
 
 
 @contextmanager

@@ -26,11 +26,11 @@ class Safe(str):
     """Markdown that is meant as such."""
 
 
-def clean(value: object, longest: int = _LONGEST) -> str:
+def clean(value: object) -> str:
     """One line: no control, invisible or direction-changing character, no Hub token, no end of an HTML comment."""
-    text = "".join(" " if unicodedata.category(c)[0] in "CZ" else c for c in str(value)[: 4 * longest])
+    text = "".join(" " if unicodedata.category(c)[0] in "CZ" else c for c in str(value)[: 4 * _LONGEST])
     text = without_tokens(" ".join(text.split())).replace("<!--", "<! --").replace("-->", "-- >")
-    return text if len(text) <= longest else f"{text[:longest]}..."
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def code(value: object) -> Safe:
@@ -49,9 +49,9 @@ def escape(value: Any) -> Any:
     return Safe(_SPECIAL.sub(r"\\\1", clean(value)))
 
 
-def row(cells: Iterable[object]) -> Safe:
-    """A line of a table."""
-    return Safe("| " + " | ".join(str(escape(cell)).replace("\\|", "|").replace("|", "\\|") for cell in cells) + " |")
+def cell(value: object) -> Safe:
+    """A code span in a table, where a bar would end the cell."""
+    return Safe(code(value).replace("|", "\\|"))
 
 
 def literal(value: str) -> Safe:
@@ -66,8 +66,9 @@ def command_line(words: Iterable[object]) -> Safe:
 
 def shown_path(name: str) -> str:
     """A name as it may be published: of a path outside the working directory only the last part."""
-    outside = name.startswith(("/", "~", "..")) or PureWindowsPath(name).is_absolute()
-    return (PureWindowsPath(name) if "\\" in name else PurePosixPath(name)).name if outside else name
+    if not name.startswith(("/", "~", "..")) and not PureWindowsPath(name).is_absolute():
+        return name
+    return PureWindowsPath(name).name if "\\" in name else PurePosixPath(name).name
 
 
 def hub_id(name: object) -> str | None:

@@ -34,8 +34,7 @@ from .measured import ResultError, read_losses
 TRAINING_NAME = "training.json"
 _MAX_BYTES = 16 << 20
 _MAX_DEPTH = 32
-_TABLE = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.values$")
-_UPDATES = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.updates$")
+_QUANTILES = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.(values|updates)$")
 _BUFFER = re.compile(r"\.routing\.depth_route_(quantiles|controller|target)\.")
 _PASSING = ("weights_hash", "library_version", "inference_mode")  # do not change what the adapter does
 
@@ -137,15 +136,18 @@ def _thresholds(
     if tensors is None:
         recorded = training.get("thresholds") or {}
         return {int(layer): float(value) for layer, value in recorded.items()}, bool(recorded) or None
-    found, static = {}, config.static_layers or ()
-    for name, values in tensors.items():
-        layer = _TABLE.search(name)
-        if layer is not None and int(layer[1]) not in static:
+    thresholds, calibrated = {}, True
+    for name, value in tensors.items():
+        found = _QUANTILES.search(name)
+        if found is None or int(found[1]) in (config.static_layers or ()):
+            continue
+        if found[2] == "updates":
+            calibrated = calibrated and bool(value)
+        else:
             table = ScoreQuantiles(1.0)
-            table.set(values)
-            found[int(layer[1])] = float(table(config.budget))
-    updates = {int(at[1]): int(value) for name, value in tensors.items() if (at := _UPDATES.search(name)) is not None}
-    return dict(sorted(found.items())), all(count for layer, count in updates.items() if layer not in static)
+            table.set(value)
+            thresholds[int(found[1])] = float(table(config.budget))
+    return dict(sorted(thresholds.items())), calibrated
 
 
 def read_training(folder: Path) -> dict[str, Any]:
@@ -201,30 +203,23 @@ _FIT_FIGURES = {  # of `LayerFit`, and of a fit of prompts, `StaticFit`
 
 def _is_evaluation(value: Any) -> bool:
     try:
-        return bool(read_losses({"rows": value}))
+        return value == [] or bool(read_losses({"rows": value}))  # a training without held-out text has no rows
     except (ResultError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
         return False
 
 
-def _is_fit(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not isinstance(value.get("loss_of_rounds", []), list):
+def _is_fit(fit: Any) -> bool:
+    """Whether a card can show the record of a fit. Those of older versions have no `loss` and no `share_of_rows`."""
+    try:
+        phases, layers = fit.get("phases", "all"), fit["layers"]
+        fewest, most = fit.get("share_of_rows", (0, 0))
+        loss = fit["loss"] if "loss" in fit else min(fit["loss_of_rounds"])
+        by_layer = [{index: layer[name] for index, layer in layers.items()} for name in _FIT_FIGURES[phases]]
+        targets = {layer["target"] for layer in layers.values()} if phases == "prefill" else set()
+        figures = (fit["keep"], fit["tokens"], fit["loss_dense"], loss, fewest, most)
+    except (AttributeError, KeyError, TypeError, ValueError):
         return False
-    phases = value.get("phases", "all")
-    figures = [*value.get("loss_of_rounds", []), *(value.get(name) for name in ("keep", "tokens", "loss_dense"))]
-    figures += [value["loss"]] if "loss" in value else []
-    rows = value.get("share_of_rows", [0, 0])  # older records have none
-    if not isinstance(rows, list) or len(rows) != 2:
-        return False
-    figures += rows
-    layers = value.get("layers")
-    if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
-        return False
-    if phases not in ("all", "prefill"):
-        return False
-    if phases == "prefill" and not all({layer.get("target")} <= set(TARGETS) for layer in layers.values()):
-        return False
-    of_layers = (_by_layer({i: layer.get(name) for i, layer in layers.items()}) for name in _FIT_FIGURES[phases])
-    return len(figures) > 5 and all(map(is_number, figures)) and all(of_layers)
+    return targets <= set(TARGETS) and all(map(is_number, figures)) and all(map(_by_layer, by_layer))
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {

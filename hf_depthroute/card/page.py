@@ -15,11 +15,12 @@ from ..adapter.files import CARD_NAME
 from ..config.adapter import TASKS
 from ..files.staged import write_bytes
 from ..parts.gates import GATES
+from ..parts.memory import shortest_order
 from ..parts.targets import TARGETS
+from ..routing.description import budget_words, patterns_words
 from ..training.record import remembered
 from ..version import REPOSITORY, __version__
-from . import tables
-from .escaping import Safe, code, command_line, escape, literal, shown_path
+from .escaping import Safe, cell, code, command_line, escape, literal, shown_path
 from .facts import is_number, read_facts
 from .measured import read_losses, read_results
 from .metadata import base_id, make_metadata, write_entries
@@ -27,6 +28,9 @@ from .readme import BEGIN, END, MEASURED, PLACEHOLDER, Card, merge, old_card
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+_MACHINE = ("device", "threads", "cores", "load_before", "torch", "transformers", "python")
+_NOT_SHOWN = ("config", "debug", "out", "overwrite", "model", "dataset", "dataset_name")
 
 
 def make_card(
@@ -80,20 +84,42 @@ def make_card(
     changed = record.get("weights_hash") not in (None, facts.weights_hash)
     if record.get("evaluation") and not changed and not found.losses:
         found.losses.append(read_losses(_evaluation(record)))
-    recorded = record.get("dataset") or (record.get("arguments") or {}).get("dataset")
+    arguments = record.get("arguments") or {}
+    recorded = record.get("dataset") or arguments.get("dataset")
     trained_on = list(datasets) or ([str(recorded)] if recorded else [])
+    hyperparameters = record.get("hyperparameters") or ({} if record.get("command") else arguments)
     base = shown_path(config.base_model_name_or_path or "")
     of_base = f"Depth-routing adapter of {base.split('/')[-1]}" if base else "Depth-routing adapter"
     title = model_name or (repo_id or "").split("/")[-1] or of_base
-    body = _environment().get_template("model_card.md.jinja").render(
-        title=title, adapter=repo_id or PLACEHOLDER, facts=facts, config=config,
-        static=GATES[config.gate].static, soft=GATES[config.gate].soft,
+    budget = f"{config.budget:.3g}"
+    if facts.depth is not None and isinstance(config.layers, list):
+        budget = budget_words(config, facts.depth)
+    body = _template().render(
+        title=title,
+        adapter=repo_id or PLACEHOLDER,
+        facts=facts,
+        gate=GATES[config.gate],
         decides=TARGETS[config.target].decides[config.granularity],
+        budget=budget,
+        exceptions=patterns_words(config),
+        shortest_order=shortest_order(config) if config.has_memory else None,
         auto_class=TASKS[config.task_type or "CAUSAL_LM"][0],
-        base=base or None, base_id=base_id(facts),
-        elsewhere=base != (config.base_model_name_or_path or ""), results=found, tables=tables,
-        training=tables.training(record, trained_on), changed=changed, version=__version__, repository=Safe(REPOSITORY),
-    )  # fmt: skip
+        base=base or None,
+        base_id=base_id(facts),
+        elsewhere=base != (config.base_model_name_or_path or ""),
+        results=found,
+        record=record,
+        arguments=arguments,
+        shown_arguments={
+            name: shown_path(str(value))
+            for name, value in hyperparameters.items()
+            if value is not None and name not in _NOT_SHOWN
+        },
+        trained_on=trained_on,
+        changed=changed,
+        version=__version__,
+        repository=Safe(REPOSITORY),
+    )
     note = f"\n{MEASURED}" if found.losses or found.scores or found.benches else ""
     text = f"\n{BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{END}\n"
     metadata = make_metadata(
@@ -153,8 +179,24 @@ def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _machine_words(machine: Mapping[str, Any]) -> Safe:
+    known = {name: machine[name] for name in _MACHINE if machine.get(name) is not None}
+    return Safe(", ".join(f"{'' if name == 'device' else f'{name} '}{code(value)}" for name, value in known.items()))
+
+
+def _last_entry(log: Sequence[Mapping[str, Any]], name: str) -> Safe | None:
+    """The last log entry with this loss, as `step 50: loss 1.2, ...`."""
+    entry = next((entry for entry in reversed(log) if is_number(entry.get(name))), None)
+    if entry is None:
+        return None
+    terms = [n for n in entry if n == name or str(n).startswith("loss_")]
+    said = ", ".join(f"{code(n)} {entry[n]:.4f}" for n in terms if is_number(entry[n]))
+    step = entry.get("step")
+    return Safe(f"step {int(step):,}: {said}" if is_number(step) else said)
+
+
 @functools.cache
-def _environment() -> jinja2.Environment:
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_depthroute", "card"),
         autoescape=False,  # of HTML; `finalize` escapes Markdown and HTML
@@ -164,13 +206,18 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
+        "cell": cell,
         "code": code,
-        "loss_table": tables.loss_table,
-        "bench_table": tables.bench_table,
         "literal": literal,
         "command_line": command_line,
+        "shown_path": shown_path,
+        "machine_words": _machine_words,
+        "last_entry": _last_entry,
+        "figure": "{:.4f}".format,
+        "grouped": "{:,}".format,
+        "share": "{:.1%}".format,
         "url": lambda name: Safe(quote(name)),
-        "listed": lambda parts: Safe(", ".join(map(escape, parts))),
-        "lines": lambda parts: Safe("\n".join(map(escape, parts))),
+        "listed": lambda parts: Safe(", ".join(parts)),
+        "pairs": lambda pairs: Safe(", ".join(f"{code(name)} {code(value)}" for name, value in pairs.items())),
     }
-    return environment
+    return environment.get_template("model_card.md.jinja")

@@ -81,13 +81,15 @@ def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
     scores = new.scores
     ours = generated_part(new.text)
     assert ours is not None
-    part, digest = new.text[ours[0]], ours[1]
-    metadata, known = new.data.to_dict(), old.data.to_dict()
+    part = new.text[ours[0]]
+    metadata = new.data.to_dict()
+    known = old.data.to_dict()
     before = generated_part(old.text)
     if before is not None:
         there = old.text[before[0]]
-        if before[1] == digest and MEASURED in there and MEASURED not in part:
-            part, scores = there, None
+        if before[1] == ours[1] and MEASURED in there and MEASURED not in part:
+            part = there
+            scores = None
             if repo_id is not None:
                 part = part.replace(f"adapter = {literal(PLACEHOLDER)}", f"adapter = {literal(repo_id)}")
         else:

@@ -78,11 +78,11 @@ def bench(options: BenchOptions) -> None:
         return
     loading.quiet(options.debug)
     result = _measure(options)
-    from ..bench.result_tables import Table, tables
+    from ..bench.result_tables import brief, tables
 
     if not write_result(options.json_file, result):
-        for table in map(Table.brief, tables(result)):
-            print_table(table.head, table.rows, wide=True)
+        for rows in map(brief, tables(result)):
+            print_table(list(rows[0]), [list(row.values()) for row in rows], wide=True)
 
 
 def _compare(old: Path, new: Path, out: Path | None) -> None:
@@ -99,9 +99,9 @@ def _compare(old: Path, new: Path, out: Path | None) -> None:
         return
     for note in comparison.notes:
         say(f"note: {note}")
-    table = comparison_table(comparison)
-    if table.rows:
-        print_table(table.head, table.rows, wide=True)
+    rows = comparison_table(comparison)
+    if rows:
+        print_table(list(rows[0]), [list(row.values()) for row in rows], wide=True)
     else:
         say("the results have no measurement in common")
 

@@ -130,7 +130,7 @@ def generate(options: GenerateOptions) -> None:
 
 def _full_ratio(routed: Any, ids: torch.Tensor, prompt: int) -> float:
     """The share that ran full, seen in passes of its own: counting takes time, which decoding is measured without."""
-    from ..evaluation.generated import read_generated
+    from ..evaluation.served import read_generated
     from ..routing.trace import count_routes
 
     with count_routes(routed) as counter:

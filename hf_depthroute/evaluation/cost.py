@@ -95,7 +95,8 @@ def route_cost(
     if full_ratio is None:
         full_ratio = {}
         for routing in routings:
-            share, always = _share(routing, routing.active_config(), budget), in_full(routing, length)
+            share = _share(routing, routing.active_config(), budget)
+            always = in_full(routing, length)
             full_ratio[routing.layer_index] = always + (1 - always) * share
     shares = {routing.layer_index: full_ratio[routing.layer_index] for routing in routings}
     sizes: dict[str, Any] = {"batch": batch_size, "length": length, "cached": cached, "logits": logits_to_keep}
@@ -110,16 +111,20 @@ def route_cost(
     per_token = float(batch_size * attention_sizes(config)[1] * dtype_bytes)
     windows = windows_of(config, cached + length + 1)  # of the next token, which meets itself
     kv_bytes = per_token * sum(window - 1 for window in windows)
-    ratios, gates, branches = [], 0.0, 0.0
+    ratios = []
+    gates = branches = 0.0
     for routing in routings:
         if runs_full(routing, length):
             ratios.append(1.0)
             continue
-        share, layer = full_ratio[routing.layer_index], layers[routing.layer_index]
+        share = full_ratio[routing.layer_index]
+        layer = layers[routing.layer_index]
         part = sum(m.left_out * m.per_token for m in matrices(layer, config, family, routing)) + memory_weights(routing)
-        gate, branch = gate_weights(routing, length), (1 - share) * branch_weights(routing, config)
+        gate = gate_weights(routing, length)
+        branch = (1 - share) * branch_weights(routing, config)
         ratios.append(share + (branch + gate) / max(part, 1.0))
-        gates, branches = gates + 2.0 * gate, branches + 2.0 * branch
+        gates += 2.0 * gate
+        branches += 2.0 * branch
         if skips_sequences(routing, config):
             kv_bytes -= (1 - share) * per_token * (windows[routing.layer_index] - 1)
     return RouteCost(

@@ -29,9 +29,8 @@ from ..inference.phases import set_phases
 from ..inference.restoring import restored
 from ..routing.stack import state_of
 from ..routing.trace import RouteCounter
-from .generated import read_generated
 from .harness_scores import read_scores
-from .served import served_scores
+from .served import read_generated, served_scores
 
 
 @register_model("depthroute")

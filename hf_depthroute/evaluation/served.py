@@ -1,4 +1,4 @@
-"""Scores of continuations as a model with `phases="prefill"` serves them: the prompt first, then the rest in full.
+"""Texts read as a model serves them: a generated one once more, and continuations behind their prompt.
 
 Shapes: T positions, V vocabulary.
 """
@@ -13,9 +13,33 @@ from typing import Any
 
 import torch
 
+from ..inference.calibration import active_routings
 from ..routing.trace import full_depth
 
 Request = tuple[Any, list[int], list[int]]
+
+
+@torch.no_grad()
+def read_generated(model: Any, ids: torch.Tensor, prompt: int, **inputs: Any) -> Iterator[Any]:
+    """Read `ids` `[1, T]`, whose first `prompt` tokens are the prompt, in passes; yields the output of each.
+
+    So what was decided about a generated text is seen without a part in the time it took. Decisions are those of
+    generating: the prompt is read first and alone. What follows it is read in one pass, since decisions are causal;
+    with `phases="prefill"` token by token, since the last token of every pass runs in full.
+
+    Args:
+        model: A `PeftModel` in eval mode with one active depth-routed adapter.
+        ids: What `generate` returned for one prompt. It has not read the last token itself.
+        prompt: Tokens of the prompt, at least one.
+        **inputs: What every pass is given besides, such as `logits_to_keep`.
+    """
+    alone = active_routings(model)[0].active_config().phases == "prefill"
+    rest = ids.shape[1] - prompt
+    cache = None
+    for part in ids.split([prompt, *([1] * rest if alone else [rest] * (rest > 0))], dim=1):
+        out = model(input_ids=part, past_key_values=cache, use_cache=True, **inputs)
+        cache = out.past_key_values
+        yield out
 
 
 @torch.no_grad()
@@ -24,8 +48,8 @@ def served_scores(
 ) -> Iterator[tuple[int, float, bool]]:
     """The log-likelihood of every continuation, and whether it is the greedy one, with the number of its request.
 
-    A prompt that several continuations follow is read once. Of text that is too long, the beginning is left out, with a
-    warning.
+    With `phases="prefill"` that is the prompt first, then the rest in full. A prompt that several continuations follow
+    is read once. Of text that is too long, the beginning is left out, with a warning.
 
     Args:
         model: A causal language model in eval mode.

@@ -12,7 +12,7 @@ from peft import PeftModel
 from ..base.stack import stack_of
 from ..data.prompts import PromptError, encode_prompt, has_chat_template
 from ..inference.calibration import set_budget
-from ..report.pieces import text_pieces
+from ..report.tokens import text_pieces
 from ..routing.description import budget_words
 from .writing import Text, write
 

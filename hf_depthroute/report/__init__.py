@@ -1,4 +1,4 @@
 """Readable pages about a routed model: `run_page`, and the token view, `tokens`.
 
-`collect` measures, `tokens` and `pieces` make the token view, `charts` draws, `rendering` fills templates in.
+`collect` measures, `tokens` makes the token view and fills templates in, `charts` draws.
 """

@@ -44,7 +44,9 @@ class Chart:
     ) -> None:  # fmt: skip
         from matplotlib.figure import Figure
 
-        self.key, self.words, self.caption = key, {"title": title, "desc": description}, caption
+        self.key = key
+        self.words = {"title": title, "desc": description}
+        self.caption = caption
         self.figure = Figure(figsize=(size[0] / _POINTS, size[1] / _POINTS), layout=layout)
         self.axes = self.figure.add_subplot()
         for part in (self.figure.patch, self.axes.patch, *(self.axes.spines[s] for s in ("top", "left", "right"))):
@@ -101,9 +103,10 @@ class Chart:
         if part.tag == "g":
             name = part.attrib.pop("id", "")
             # What is not named is what the axes draw themselves: grid lines, and the one spine that is left.
-            unnamed = "grid" if name.startswith("line2d") else "axis" if name.startswith("patch") else ""
+            unnamed = {"line2d": "grid", "patch": "axis"}.get(name.partition("_")[0], "")
             kind, tips = self._named.get(name, (unnamed, ()))
-            part.attrib |= {"class": kind} if kind else {}
+            if kind:
+                part.set("class", kind)
             drawn = [[mark for mark in part.iter() if mark.tag.endswith(tag)] for tag in ("}use", "}path")]
             for mark, tip in zip(drawn[0] or drawn[1], tips):
                 ET.SubElement(mark, "title").text = tip
@@ -254,7 +257,7 @@ def histogram(report: RunReport, number: int, index: int) -> Chart:
     right.set_horizontalalignment("right")
     if threshold is not None and first <= threshold <= last:
         place = (threshold - first) / (last - first)
-        beside: Any = "left" if place < 1 / 3 else "right" if place > 2 / 3 else "center"
+        beside: Any = ("left", "center", "right")[min(int(3 * place), 2)]  # inside the chart
         chart.name(chart.axes.axvline(threshold), "threshold")
         chart.axes.set_title(f"threshold {threshold:.3f}", x=place, ha=beside)
     return chart

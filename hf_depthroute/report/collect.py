@@ -5,6 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,11 @@ import torch
 
 from ..data.batches import INPUTS
 from ..evaluation.cost import route_cost
-from ..evaluation.generated import read_generated
+from ..evaluation.served import read_generated
 from ..inference.calibration import active_routings, set_budget
 from ..inference.restoring import restored
 from ..routing.trace import RouteRecord, RouteTrace, record_routes
-from .tokens import losses_by_position, run_data, view_data
+from .tokens import losses_by_position, run_data
 
 BINS = 40
 PARTS = ("prefill", "decode")
@@ -42,6 +43,12 @@ class LayerScores:
     full: list[int]
     skipped: list[int]
     static: bool = False
+
+    def quartiles(self) -> list[float | None]:
+        """Quartiles of the scores, read from the histogram: each bin's middle, weighted by its count."""
+        bins = zip(self.edges, self.edges[1:], self.full, self.skipped)
+        values = [(low + high) / 2 for low, high, full, skipped in bins for _ in range(full + skipped)]
+        return [None] * 3 if len(values) < 2 else [*statistics.quantiles(values, n=4)]
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class RunReport:
         scores: `{layer: LayerScores}` per budget.
         costs: Per budget.
         cost_shape: Sequences and tokens per sequence that `costs` are of.
-        tokens: From `view_data`; each text has a run per budget.
+        tokens: As `TokenView.data`; each text has a run per budget.
         bench: What `hf-depthroute bench --out` wrote; None if speed was not measured.
         notes: What the reader must know besides.
         weighs: Whether every token runs in full, and gates weigh what is added (a memory).
@@ -108,6 +115,10 @@ class RunReport:
         """Labels of the budgets."""
         return [f"{budget:g}" for budget in self.budgets] if self.follows_budget else ["fixed"]
 
+    def labels(self, start: str) -> list[str]:
+        """The labels, each after `start`."""
+        return [start + name for name in self.names]
+
     @property
     def start(self) -> int:
         """Position of the budget that the page starts with: the one nearest to one half."""
@@ -120,6 +131,15 @@ class RunReport:
     def gated(self, number: int) -> dict[int, LayerScores]:
         """Those of `scores` at one budget that have a gate, or all where none has one."""
         return {index: layer for index, layer in self.scores[number].items() if not layer.static}
+
+    def share_full(self, number: int) -> float:
+        """The share of decisions at one budget that were for full, mean over the layers with a gate."""
+        return statistics.fmean(layer.full_ratio for layer in self.gated(number).values())
+
+    @property
+    def has_thresholds(self) -> bool:
+        """Whether scores were compared with thresholds."""
+        return any(layer.threshold is not None for layer in self.scores[0].values())
 
     @property
     def routed(self) -> list[Mapping[str, Any]]:
@@ -135,6 +155,10 @@ class RunReport:
         """Measured rows of prefill or decode by the budget's number as text; empty where there are none."""
         found: Mapping[str, Mapping[str, Any]] = (self.bench or {}).get(part, {}).get("budgets", {})
         return found
+
+    @property
+    def is_timed(self) -> bool:
+        return any(map(self.timed, PARTS))
 
 
 @dataclass(frozen=True)
@@ -167,7 +191,7 @@ def collect_scores(
     with restored(model):
         for budget in budgets:
             _set_budget(model, budget)
-            traces = [_recorded(model, batch, use_cache=False)[0] for batch in batches]
+            traces = [_recorded(model, batch) for batch in batches]
             layers = {index: [trace[index] for trace in traces] for index in traces[0]}
             found.append(
                 {
@@ -232,7 +256,7 @@ def collect_tokens(model: Any, tokenizer: Any, samples: Sequence[Sample], budget
                 text["runs"].append(run | {"budget": float(budget)})
     if last is None:
         raise ValueError("collect_tokens: there is no sample, or no budget")
-    return view_data(last, texts)
+    return {"layers": list(last), "texts": texts}
 
 
 def _continued(model: Any, tokenizer: Any, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
@@ -256,11 +280,12 @@ def _decided(model: Any, ids: torch.Tensor, prompt: int) -> tuple[RouteTrace, to
     return RouteTrace.cat(traces), torch.cat(logits, dim=1)
 
 
-def _recorded(model: Any, batch: Mapping[str, torch.Tensor], **cache: Any) -> tuple[RouteTrace, Any]:
-    """The decisions of one forward pass, and what it gave."""
+def _recorded(model: Any, batch: Mapping[str, torch.Tensor]) -> RouteTrace:
+    """The decisions of one forward pass."""
     inputs = {name: batch[name].to(model.device) for name in INPUTS if name in batch}
     with record_routes(model) as trace:
-        return trace, model(**inputs, **cache)
+        model(**inputs, use_cache=False)
+    return trace
 
 
 def _set_budget(model: Any, budget: float) -> None:

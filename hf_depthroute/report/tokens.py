@@ -1,11 +1,14 @@
 """The token view: what every layer decided about every token of a text, as data of a page and as a notebook's output.
 
+`render` makes pages of one file, and `text_pieces` cuts a text into what a reader sees of its tokens.
+
 Shapes: B batch, T positions, V vocabulary, K decisions per token and layer (1, or the experts of a token).
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 import math
 from collections.abc import Sequence
@@ -17,18 +20,20 @@ import torch.nn.functional as F
 
 from ..base.lm_head import token_losses
 from ..files.staged import write_text
-from .pieces import text_pieces
-from .rendering import render
 
 if TYPE_CHECKING:
     from ..routing.trace import RouteRecord, RouteTrace
+
+_HERE = Path(__file__).parent
+_REPLACEMENT = "\ufffd"  # what a tokenizer decodes half a character to
+_LONGEST = 8  # tokens that can make one character; what is still unreadable then is no text
 
 
 class TokenView:
     """A page with the token view alone. In a notebook the last expression of a cell is displayed.
 
     Args:
-        data: From `view_data`.
+        data: `layers`, and `texts` with a `label` and `runs`, each from `run_data`.
     """
 
     def __init__(self, data: dict[str, Any]) -> None:
@@ -90,12 +95,7 @@ def view_of(
         loss = None if losses is None else losses[row]
         run = run_data(trace, row, tokenizer, ids, loss=loss, prompt_length=prompt_length)
         texts.append({"label": f"Sequence {row + 1}", "runs": [run]})
-    return TokenView(view_data(trace, texts))
-
-
-def view_data(trace: RouteTrace, texts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The page's data: `layers`, and `texts` with a `label` and `runs`, each from `run_data`."""
-    return {"layers": list(trace), "texts": texts}
+    return TokenView({"layers": list(trace), "texts": texts})
 
 
 def run_data(
@@ -164,3 +164,75 @@ def _picked(values: Sequence[float] | None, kept: list[int]) -> list[float | Non
     if values is None:
         return [None] * len(kept)
     return [round(values[p], 4) if math.isfinite(values[p]) else None for p in kept]
+
+
+def text_pieces(tokenizer: Any, ids: Sequence[int], boundary: int | None = None) -> tuple[list[str], list[int]]:
+    """The text of `ids`, cut where tokens meet.
+
+    A token that is no text alone, such as one byte of a character, is joined with its neighbours. Pieces joined give
+    the decoded text.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        ids: `[T]`.
+        boundary: A position that no piece reaches across, such as the end of a prompt.
+
+    Returns:
+        The pieces, and how many tokens each holds; the sum is `T`.
+    """
+    pieces: list[str] = []
+    counts: list[int] = []
+    start = 0  # of the tokens that are not yet a piece
+    how: dict[str, bool] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    while start < len(ids):
+        # Decoded with the piece in front, since some tokenizers drop the space of a first token; never with a part of
+        # a character, which would make the rest unreadable.
+        context = ids[start - counts[-1] : start] if counts and not pieces[-1].endswith(_REPLACEMENT) else []
+        before = tokenizer.decode(list(context), **how) if context else ""
+        last = min(len(ids), start + _LONGEST)
+        if boundary is not None and start < boundary:
+            last = min(last, boundary)
+        for stop in range(start + 1, last + 1):
+            whole = tokenizer.decode([*context, *ids[start:stop]], **how)
+            # Half a character can make even the beginning unreadable.
+            if whole.startswith(before) and not whole[len(before) :].endswith(_REPLACEMENT):
+                text = whole[len(before) :]
+                break
+        else:  # never readable: one unreadable token
+            stop = start + 1
+            text = tokenizer.decode(list(ids[start:stop]), **how)
+        pieces.append(text)
+        counts.append(stop - start)
+        start = stop
+    return pieces, counts
+
+
+def render(template: str, **values: Any) -> str:
+    """The page that `template`, a file in this folder, makes of `values`; text is escaped."""
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {
+        "fixed": "{:.{}f}".format,
+        "percent": "{:.{}%}".format,
+        "signed": "{:+.{}f}".format,
+        "or_dash": lambda value, digits=2: "-" if value is None else f"{value:.{digits}f}",
+    }
+    # Sorted keys would move layers; and JSON has no NaN, which nothing here may hold.
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "allow_nan": False, "separators": (",", ":")}
+    style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
+    hashes = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (style, script)]
+    policy = (  # nothing is loaded, and no other script or style runs, not even from text that was not escaped
+        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return environment.get_template(template).render(
+        style=Markup(style), script=Markup(script), policy=policy, **values
+    )

@@ -40,7 +40,7 @@ def patterns_words(config: AdapterFields) -> list[str]:
     for name in PATTERNS:
         pattern = getattr(config, name) or {}
         for value in dict.fromkeys(pattern.values()):
-            layers = _ranges([index for index, other in pattern.items() if other == value])
+            layers = ranges([index for index, other in pattern.items() if other == value])
             said.append(f"{name.removesuffix('_pattern')} {value} in {layers}")
     return said
 
@@ -66,14 +66,14 @@ def routed_lines(model: PeftModel) -> list[str]:
     lines = []
     for name, config in model.peft_config.items():
         if isinstance(config, AdapterFields) and isinstance(config.layers, list):
-            which = f"{len(config.layers)} of {len(stack_of(base).layers)} layers ({_ranges(config.layers)})"
+            which = f"{len(config.layers)} of {len(stack_of(base).layers)} layers ({ranges(config.layers)})"
             if config.static_layers:
-                which += f", static {_ranges(config.static_layers)}"
+                which += f", static {ranges(config.static_layers)}"
             lines.append(f"routed: {which}: {routing_summary(config)}; adapter {name!r}")
     return lines
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: list[int]) -> str:
     """`[1, 4, 5, 6]` -> `1, 4-6`."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

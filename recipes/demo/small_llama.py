@@ -148,14 +148,15 @@ def without_ffns(adapter: Path, dtype: str, base: Path = BASE, rounds: int = REP
     from transformers import AutoModelForCausalLM
 
     from hf_depthroute.bench import dense_view
-    from hf_depthroute.bench.inference import Workload, measure_inference
+    from hf_depthroute.bench.cases import Case
+    from hf_depthroute.bench.inference import measure_inference
     from hf_depthroute.bench.modes import random_tokens
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
     plain = dense_view(model)
     variants = SpeedVariants(PeftModel.from_pretrained(model, adapter), plain, budgets=())
-    work = Workload(random_tokens(plain, 4, 256))
-    measured = measure_inference(variants, work, rounds=rounds, also=add_variants)
+    case = Case(case="prefill", batch=4, length=256, rounds=rounds)
+    measured = measure_inference(variants, case, random_tokens(plain, 4, 256), add_variants)
     return float(measured["without_ffns"])
 
 

@@ -21,7 +21,7 @@ from speed.roofline import roofline_rows
 from speed.suites import read_suite, run_suite
 
 from hf_depthroute.bench.measurements import TIMED
-from hf_depthroute.bench.result_tables import Table, tables
+from hf_depthroute.bench.result_tables import brief, tables
 from hf_depthroute.cli.output import print_table
 from hf_depthroute.files.staged import write_text
 
@@ -56,8 +56,8 @@ def main(words: list[str] | None = None) -> None:
     others = {
         roofline_rows: TIMED, memory_rows: ("memory",), training_rows: ("train",), loading_rows: ("load",),
     }  # fmt: skip
-    for table in map(Table.brief, tables(result, others)):
-        print_table(table.head, table.rows, wide=True)
+    for rows in map(brief, tables(result, others)):
+        print_table(list(rows[0]), [list(row.values()) for row in rows], wide=True)
     if args.plot is not None:
         from speed.result_plots import plot_result
 

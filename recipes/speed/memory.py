@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_depthroute.base.cache import kv_cache_bytes
-from hf_depthroute.bench.inference import Workload
+from hf_depthroute.bench.cases import Case
 from hf_depthroute.bench.measurements import short_label
 from hf_depthroute.bench.modes import fill_cache, new_cache
 from hf_depthroute.bench.result_tables import Row
@@ -54,8 +54,13 @@ def module_bytes(modules: Sequence[nn.Module]) -> int:
 
 
 @torch.no_grad()
-def measure_memory(variants: Variants, workload: Workload) -> dict[str, Any]:
+def measure_memory(variants: Variants, case: Case, input_ids: torch.Tensor) -> dict[str, Any]:
     """Bytes of the weights, and per variant of the KV cache after the prompt, and the peaks of prefill and decode.
+
+    Args:
+        variants: The variants of one model.
+        case: The sizes.
+        input_ids: `[B, T + 1]`, the prompts, and the token that is decoded after each.
 
     Returns:
         A JSON-ready dict: `base_bytes`, `adapter_bytes`, and per variant `kv_bytes`, `prefill_bytes` and
@@ -65,30 +70,27 @@ def measure_memory(variants: Variants, workload: Workload) -> dict[str, Any]:
     routings = active_routings(variants.model)
     adapter = module_bytes(routings)
     rows = {}
-    device = workload.input_ids.device
-    prompt, following = workload.input_ids[:, : workload.prompt], workload.input_ids[:, workload.prompt :]
-    kept = workload.sizes()["logits"]
+    prompt, following = input_ids[:, : case.length], input_ids[:, case.length :]
     for name in (name for name in variants.names if name != LEFT_OUT):
         with variants.using(name) as model:
-            filled: Any = new_cache(model, "eager", workload.input_ids.shape[1])
+            filled: Any = new_cache(model, "eager", input_ids.shape[1])
             fill_cache(model, filled, prompt)
             row = {"kv_bytes": kv_cache_bytes(filled)}
 
             def prefill(model: Any = model) -> None:
-                model(prompt, use_cache=True, logits_to_keep=kept)
+                model(prompt, use_cache=True, logits_to_keep=1)
 
             def decode(model: Any = model, cache: Any = filled) -> None:
-                model(following[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+                model(following, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
-            row["prefill_bytes"] = peak_bytes(prefill, device)
-            if following.numel():
-                row["decode_bytes"] = peak_bytes(decode, device)
+            row["prefill_bytes"] = peak_bytes(prefill, input_ids.device)
+            row["decode_bytes"] = peak_bytes(decode, input_ids.device)
             rows[name] = row
     total = module_bytes([variants.model])
     return {
-        "batch": workload.batch,
-        "length": workload.prompt,
-        "logits": workload.logits,
+        "batch": case.batch,
+        "length": case.length,
+        "logits": case.logits,
         "base_bytes": total - adapter,
         "adapter_bytes": adapter,
         "variants": rows,

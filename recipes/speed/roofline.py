@@ -227,7 +227,7 @@ def add_roofline(measured: dict[str, Any], times: Times, shares: Shares, peaks: 
     `roofline` of the dense model; of each budget `roofline`, `roofline_routed_over_dense`, and `eta_roofline`: as
     `eta`, with the ratio of the two least times instead of FLOPs.
     """
-    variants, sizes = times.variants, times.work.sizes()
+    variants, sizes = times.variants, times.case.pass_sizes()
     dense = count_work(variants.model, **sizes)
     measured["roofline"] = dense.summary(peaks)
     for budget, layers in shares.items():

@@ -26,9 +26,9 @@ import torch
 
 from hf_depthroute import DepthRouteConfig, get_depth_routed_model
 from hf_depthroute.bench.cases import Case
-from hf_depthroute.bench.inference import Shares, Times, Workload, measure_inference
+from hf_depthroute.bench.inference import Shares, Times, measure_inference
 from hf_depthroute.bench.modes import check_modes, first_sequences
-from hf_depthroute.bench.suite import Given, new_result, run_case, size_of, workload_of
+from hf_depthroute.bench.suite import Given, new_result, run_case, size_of, tokens_of
 from hf_depthroute.bench.timing import dtype_name
 from hf_depthroute.bench.variants import adapter_dtype, dense_view, hold_adapter_in, wants_base_dtype
 from hf_depthroute.files.strict_yaml import YamlError, read_mapping
@@ -222,11 +222,11 @@ def _measure(case: SuiteCase, base: Any, peaks: Peaks) -> dict[str, Any]:
     device = next(base.parameters()).device
     if case.case != "memory" and wants_base_dtype(device, check_modes(case.baselines, device)):
         hold_adapter_in(model, getattr(torch, case.dtype))
-    work = workload_of(case, Given(model))
+    ids = tokens_of(case, Given(model))
     if case.case == "memory":
-        work = Workload(torch.cat([work.input_ids, work.input_ids[:, :1]], dim=1), 1, work.logits)
+        ids = torch.cat([ids, ids[:, :1]], dim=1)
     variants = SpeedVariants(
-        model, dense_view(base), case.budgets, first_sequences(work.input_ids), case.masked, *_tuned_on(case, work)
+        model, dense_view(base), case.budgets, first_sequences(ids), case.masked, *_tuned_on(case, ids)
     )
 
     def also(measured: dict[str, Any], times: Times, shares: Shares) -> None:
@@ -235,20 +235,20 @@ def _measure(case: SuiteCase, base: Any, peaks: Peaks) -> dict[str, Any]:
 
     try:
         if case.case == "memory":
-            measured = measure_memory(variants, work)
+            measured = measure_memory(variants, case, ids)
         else:
-            measured = measure_inference(variants, work, modes=case.baselines, rounds=case.rounds, also=also)
+            measured = measure_inference(variants, case, ids, also)
     finally:
         variants.restore()
     return {"adapter_dtype": adapter_dtype(model), **measured}
 
 
-def _tuned_on(case: SuiteCase, work: Workload) -> tuple[torch.Tensor | None, bool]:
+def _tuned_on(case: SuiteCase, input_ids: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
     """The prompts that executors are chosen on, if they are, and whether for decoding steps after them."""
     decodes = case.case == "decode"
     if not case.tune or case.case == "memory":
         return None, decodes
-    prompts = work.input_ids[:, : case.length]
+    prompts = input_ids[:, : case.length]
     if decodes and not TARGETS[case.target].skips_attention:
         prompts = prompts[:, -_TUNED_PROMPT:]  # an FFN's steps do not depend on how long the prompt was
     return prompts, decodes
