@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,22 +12,19 @@ import typer
 
 from ..files.shown import say
 from . import options as o
-from .errors import CliError
+from .errors import CliError, refused
 from .output import ResultFile, print_table, write_result
 
 _OF_COMPARE = ("compare", "json_file", "config", "debug")
 
 
 @dataclass(kw_only=True)
-class BenchOptions:
+class BenchOptions(o.AdapterOptions):
     context: typer.Context
-    adapter: o.AnyAdapter = None
-    model: o.BaseModel = None
-    gguf_file: o.GgufFile = None
+    adapter: o.AnyAdapter = ""
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="OLD NEW", help="Compare two result files instead of measuring.")
     ] = None
-    config: o.ConfigFile = None
     cases: Annotated[str, "Some of prefill,decode."] = "prefill,decode"
     budgets: o.Budgets = "0.5,0.25"
     phases: o.Phases = None
@@ -42,14 +37,9 @@ class BenchOptions:
     length: Annotated[str, "Tokens of the prompt; one or more, comma-separated."] = "256"
     decode_batch: Annotated[str, "Sequences in decode; one or more, comma-separated."] = "1"
     decode_steps: Annotated[int, typer.Option(min=0, help="Timed decoding steps; 0 leaves decode out.")] = 16
-    dtype: o.Dtype = "auto"
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians ± standard errors.")] = 15
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None
     json_file: ResultFile = None
-    allow_base_mismatch: o.AllowBaseMismatch = False
-    adapter_option: o.OldAdapter = None
-    trust_remote_code: o.TrustRemoteCode = False
-    debug: o.Debug = False
 
 
 @o.command
@@ -65,18 +55,13 @@ def bench(options: BenchOptions) -> None:
       hf-depthroute bench routed --length 256,1024 --decode-batch 1,8 --out bench.json
       hf-depthroute bench --compare old.json new.json
     """
-    if (options.adapter is None) == (options.compare is None):
+    if (not options.adapter) == (options.compare is None):
         raise CliError("bench: give either ADAPTER (with or without --model) or --compare")
     if options.compare is not None:
         others = [name for name in o.given(options.context) if name not in _OF_COMPARE]
         o.refuse_unused(options.context, sorted(others), "no effect with --compare, which measures nothing")
-    from . import loading
-
-    if options.compare is not None:
-        loading.quiet(False)
         _compare(*options.compare, options.json_file)
         return
-    loading.quiet(options.debug)
     result = _measure(options)
     from ..bench.result_tables import brief, tables
 
@@ -86,6 +71,9 @@ def bench(options: BenchOptions) -> None:
 
 
 def _compare(old: Path, new: Path, out: Path | None) -> None:
+    from . import loading
+
+    loading.quiet(False)
     from ..bench.measurements import compare_results, read_result
     from ..bench.result_tables import comparison_table
 
@@ -111,9 +99,7 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
 
     from ..bench import Case, run_cases
     from ..bench.measurements import as_single
-    from . import loading
 
-    loading.check_dtype(options.dtype, loading.DTYPES)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     sizes = {
@@ -128,7 +114,7 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
     if set(kinds) == {"decode"} and not options.decode_steps:
         raise CliError(f"bench: --decode-steps 0 leaves nothing of --cases {options.cases}")
     cases = []
-    with _refused():
+    with refused("bench: "):
         every = Case(
             case="prefill",
             budgets=tuple(budget for budget in o.parse_budgets(options.budgets) if budget < 1),  # 1 always is
@@ -142,7 +128,7 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
                 pairs = itertools.product(batches, sizes["length"])
                 cases += [replace(every, case=kind, batch=batch, length=length) for batch, length in pairs]
     origin, given = _load(options, modes, max(sizes["length"]) + options.decode_steps)
-    with _refused():
+    with refused("bench: "):
         result = run_cases(cases, given, progress=lambda line: say(line, sys.stderr))
     if all(len(values) == 1 for values in sizes.values()):
         only = {name: values[0] for name, values in sizes.items()}  # what has one size has a simpler form
@@ -154,29 +140,14 @@ def _load(options: BenchOptions, modes: tuple[str, ...] | None, positions: int) 
     """Where the routed model and its untouched base are from, and both."""
     from ..bench.suite import Given
     from ..bench.variants import dense_view, hold_adapter_in, wants_base_dtype
-    from ..config.adapter import check_phases
-    from ..inference.phases import set_phases
     from . import loading
 
     source = loading.find_source(options)
-    if options.phases is not None:
-        check_phases(options.phases, source.config.granularity, source.config.target)
     loading.check_length(positions, source.base_config, "--length + --decode-steps")
     base = source.base_model()
     untouched = dense_view(base)
     routed = source.routed(base)
-    if options.phases is not None:
-        set_phases(routed, options.phases)
     first = next(base.parameters())
     if wants_base_dtype(first.device, modes):
         hold_adapter_in(routed, first.dtype)
     return source.origin(routed), Given(routed, untouched)
-
-
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """Turn an impossible measurement into a one-line usage error."""
-    try:
-        yield
-    except ValueError as error:
-        raise CliError(f"bench: {error}") from error

@@ -11,7 +11,7 @@ import typer
 from ..files.hub import explained
 from ..files.shown import say, say_content
 from . import options as o
-from .errors import ADAPTER, CliError
+from .errors import ADAPTER, CliError, refused
 from .output import STDOUT, write_text
 
 
@@ -67,14 +67,11 @@ def card(options: CardOptions) -> None:
     sources = list(options.results or ())
     words: dict[str, Any] = {"license": options.license, "language": options.language}
     folder = loading.folder_of("adapter", adapter, list(SENT), ADAPTER)
-    with loading.explained(f"adapter {adapter}", adapter, ADAPTER):
-        try:
-            if push_to is None and out is None:
-                made = updated_card(folder, sources, **words)
-            else:
-                made = make_card(folder, sources, **words, repo_id=None if local else adapter)
-        except ResultError as error:
-            raise CliError(f"--results {error}") from error
+    with loading.explained(f"adapter {adapter}", adapter, ADAPTER), refused("--results ", ResultError):
+        if push_to is None and out is None:
+            made = updated_card(folder, sources, **words)
+        else:
+            made = make_card(folder, sources, **words, repo_id=None if local else adapter)
     if push_to is None and out is None:
         say(f"wrote {put_card(folder, made)}")
     elif push_to is not None:

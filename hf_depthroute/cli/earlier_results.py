@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import CliError
+from .errors import CliError, refused
 
 _TIMES = ("routed_ms", "ratio", "speedup", "eta", "full_ratio", "flops_routed_over_dense", "tokens_per_s")
 
@@ -30,10 +30,8 @@ def read_bench(path: Path) -> dict[str, Any]:
     """The results that `bench --out` wrote for a single prefill or decode."""
     from ..bench.measurements import read_result
 
-    try:
+    with refused("--bench "):
         result = read_result(path)
-    except ValueError as error:
-        raise CliError(f"--bench {error}") from error
     if "prefill" not in result and "decode" not in result:
         raise CliError(f"--bench {path}: has no single prefill or decode; measure one size with hf-depthroute bench")
     try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
+from collections.abc import Iterator
 from typing import Any
 
 from ..files.hub import without_tokens
-from ..files.shown import OneLine, shown
+from ..files.shown import OneLine, reason, shown
 
 OTHER = 1  # not foreseen; `--debug` shows where
 USAGE = 2  # command line, config or data
@@ -29,6 +31,15 @@ class CliError(OneLine):
     def __init__(self, message: str, code: int = USAGE) -> None:
         super().__init__(message)
         self.code = code
+
+
+@contextlib.contextmanager
+def refused(what: str, kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
+    """Turn an exception of `kinds` into a `CliError` that says `what`, then why."""
+    try:
+        yield
+    except kinds as error:
+        raise CliError(f"{what}{reason(error)}") from error
 
 
 def describe(error: BaseException) -> tuple[int, str]:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..files.shown import reason
 from . import options as o
-from .errors import CliError
+from .errors import CliError, refused
 from .output import ResultFile, print_table, write_result
 
 if TYPE_CHECKING:
@@ -26,21 +25,14 @@ Measured = tuple[dict[str, Any], tuple[str, ...], Sequence[tuple[str, ...]]]  # 
 
 
 @dataclass(kw_only=True)
-class EvalOptions:
+class EvalOptions(o.TextOptions, o.AdapterOptions):
     context: typer.Context
-    adapter: o.Adapter = ""
     dataset: Annotated[
         str | None,
         typer.Option(callback=o.check_dataset, help="Text to take the loss on: as for train. Or give --tasks."),
     ] = None
     tasks: Annotated[str | None, "lm-eval tasks or groups instead, comma-separated, such as piqa,arc_easy."] = None
-    model: o.BaseModel = None
-    gguf_file: o.GgufFile = None
-    config: o.ConfigFile = None
-    dataset_name: o.DatasetName = None
     split: Annotated[str, "Split to evaluate on."] = "train"
-    column: o.Column = "text"
-    streaming: o.Streaming = False
     budgets: o.Budgets = "0.25,0.5,0.75"
     phases: Annotated[
         str | None, "With --tasks: all, or prefill (only prompts are routed). Default: the adapter's."
@@ -55,14 +47,7 @@ class EvalOptions:
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="With --tasks: shots. Default: the task's.")] = None
     limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: at most this many documents of each.")] = None
     blocks: Annotated[int, typer.Option(min=1, help="At most this many blocks.")] = 64
-    batch_size: o.BatchSize = 8
-    length: o.Length = 256
-    dtype: o.Dtype = "auto"
     json_file: ResultFile = None
-    allow_base_mismatch: o.AllowBaseMismatch = False
-    adapter_option: o.OldAdapter = None
-    trust_remote_code: o.TrustRemoteCode = False
-    debug: o.Debug = False
 
 
 @o.command
@@ -89,7 +74,6 @@ def evaluate(options: EvalOptions) -> None:
     budgets = o.parse_budgets(options.budgets)
     from . import loading
 
-    loading.quiet(options.debug)
     source = loading.find_source(options)
     measure = _by_loss if options.tasks is None else _by_tasks
     content, header, rows = measure(source, options, budgets)
@@ -126,7 +110,6 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
     try:
         from ..evaluation.harness import evaluate_tasks, scores
         from ..inference.non_finite import finite_logits
-        from ..inference.phases import set_phases
     except ImportError as error:
         raise CliError('--tasks needs lm-eval: pip install "lm-eval[hf]"') from error
     if not options.debug:
@@ -135,15 +118,10 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     routed = source.routed(source.base_model())
     source.check_fitted(routed, budgets)
-    if options.phases is not None:
-        set_phases(routed, options.phases)
     how: dict[str, Any] = {key: getattr(options, key) for key in ("include_path", "num_fewshot", "limit", "batch_size")}
     names = [name.strip() for name in str(options.tasks).split(",")]
-    try:
-        with finite_logits(routed):
-            runs = evaluate_tasks(routed, tokenizer, names, budgets, **how)
-    except ValueError as error:
-        raise CliError(f"--tasks {options.tasks}: {reason(error)}") from error
+    with refused(f"--tasks {options.tasks}: "), finite_logits(routed):
+        runs = evaluate_tasks(routed, tokenizer, names, budgets, **how)
     from lm_eval.utils import handle_non_serializable
 
     figures = ("budget", "phases", "full_ratio", "seconds")

@@ -10,22 +10,20 @@ from typing import Annotated, Any
 import typer
 
 from ..config.fields import MEMORY_FIELDS, RoutingFields
-from ..files.shown import reason, say
+from ..files.shown import say
 from . import options as o
-from .errors import CliError
+from .errors import refused
 from .output import check_out
 
 
 @dataclass(kw_only=True)
-class FitOptions:
+class FitOptions(o.TextOptions, o.BaseOptions):
     """All options of `fit`."""
 
     context: typer.Context
     model: Annotated[str, "Hub id or folder of the base model."]
     dataset: o.Dataset
     out: Annotated[Path, typer.Option(help="Folder for the adapter.")]
-    gguf_file: o.GgufFile = None
-    config: o.ConfigFile = None
     keep: Annotated[
         float,
         "Share, in (0, 1), of all calls of the target that run in full; of prompts, see --keep-of.",
@@ -55,17 +53,9 @@ class FitOptions:
     ngram_order: Annotated[int, "Branch memory: tokens of the longest n-gram."] = RoutingFields.ngram_order
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is fitted; the best round is kept.")] = 2
     blocks: Annotated[int, typer.Option(min=2, help="Blocks of text to fit on.")] = 64
-    length: o.Length = 256
-    batch_size: o.BatchSize = 8
-    dataset_name: o.DatasetName = None
     split: Annotated[str, "Split to fit on."] = "train"
-    column: o.Column = "text"
-    streaming: o.Streaming = False
-    dtype: o.Dtype = "auto"
     seed: Annotated[int, "Seed of the adapter."] = 0
     overwrite: Annotated[bool, "Replace the adapter in --out; other files there stay."] = False
-    trust_remote_code: o.TrustRemoteCode = False
-    debug: o.Debug = False
 
 
 @o.command
@@ -90,7 +80,6 @@ def fit(options: FitOptions) -> None:
     from accelerate import PartialState
 
     from ..config.adapter import DepthRouteConfig
-    from ..data.text import pack
     from ..fitting.prompts import KEEP_OF
     from ..fitting.router import fit_router
     from ..fitting.text import FitWarning
@@ -111,23 +100,19 @@ def fit(options: FitOptions) -> None:
     source = loading.Source(options, config, *loading.find_base("", config, options.model, options.gguf_file))
     loading.check_length(options.length, source.base_config)
     tokenizer = source.tokenizer()
-    packed = pack(loading.read_text(options, options.split), tokenizer, options.length, verbose=options.debug)
-    batches = loading.to_batches(packed, options.batch_size, options.blocks)
+    batches = source.batches(tokenizer, options.split, options.blocks)
     base = source.base_model()
-    try:
-        with noted(FitWarning):
-            model: Any = fit_router(
-                base,
-                batches,
-                options.keep,
-                config,
-                rounds=options.rounds,
-                keep_of=options.keep_of,
-                length=options.prompt_length,
-                progress=process.is_main_process and sys.stderr.isatty(),
-            )
-    except ValueError as error:
-        raise CliError(f"fit: {reason(error)}") from error
+    with refused("fit: "), noted(FitWarning):
+        model: Any = fit_router(
+            base,
+            batches,
+            options.keep,
+            config,
+            rounds=options.rounds,
+            keep_of=options.keep_of,
+            length=options.prompt_length,
+            progress=process.is_main_process and sys.stderr.isatty(),
+        )
     process.destroy_process_group()
     if not process.is_main_process:
         return

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class GenerateOptions:
-    adapter: o.Adapter = ""
-    model: o.BaseModel = None
-    gguf_file: o.GgufFile = None
-    config: o.ConfigFile = None
+class GenerateOptions(o.AdapterOptions):
     prompt: Annotated[str | None, "Start of the text. Default: read from stdin."] = None
     chat_template: o.ChatTemplate = True
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64
@@ -42,11 +38,6 @@ class GenerateOptions:
     draft_tokens: Annotated[
         int | None, typer.Option(min=1, help="With --lossless: tokens drafted before the base looks. Default: 5.")
     ] = None
-    dtype: o.Dtype = "auto"
-    allow_base_mismatch: o.AllowBaseMismatch = False
-    adapter_option: o.OldAdapter = None
-    trust_remote_code: o.TrustRemoteCode = False
-    debug: o.Debug = False
 
 
 @o.command
@@ -69,18 +60,17 @@ def generate(options: GenerateOptions) -> None:
     prompt = _prompt(options.prompt)
     from . import loading
 
-    loading.quiet(options.debug)
+    source = loading.find_source(options)
     import torch
     import transformers
 
     from ..data.prompts import PromptError, encode_prompt, has_chat_template
     from ..inference.calibration import set_budget
     from ..inference.non_finite import finite_logits
-    from ..inference.phases import set_phases
 
-    source = loading.find_source(options)
-    _check_budgets(options, source.config)
-    _check_phases(options, source.config)
+    loading.changed_fields(source.config, options.draft_budget, option="--draft-budget")
+    if options.lossless and (options.phases or source.config.phases) == "prefill":
+        raise CliError("--lossless drafts by the routed model, which phases='prefill' runs in full; add --phases all")
     depth = source.base_config.num_hidden_layers
     if dropped and (dropped[-1] >= depth or len(dropped) == depth):
         layers = f"the model has layers 0 to {depth - 1}; name some of them, not all"
@@ -102,8 +92,6 @@ def generate(options: GenerateOptions) -> None:
     source.check_fitted(routed, [b for b in (options.budget, options.draft_budget) if b is not None])
     if options.budget is not None:
         set_budget(routed, options.budget)
-    if options.phases is not None:
-        set_phases(routed, options.phases)
 
     transformers.set_seed(options.seed)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -147,41 +135,17 @@ def _of_all(source: Source, share: float) -> float:
     return (share * routed + depth - routed) / depth
 
 
-def _check_budgets(options: GenerateOptions, config: Any) -> None:
-    from ..config.adapter import check_budget
-
-    for option, budget in (("--budget", options.budget), ("--draft-budget", options.draft_budget)):
-        if budget is not None and check_budget(budget) and not config.takes_budget():
-            why = f"adapter {options.adapter} decides by a fixed rule, so budgets have no effect on it"
-            raise CliError(f"{option} {budget}: {why}")
-
-
-def _check_phases(options: GenerateOptions, config: Any) -> None:
-    from ..config.adapter import check_phases
-
-    phases = config.phases
-    if options.phases is not None:
-        phases = check_phases(options.phases, config.granularity, config.target)
-    if options.lossless and phases == "prefill":
-        raise CliError("--lossless drafts by the routed model, which phases='prefill' runs in full; add --phases all")
-
-
 def _check_options(options: GenerateOptions) -> None:
     if not 0 < options.temperature < float("inf"):
         raise CliError(f"--temperature {options.temperature}: must be a finite number above 0")
     if not 0 < options.top_p <= 1:
         raise CliError(f"--top-p {options.top_p}: must be in (0, 1]")
-    if options.full and options.budget is not None:
-        raise CliError("--budget has no effect with --full; leave one out")
-    if options.full and options.phases is not None:
-        raise CliError("--phases has no effect with --full; leave one out")
-    draft = [
-        f"--{o.option_name(name)}"
-        for name in ("draft_budget", "draft_drop", "draft_tokens")
-        if getattr(options, name) is not None
-    ]
-    if draft and not options.lossless:
-        raise CliError(f"{draft[0]} needs --lossless")
+    for name in ("budget", "phases"):
+        if options.full and getattr(options, name) is not None:
+            raise CliError(f"--{name} has no effect with --full; leave one out")
+    for name in ("draft_budget", "draft_drop", "draft_tokens"):
+        if not options.lossless and getattr(options, name) is not None:
+            raise CliError(f"--{o.option_name(name)} needs --lossless")
     if options.lossless and options.full:
         raise CliError("--lossless writes what --full writes; leave one out")
     if options.lossless and options.budget is not None:

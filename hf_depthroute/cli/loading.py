@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .. import registration as registration
 from ..files.remote_code import code_repositories, refused_code, trusts_remote_code
 from ..files.shown import reason, say
-from .errors import ADAPTER, USAGE, CliError
+from .errors import ADAPTER, USAGE, CliError, refused
 from .gguf import find_gguf_file
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
     from ..config.adapter import DepthRouteConfig
+    from .options import AdapterOptions
 
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -45,10 +46,8 @@ def load_config(model: str, gguf_file: str | None = None) -> Any:
             say(f"--trust-remote-code: code of {names} may run", sys.stderr)
         how = {} if gguf_file is None else {"gguf_file": gguf_file}
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trusts_remote_code(), **how)
-    try:
+    with refused(f"model {model}: ", UnsupportedModelError):
         row_of(config)
-    except UnsupportedModelError as error:
-        raise CliError(f"model {model}: {error}") from None
     if text_config(config) is not config:
         raise CliError(
             f"model {model}: {config.model_type!r} reads images too; route it in Python, the commands do text"
@@ -99,23 +98,20 @@ def find_base(
         raise (CliError(hint, error.code) if isinstance(error, CliError) else HubError(hint)) from error
 
 
-def changed_fields(config: DepthRouteConfig, budget: float | None, phases: str | None) -> dict[str, Any]:
+def changed_fields(
+    config: DepthRouteConfig, budget: float | None, phases: str | None = None, option: str = "--budget"
+) -> dict[str, Any]:
     """The fields of the configuration that `--budget` and `--phases` change; `ConfigError` if they cannot."""
     from ..config.adapter import check_budget, check_phases
 
     changed: dict[str, Any] = {}
     if budget is not None:
         if not config.takes_budget():
-            raise CliError(f"--budget {budget}: this adapter's threshold is fixed, whatever the budget; leave it out")
+            raise CliError(f"{option} {budget}: this adapter's threshold is fixed, whatever the budget; leave it out")
         changed["budget"] = check_budget(budget)
     if phases is not None:
         changed["phases"] = check_phases(phases, config.granularity, config.target)
     return changed
-
-
-def served_name(adapter: str) -> str:
-    """The model's name in requests: the adapter's Hub id, or the name of its folder."""
-    return Path(adapter).resolve().name if Path(adapter).is_dir() else adapter
 
 
 def folder_of(what: str, source: str, patterns: list[str], code: int = USAGE) -> Path:
@@ -142,13 +138,17 @@ def check_length(length: int, config: Any, option: str = "--length") -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """The adapter (its configuration) and the base that a command's options name; the weights are loaded by methods."""
+    """The adapter (its configuration) and the base that a command's options name; the weights are loaded by methods.
+
+    `gguf_file` is the base's file if it is one, `phases` what is to be routed in the place of the adapter's own.
+    """
 
     options: Any
     config: DepthRouteConfig
     base: str
     base_config: Any
     gguf_file: str | None = None
+    phases: str | None = None
 
     def origin(self, routed: Any) -> dict[str, Any]:
         """A result's description of adapter and base; it says if the adapter `routed` was made for another base."""
@@ -180,11 +180,7 @@ class Source:
 
     def batches(self, tokenizer: Any, split: str, blocks: int) -> list[dict[str, torch.Tensor]]:
         """Up to `blocks` blocks of a split of the text."""
-        from ..data.text import pack
-
-        options = self.options
-        packed = pack(read_text(options, split), tokenizer, options.length, verbose=options.debug)
-        return to_batches(packed, options.batch_size, blocks)
+        return to_batches(read_blocks(self.options, tokenizer, split), self.options.batch_size, blocks)
 
     def base_model(self) -> Any:
         """The base model, in eval mode, on the GPU if there is one."""
@@ -209,11 +205,15 @@ class Source:
         import peft
 
         from ..adapter.base_check import allow_base_mismatch, base_remarks
+        from ..inference.phases import set_phases
 
         adapter = self.options.adapter
         mismatch = allow_base_mismatch() if getattr(self.options, "allow_base_mismatch", False) else nullcontext()
         with explained(f"adapter {adapter}", adapter, code=ADAPTER), mismatch, base_remarks(_say_note):
-            return peft.PeftModel.from_pretrained(base, adapter, is_trainable=is_trainable).eval()
+            routed = peft.PeftModel.from_pretrained(base, adapter, is_trainable=is_trainable).eval()
+        if self.phases is not None:
+            set_phases(routed, self.phases)
+        return routed
 
     def check_fitted(self, routed: PeftModel, budgets: Sequence[float]) -> None:
         """Refuse budgets below 1 where the thresholds were never fitted, so that no share could be asked for."""
@@ -224,24 +224,25 @@ class Source:
             raise CliError(f"adapter {self.options.adapter}: {why}")
 
 
-def find_source(options: Any) -> Source:
-    """As `load_adapter_config` and `find_base`."""
+def find_source(options: AdapterOptions) -> Source:
+    """The adapter and the base of a command that is about to load both; what its options change is checked."""
+    quiet(options.debug)
     check_dtype(options.dtype, DTYPES)
     config = load_adapter_config(options.adapter)
-    return Source(
-        options, config, *find_base(options.adapter, config, options.model, getattr(options, "gguf_file", None))
-    )
+    phases = getattr(options, "phases", None)
+    changed_fields(config, getattr(options, "budget", None), phases)
+    return Source(options, config, *find_base(options.adapter, config, options.model, options.gguf_file), phases)
 
 
 def _say_note(remark: str) -> None:
     say(f"note: {remark}", sys.stderr)
 
 
-def read_text(options: Any, split: str, other: str | None = None) -> Any:
-    """A split of the dataset that a command's options name, or of `other`."""
-    from ..data.text import load_text
+def read_blocks(options: Any, tokenizer: Any, split: str, other: str | None = None) -> Any:
+    """Packed blocks of a split of the dataset that a command's options name, or of `other`."""
+    from ..data.text import load_text, pack
 
-    return load_text(
+    text = load_text(
         other or options.dataset,
         split=split,
         name=None if other else options.dataset_name,
@@ -249,6 +250,7 @@ def read_text(options: Any, split: str, other: str | None = None) -> Any:
         streaming=options.streaming,
         verbose=options.debug,
     )
+    return pack(text, tokenizer, options.length, verbose=options.debug)
 
 
 def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[str, torch.Tensor]]:

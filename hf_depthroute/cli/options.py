@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -13,12 +13,11 @@ import typer
 
 from ..config.fields import MAX_SEED
 from ..files.remote_code import trust_remote_code
-from ..files.shown import reason
 from ..files.strict_yaml import YamlError, read_mapping
 from ..files.suggestions import closest
-from .errors import CliError, usage_message
+from .errors import CliError, refused, usage_message
 
-OTHER_NAMES = {"gate_temperature": "temperature", "learning_rate": "lr"}  # fields whose option has another name
+_OTHER_NAMES = {"gate_temperature": "temperature", "learning_rate": "lr"}  # fields whose option has another name
 _TAKEN = "hf_depthroute.cli option in the place of ADAPTER"
 _RANGES = {"seed": (0, MAX_SEED)}  # of fields that several commands have and whose annotation says no range
 _NOT_IN_YAML = ("config", "help", "debug")
@@ -32,10 +31,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     options = {word.lstrip("-").replace("-", "_"): p for p in parameters for word in p.opts}  # `out` and `json` are one
     options |= {str(p.name): p for p in parameters}
     defaults = dict(context.default_map or {})
-    try:  # `max-steps` and `max_steps` are the same option
+    with refused("--config ", YamlError):  # `max-steps` and `max_steps` are the same option
         content = read_mapping(path, key_name=lambda key: key.replace("-", "_"))
-    except YamlError as error:
-        raise CliError(f"--config {error}") from error
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in options:
@@ -74,16 +71,20 @@ def _as_typed(path: Path, key: str, value: Any, option: Any) -> Any:
 def command(function: Callable[[Any], None]) -> Callable[..., None]:
     """A command for typer from a function of one dataclass: each of its fields is an option.
 
-    Name, type and default are the field's; its help is the text in `Annotated[TYPE, "text"]` or in its metadata, and
-    `Annotated[TYPE, typer.Option(...)]` says more. What is neither text nor a number nor true or false is given as
-    text. A flag that is off by default has no negation.
+    A class's own fields come before those of its bases. Name, type and default are the field's; its help is the text in
+    `Annotated[TYPE, "text"]` or in its metadata, and `Annotated[TYPE, typer.Option(...)]` says more. What is neither
+    text nor a number nor true or false is given as text. A flag that is off by default has no negation.
     """
     (owner,) = (kind for name, kind in get_type_hints(function).items() if name != "return")
-    kinds, parameters = get_type_hints(owner, include_extras=True), []
-    for field in fields(owner):
+    kinds = get_type_hints(owner, include_extras=True)
+    order = [name for part in owner.__mro__ for name in inspect.get_annotations(part)]
+    parameters = []
+    for field in sorted(fields(owner), key=lambda field: order.index(field.name)):
         default = inspect.Parameter.empty if field.default is MISSING else field.default
-        how = {"default": default, "annotation": _annotation(field, kinds[field.name])}
-        parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, **how))
+        annotation = _annotation(field, kinds[field.name])
+        parameters.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
 
     def call(**values: Any) -> None:
         for name, value in values.items():  # a range lets NaN pass
@@ -110,9 +111,14 @@ def _annotation(field: Field[Any], kind: Any) -> Any:
     return Annotated[kind, typer.Option(*words, help=text, min=low, max=high)]
 
 
+def key_of(field: str) -> str:
+    """`"learning_rate"` -> `"lr"`, which YAML files and records call it."""
+    return _OTHER_NAMES.get(field, field)
+
+
 def option_name(field: str) -> str:
     """`"gate_hidden"` -> `"gate-hidden"`."""
-    return OTHER_NAMES.get(field, field).replace("_", "-")
+    return key_of(field).replace("_", "-")
 
 
 def given(context: typer.Context) -> set[str]:
@@ -121,22 +127,20 @@ def given(context: typer.Context) -> set[str]:
     return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
 
 
-def given_words(context: typer.Context) -> dict[str, str]:
-    """The names in `given`, with what the command line calls them: `{"eval_file": "--eval"}`."""
-    set_here, words = given(context), {}
-    for parameter in context.command.params:
-        if parameter.name in set_here:
-            off = context.params[parameter.name] is False
-            words[parameter.name] = ((off and parameter.secondary_opts) or parameter.opts)[0]
-    return words
-
-
 def refuse_unused(context: typer.Context, names: Iterable[str], why: str) -> None:
     """`CliError` where one of these options is given, which the command would not look at."""
-    words = given_words(context)
-    unused = [words[name] for name in names if name in words]
+    words = {parameter.name: _word(context, parameter) for parameter in context.command.params}
+    set_here = given(context)
+    unused = [words[name] for name in names if name in set_here]
     if unused:
         raise CliError(f"{context.info_name}: {' and '.join(unused)} {'has' if len(unused) == 1 else 'have'} {why}")
+
+
+def _word(context: typer.Context, option: Any) -> str:
+    """The word of an option on the command line, of a flag the one that gives it the value it has: `"--no-speed"`."""
+    off = context.params.get(option.name) is False
+    names: list[str] = option.secondary_opts if off and option.secondary_opts else option.opts
+    return names[0]
 
 
 def command_words(context: typer.Context, leave_out: Sequence[str] = ()) -> list[str]:
@@ -147,11 +151,11 @@ def command_words(context: typer.Context, leave_out: Sequence[str] = ()) -> list
         if name in (*_NOT_IN_YAML, *leave_out) or name not in set_here or value is None:
             continue
         if getattr(parameter, "is_flag", False):
-            words.append((parameter.opts if value else parameter.secondary_opts or parameter.opts)[0])
+            words.append(_word(context, parameter))
         elif parameter.param_type_name == "argument":
             words.append(str(value))
         else:
-            words += [parameter.opts[0], str(value)]
+            words += [_word(context, parameter), str(value)]
     return words
 
 
@@ -234,10 +238,8 @@ def check_dataset(context: typer.Context, given: str | None) -> str | None:
     from ..data.text import DataError, check_source
 
     if given and not context.resilient_parsing:
-        try:
+        with refused("", (DataError, ValueError, OSError)):
             check_source(given)
-        except (DataError, ValueError, OSError) as error:
-            raise CliError(reason(error)) from error
     return given
 
 
@@ -249,7 +251,7 @@ def _trust_remote_code(context: typer.Context, given: bool) -> bool:
 
 _ADAPTER = "Hub id or folder of the adapter."
 Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", show_default=False, callback=_one, help=_ADAPTER)]
-AnyAdapter = Annotated[str | None, typer.Argument(metavar="ADAPTER", callback=either, help=_ADAPTER)]
+AnyAdapter = Annotated[str, typer.Argument(metavar="ADAPTER", show_default=False, callback=either, help=_ADAPTER)]
 OldAdapter = Annotated[str | None, typer.Option("--adapter", is_eager=True, help="Older spelling of ADAPTER.")]
 ConfigFile = Annotated[
     Path | None,
@@ -262,12 +264,7 @@ ConfigFile = Annotated[
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show warnings, and the traceback of an error.")]
-Dtype = Annotated[str, "auto (as stored), float32, bfloat16 or float16."]
 BaseModel = Annotated[str | None, "Hub id or folder of the base model. Default: the adapter's."]
-GgufFile = Annotated[
-    str | None, typer.Option(metavar="NAME", help="The base is this GGUF file in --model. Default: the adapter's.")
-]
-AllowBaseMismatch = Annotated[bool, "Load the adapter onto a base of its shape with other weights."]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
@@ -283,11 +280,6 @@ Dataset = Annotated[
         help="python-stdlib, a .txt/.jsonl/.json/.csv/.parquet file, a folder (also of save_to_disk), or a Hub id.",
     ),
 ]
-DatasetName = Annotated[str | None, "Configuration of the Hub dataset, such as sample-10BT."]
-Column = Annotated[str, "Column that holds the text."]
-Streaming = Annotated[bool, typer.Option("--streaming/--no-streaming", help="Read the dataset without downloading it.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Blocks in a batch.")]
-Length = Annotated[int, typer.Option(min=2, help="Tokens in a block.")]
 Budgets = Annotated[str, "Shares of tokens that run full in the layers with a gate, comma-separated."]
 Budget = Annotated[
     float | None, "Share of tokens that runs in full in the layers with a gate, in (0, 1]. Default: the adapter's."
@@ -299,3 +291,39 @@ ChatTemplate = Annotated[
         "--chat-template/--no-chat-template", help="Put the prompt into the tokenizer's chat template, if any."
     ),
 ]
+
+
+@dataclass(kw_only=True)
+class BaseOptions:
+    """Options of the commands that load a base model."""
+
+    gguf_file: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The base is this GGUF file in --model. Default: the adapter's.")
+    ] = None
+    dtype: Annotated[str, "auto (as stored), float32, bfloat16 or float16."] = "auto"
+    config: ConfigFile = None
+    trust_remote_code: TrustRemoteCode = False
+    debug: Debug = False
+
+
+@dataclass(kw_only=True)
+class AdapterOptions(BaseOptions):
+    """Options of the commands that load an adapter onto its base."""
+
+    adapter: Adapter = ""
+    adapter_option: OldAdapter = None
+    model: BaseModel = None
+    allow_base_mismatch: Annotated[bool, "Load the adapter onto a base of its shape with other weights."] = False
+
+
+@dataclass(kw_only=True)
+class TextOptions:
+    """Options of the commands that read blocks of a text."""
+
+    dataset_name: Annotated[str | None, "Configuration of the Hub dataset, such as sample-10BT."] = None
+    column: Annotated[str, "Column that holds the text."] = "text"
+    streaming: Annotated[
+        bool, typer.Option("--streaming/--no-streaming", help="Read the dataset without downloading it.")
+    ] = False
+    batch_size: Annotated[int, typer.Option(min=1, help="Blocks in a batch.")] = 8
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a block.")] = 256

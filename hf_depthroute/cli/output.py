@@ -12,13 +12,13 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 
 from ..files import staged
-from ..files.shown import reason, say, say_block, shown
-from .errors import RESOURCES, CliError
+from ..files.shown import say, say_block, shown
+from .errors import RESOURCES, CliError, refused
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 STDOUT = Path("-")
@@ -60,6 +60,12 @@ def check_space(folder: Path, needed: int) -> None:
         raise CliError(f"--out {folder}: no file can be made there: {error.strerror}", RESOURCES) from error
 
 
+def short_name(source: str) -> str:
+    """A Hub id as it is; of a path its last part, since the rest means nothing on other machines."""
+    path = Path(source)
+    return path.resolve().name if path.exists() or path.is_absolute() else source
+
+
 @contextlib.contextmanager
 def made(folder: Path) -> Iterator[None]:
     """Make a folder and those above it; of these, what is empty is removed again when the block fails."""
@@ -78,12 +84,10 @@ def check_file(path: Path | None) -> Path | None:
     """Callback of `--out FILE`: what cannot be written is refused before the work."""
     if path is None or path == STDOUT:
         return path
-    try:
+    with refused(f"--out {path}: ", (OSError, ValueError)):
         if path.is_dir():
             raise CliError(f"--out {path}: is a folder; name a file")
         parent = next(folder for folder in path.expanduser().resolve().parents if folder.exists())
-    except (OSError, ValueError) as error:
-        raise CliError(f"--out {path}: {reason(error)}") from error
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise CliError(f"--out {path}: no file can be made in {parent}")
     return path
@@ -142,18 +146,11 @@ def noted(kind: type[Warning]) -> Iterator[None]:
         warnings.simplefilter("always", kind)
         otherwise = warnings.showwarning
 
-        def show(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
             if issubclass(category, kind):
                 say(f"note: {message}", sys.stderr)
             else:
-                otherwise(message, category, filename, lineno, file, line)
+                otherwise(message, category, *where, **how)
 
         warnings.showwarning = show
         yield

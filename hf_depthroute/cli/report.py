@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,28 +15,23 @@ from ..files.shown import say
 from . import options as o
 from .earlier_results import check_origin, read_bench, read_losses
 from .errors import CliError
-from .output import write_text
+from .output import short_name, write_text
+
+if TYPE_CHECKING:
+    from .loading import Source
 
 _TIMED_BLOCKS = 4  # sequences of the prefill that is timed, as in bench
 
 
 @dataclass(kw_only=True)
-class ReportOptions:
-    adapter: o.Adapter = ""
-    model: o.BaseModel = None
-    config: o.ConfigFile = None
+class ReportOptions(o.TextOptions, o.AdapterOptions):
     dataset: Annotated[
         str,
         typer.Option(show_default=False, callback=o.check_dataset, help="Text to measure and to show: as for train."),
     ] = ""
-    dataset_name: o.DatasetName = None
     split: Annotated[str, "Split of the text."] = "train"
-    column: o.Column = "text"
-    streaming: o.Streaming = False
     budgets: Annotated[str | None, "Fractions of tokens that run full, comma-separated. Default: 0.25,0.5,0.75."] = None
     blocks: Annotated[int, typer.Option(min=1, help="At most this many blocks.")] = 64
-    batch_size: o.BatchSize = 8
-    length: o.Length = 256
     samples: Annotated[int, typer.Option(min=1, help="Blocks of the text in the token view.")] = 3
     prompt: Annotated[str | None, "Show how this text is continued, too."] = None
     max_new_tokens: Annotated[int, typer.Option(min=1, help="With --prompt: tokens to add.")] = 64
@@ -49,15 +44,10 @@ class ReportOptions:
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of the speed; medians are reported.")] = 15
     title: Annotated[str | None, "Of the page. Default: the adapter's name."] = None
-    dtype: o.Dtype = "auto"
     out: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Where to write: a folder or a .html. Default: ADAPTER/report."),
     ] = None
-    allow_base_mismatch: o.AllowBaseMismatch = False
-    adapter_option: o.OldAdapter = None
-    trust_remote_code: o.TrustRemoteCode = False
-    debug: o.Debug = False
 
 
 @o.command
@@ -86,7 +76,6 @@ def _report_adapter(given: ReportOptions) -> Path:
     wanted = _wanted_budgets(given, rows)
     from . import loading
 
-    loading.quiet(given.debug)
     source = loading.find_source(given)
     for option, file, result in (("--eval", given.eval_file, known), ("--bench", given.bench_file, timed)):
         check_origin(f"{option} {file}", result or {}, source.config.weights_hash, given.allow_base_mismatch)
@@ -98,9 +87,11 @@ def _report_adapter(given: ReportOptions) -> Path:
     from ..bench import dense_view
     from ..evaluation import evaluate_budgets
     from ..inference.non_finite import check_losses
+    from ..parts.gates import GATES
     from ..report.collect import RunReport, collect_scores, collect_tokens, count_costs
     from ..report.run_page import render_page
 
+    soft = GATES[source.config.gate].soft  # it weighs what every token gets: there is nothing to skip, and no budget
     base = source.base_model()
     untouched = dense_view(base)
     routed = source.routed(base)
@@ -121,10 +112,11 @@ def _report_adapter(given: ReportOptions) -> Path:
             notes.append(f"Speed was not measured: {error}.")
     say("scores and decisions ...", sys.stderr)
     scores = collect_scores(routed, batches, budgets)
+    blocks = sum(len(batch["input_ids"]) for batch in batches)
     shape = (min(_TIMED_BLOCKS, len(batches[0]["input_ids"])), given.length)
     page = RunReport(
-        title=given.title or f"Depth routing: {_name(given.adapter)}",
-        facts=_facts(given, source.base, routed, sum(len(batch["input_ids"]) for batch in batches), known, timed or {}),
+        title=given.title or f"Depth routing: {short_name(given.adapter)}",
+        facts=_facts(given, source, routed, soft, blocks, known, timed or {}),
         rows=rows,
         budgets=budgets,
         follows_budget=follows,
@@ -134,7 +126,7 @@ def _report_adapter(given: ReportOptions) -> Path:
         tokens=collect_tokens(routed, tokenizer, samples, budgets),
         bench=timed,
         notes=notes,
-        weighs=_is_soft(routed.active_peft_config),
+        weighs=soft,
     )
     write_text(path, render_page(page))
     return path
@@ -213,24 +205,23 @@ def _measure_speed(
     return bench(routed, base=untouched, input_ids=prompts, budgets=budgets, decode_steps=steps, repeats=repeats)
 
 
-def _is_soft(config: Any) -> bool:
-    """Whether the gate weighs what is added to every token, so that there is nothing to skip and no budget."""
-    from ..parts.gates import GATES
-
-    return GATES[config.gate].soft
-
-
 def _facts(
-    given: ReportOptions, model: str, routed: Any, blocks: int, losses: Mapping[str, Any] | None, timed: dict[str, Any]
+    given: ReportOptions,
+    source: Source,
+    routed: Any,
+    soft: bool,
+    blocks: int,
+    losses: Mapping[str, Any] | None,
+    timed: dict[str, Any],
 ) -> list[tuple[str, str]]:
     from ..files.versions import versions
 
-    config = routed.active_peft_config
-    adapter = f"{_name(given.adapter)}: gate {config.gate}, target {config.target}, per {config.granularity}"
+    config = source.config
+    adapter = f"{short_name(given.adapter)}: gate {config.gate}, target {config.target}, per {config.granularity}"
     size = sum(p.numel() for name, p in routed.named_parameters() if ".routing." not in name)
-    trained = "" if _is_soft(config) else f", branch {config.branch}, trained at budget {config.budget:g}"
+    trained = "" if soft else f", branch {config.branch}, trained at budget {config.budget:g}"
     facts = [
-        ("Base model", f"{_name(model)}, {routed.config.model_type}, {size:,} parameters"),
+        ("Base model", f"{short_name(source.base)}, {routed.config.model_type}, {size:,} parameters"),
         ("Adapter", adapter + trained),
         ("Text", _text(given.dataset, given.split, blocks, given.length)),
     ]
@@ -244,9 +235,4 @@ def _facts(
 
 
 def _text(dataset: Any, split: Any, blocks: Any, length: Any) -> str:
-    return f"{_name(str(dataset))}, split {split}, {blocks} blocks of {length} tokens"
-
-
-def _name(source: str) -> str:
-    """A Hub id as it is; of a path its last part, since a page is for other machines."""
-    return Path(source).resolve().name if Path(source).exists() or Path(source).is_absolute() else source
+    return f"{short_name(str(dataset))}, split {split}, {blocks} blocks of {length} tokens"

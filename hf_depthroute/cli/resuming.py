@@ -15,7 +15,7 @@ from ..files.shown import say
 from ..training.checkpoints import CheckpointError, last_complete
 from . import loading
 from . import options as o
-from .errors import CliError
+from .errors import CliError, refused
 
 ARGUMENTS = "arguments"  # of a training record: the options of its command
 # Options that change nothing of what is trained.
@@ -32,14 +32,18 @@ _FREE = {
 }
 # Options whose value may differ for a good reason: a folder was renamed, a run is to be longer.
 _SAID = {"steps", "dataset", "eval_dataset", "model", "adapter"}
+_TRAINERS = {  # arguments of a Trainer, and the options that set them
+    "learning_rate": "lr",
+    "seed": "seed",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "accumulate",
+}
 
 
 def checkpoint_to_resume(out: Path) -> Path | None:
     """The last whole checkpoint in `out`; None if there is none at all."""
-    try:
+    with refused("--resume: ", CheckpointError):
         found, skipped = last_complete(out) if out.is_dir() else (None, [])
-    except CheckpointError as error:
-        raise CliError(f"--resume: {error}") from error
     for line in skipped:
         say(f"passed over {line}")
     if found is None:
@@ -66,7 +70,7 @@ def check_same_run(checkpoint: Path, config: DepthRouteConfig, arguments: Mappin
         before, now = getattr(saved, field.name), getattr(config, field.name)
         if before != now:
             raise CliError(f"--resume: {checkpoint} was trained with {field.name}={before}, not {now}; give it again")
-    adapter = {o.OTHER_NAMES.get(field.name, field.name) for field in fields(RoutingFields)} - {"seed"}
+    adapter = {o.key_of(field.name) for field in fields(RoutingFields)} - {"seed"}
     earlier = _arguments_in(checkpoint)
     for name, now in json.loads(json.dumps(dict(arguments))).items():
         if name not in earlier or earlier[name] == now or name in _FREE | adapter:
@@ -85,8 +89,6 @@ def _arguments_in(checkpoint: Path) -> dict[str, Any]:
     if isinstance(noted, dict):
         return noted
     trainers = record.get("hyperparameters")
-    names = {"learning_rate": "lr", "seed": "seed", "per_device_train_batch_size": "batch_size"}
-    names |= {"gradient_accumulation_steps": "accumulate"}
-    return (
-        {names[name]: value for name, value in trainers.items() if name in names} if isinstance(trainers, dict) else {}
-    )
+    if not isinstance(trainers, dict):
+        return {}
+    return {_TRAINERS[name]: value for name, value in trainers.items() if name in _TRAINERS}

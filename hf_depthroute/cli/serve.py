@@ -24,6 +24,7 @@ import typer
 from ..files.shown import reason, say
 from . import options as o
 from .errors import CliError
+from .output import short_name
 from .serve_vllm import ServedAdapter, serve_vllm
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def serve(options: ServeOptions) -> None:
     if gguf_file is not None:
         raise CliError(f"model {base}: serve reads no GGUF file; save {gguf_file} as safetensors, and pass --model")
     positions = getattr(base_config, "max_position_embeddings", None)
-    name = loading.served_name(adapter)
+    name = short_name(adapter)
     from transformers.cli.transformers import app
 
     from .serve_settings import Limits

@@ -23,6 +23,7 @@ import typer
 from ..files.shown import say
 from . import options as o
 from .errors import CliError
+from .output import short_name
 
 _OVERRIDES = ("--hf-overrides", "--hf_overrides")
 _LIMITS = {
@@ -130,4 +131,4 @@ def vllm_words(options: Any, others: list[str]) -> list[str]:
     check_base_config(base_config)
     folder = loading.folder_of("adapter", options.adapter, loading.ADAPTER_FILES).resolve()
     base = str(Path(base).resolve()) if Path(base).is_dir() else base
-    return Settings(str(folder), **changed).serve_words(base, loading.served_name(options.adapter), others)
+    return Settings(str(folder), **changed).serve_words(base, short_name(options.adapter), others)

@@ -15,8 +15,8 @@ from .output import check_out
 
 
 @dataclass(kw_only=True)
-class RunOptions:
-    """The options of a run, without those that define its adapter and its losses."""
+class TrainOptions(o.TextOptions, RoutingFields, RoutingArguments, o.BaseOptions):
+    """All options of `train`: its own, and those of the text and the base, the adapter and the losses."""
 
     context: typer.Context
     dataset: o.Dataset
@@ -35,12 +35,7 @@ class RunOptions:
     preset: Annotated[str | None, "A published method, such as router-tuning; options given with it override it."] = (
         None
     )
-    gguf_file: o.GgufFile = None
-    config: o.ConfigFile = None
-    dataset_name: o.DatasetName = None
     split: Annotated[str, "Split to train on."] = "train"
-    column: o.Column = "text"
-    streaming: o.Streaming = False
     validation_split: Annotated[str | None, "Split to evaluate on at the end."] = None
     eval_dataset: Annotated[str | None, "Dataset to evaluate on at the end."] = None
     validation_blocks: Annotated[int, typer.Option(min=1, help="Blocks to evaluate on, at most.")] = 64
@@ -49,16 +44,14 @@ class RunOptions:
         typer.Option(min=0.0, max=0.9, help="Share of the text to evaluate on where neither is given; 0 for none."),
     ] = 0.05
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1000
-    batch_size: o.BatchSize = 8
     accumulate: Annotated[int, typer.Option(min=1, help="Batches per optimizer step.")] = 1
-    length: o.Length = 256
     lr: Annotated[float, "Peak learning rate; cosine to 1 % of it."] = 2e-4
     warmup_steps: Annotated[int | None, typer.Option(min=0, help="Warm-up steps. Default: 5 % of --steps.")] = None
     calibration_blocks: Annotated[
         int, typer.Option(min=1, help="Training blocks that set the thresholds, and that --init fit fits to.")
     ] = 64
     dtype: Annotated[str, "float32, or bfloat16 (frozen base and autocast)."] = "float32"
-    seed: int = 0
+    seed: Annotated[int, "Seed of the adapter and of the data order."] = 0
     logging_steps: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 50
     report_to: Annotated[
         str, "none, or integrations of the Trainer, comma-separated, such as tensorboard or trackio."
@@ -68,15 +61,6 @@ class RunOptions:
     ] = 500
     resume: Annotated[bool, "Go on from the last whole checkpoint in --out, with the same options."] = False
     overwrite: Annotated[bool, "Replace the adapter in --out; other files there stay."] = False
-    trust_remote_code: o.TrustRemoteCode = False
-    debug: o.Debug = False
-
-
-@dataclass(kw_only=True)
-class TrainOptions(RoutingArguments, RoutingFields, RunOptions):
-    """All options of `train`."""
-
-    seed: Annotated[int, "Seed of the adapter and of the data order."] = 0
 
 
 @o.command

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +19,9 @@ from ..adapter.tuner import get_depth_routed_model
 from ..card.facts import read_training, understood
 from ..config.adapter import DepthRouteConfig
 from ..config.fields import PATTERNS, RoutingFields
-from ..data.text import pack
 from ..evaluation import BudgetRow, evaluate_budgets
 from ..evaluation.cost import route_cost
-from ..files.shown import reason, say
+from ..files.shown import say
 from ..files.versions import versions
 from ..fitting.router import config_to_fit, fit_router
 from ..fitting.text import FitWarning
@@ -34,7 +32,7 @@ from ..training.record import record_of, remember_training
 from ..training.trainer import DepthRouteTrainer, DepthRouteTrainingArguments
 from . import loading
 from . import options as o
-from .errors import OTHER, CliError
+from .errors import OTHER, CliError, refused
 from .output import check_space, made, noted
 from .resuming import ARGUMENTS, check_same_run, checkpoint_to_resume
 from .saving import bytes_needed, save_adapter
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
     from .train import TrainOptions
 
 _BUDGET_BLOCKS = 16  # that the thresholds of budgets other than the adapter's are found on
+_ARGUMENT_ERRORS = (ValueError, ImportError, RuntimeError)  # a Trainer's, such as an integration not installed
 _FOUND_BY_FIT = ("layers", "static_layers", "budget")  # what a fit finds of a configuration
 
 
@@ -78,7 +77,7 @@ def train_adapter(options: TrainOptions) -> None:
     else:
         model = get_depth_routed_model(base, run.source.config)
     if checkpoint is not None:
-        check_same_run(checkpoint, _active_config(model), _arguments_of(run))
+        check_same_run(checkpoint, model.active_peft_config, _arguments_of(run))
         say(f"going on from {checkpoint}")
     remark = route_cost(model, length=options.length).remark
     if remark is not None:  # routers and branches cost more than what is skipped
@@ -102,7 +101,7 @@ def _prepared(options: TrainOptions) -> Run:
     given = o.given(options.context)
     row = None if options.preset is None else find_preset(options.preset)
     adapter_values, training_values = (
-        {field: copy.deepcopy(value) for field, value in values.items() if not given & {field, _option(field)}}
+        {field: copy.deepcopy(value) for field, value in values.items() if not given & {field, o.key_of(field)}}
         for values in ((row.adapter, row.training) if row else ({}, {}))
     )
     if options.init not in ("random", "fit"):
@@ -125,10 +124,6 @@ def _prepared(options: TrainOptions) -> Run:
     tokenizer = source.tokenizer()
     text, preset = _packed_text(options, tokenizer), adapter_values | training_values
     return Run(options, preset, source, arguments, tokenizer, *text, started=time.monotonic())
-
-
-def _option(field: str) -> str:
-    return o.OTHER_NAMES.get(field, field)
 
 
 def _new_or_saved_config(options: TrainOptions, given: set[str], preset: dict[str, Any]) -> DepthRouteConfig:
@@ -194,20 +189,11 @@ def _training_arguments(options: TrainOptions, preset: dict[str, Any]) -> DepthR
         "save_total_limit": 2,
         **{field.name: getattr(options, field.name) for field in fields(RoutingArguments)},
     }
-    with _said_in_one_line():
+    with refused("training arguments: ", _ARGUMENT_ERRORS):
         arguments = DepthRouteTrainingArguments(**values | preset)
         for integration in transformers.integrations.get_reporting_integration_callbacks(arguments.report_to):
             integration()  # says whether its package is installed
     return arguments
-
-
-@contextlib.contextmanager
-def _said_in_one_line() -> Iterator[None]:
-    """The Trainer's complaints about its arguments, such as an integration that is not installed, in one line."""
-    try:
-        yield
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise CliError(f"training arguments: {reason(error)}") from error
 
 
 def hold_out(packed: Any, share: float, most: int) -> tuple[Any, Any]:
@@ -230,11 +216,11 @@ def hold_out(packed: Any, share: float, most: int) -> tuple[Any, Any]:
 
 def _packed_text(options: TrainOptions, tokenizer: Any) -> tuple[Any, list[Any] | None, int]:
     """`Run.blocks`, `Run.validation` (from another text, or a part of the same that is held out), `Run.held_out`."""
-    length, verbose, most = options.length, options.debug, options.validation_blocks
-    packed = pack(loading.read_text(options, options.split), tokenizer, length, verbose=verbose)
+    most = options.validation_blocks
+    packed = loading.read_blocks(options, tokenizer, options.split)
     if options.validation_split or options.eval_dataset:
-        other = loading.read_text(options, options.validation_split or "train", options.eval_dataset)
-        blocks, held_out = pack(other, tokenizer, length, verbose=verbose), 0
+        split = options.validation_split or "train"
+        blocks, held_out = loading.read_blocks(options, tokenizer, split, options.eval_dataset), 0
     else:
         packed, blocks = hold_out(packed, options.hold_out, most)
         held_out = 0 if blocks is None else sum(1 for _ in blocks)
@@ -252,14 +238,12 @@ def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
     keep, layers = config.share_of_all(depth, config.budget), config.routed_layers(depth)
     if checkpoint is None:
         batches = loading.to_batches(run.blocks, run.options.batch_size, run.options.calibration_blocks)
-        try:
-            with noted(FitWarning):
-                model = fit_router(base, batches, keep, config, progress=sys.stderr.isatty())
-        except ValueError as error:
-            raise CliError(f"--init fit: {reason(error)}") from error
+        with refused("--init fit: "), noted(FitWarning):
+            model = fit_router(base, batches, keep, config, progress=sys.stderr.isatty())
         found = record_of(model)["fit"]
+        routed = len(model.active_peft_config.layers or ())
         say(
-            f"fitted to {found['tokens']} tokens: {len(_active_config(model).layers or ())} layers are routed, loss on "
+            f"fitted to {found['tokens']} tokens: {routed} layers are routed, loss on "
             f"text held out of them {found['loss']:.4f} (dense {found['loss_dense']:.4f})"
         )
         return model
@@ -275,7 +259,7 @@ def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
 def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, Any]]:
     """Train, from `checkpoint` on if there is one (of the last step, it is only loaded); what the Trainer logged."""
     remember_training(model, record_of(model) | {ARGUMENTS: _arguments_of(run)})  # checkpoints are saved with it
-    with _said_in_one_line():
+    with refused("training arguments: ", _ARGUMENT_ERRORS):
         collator = transformers.default_data_collator
         trainer = DepthRouteTrainer(model=model, args=run.arguments, train_dataset=run.blocks, data_collator=collator)
     state = None if checkpoint is None else trainer.state.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
@@ -292,7 +276,7 @@ def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, An
 
 def _measured(run: Run, model: Any) -> tuple[dict[int, float], list[BudgetRow]]:
     """Calibrate; the share that each layer then ran in full, and the losses on the text to evaluate on."""
-    config, full_ratio = _active_config(model), {}
+    config, full_ratio = model.active_peft_config, {}
     if config.takes_budget():
         blocks = loading.to_batches(run.blocks, run.options.batch_size, run.options.calibration_blocks)
         full_ratio = calibration.calibrate(model, blocks)
@@ -300,18 +284,14 @@ def _measured(run: Run, model: Any) -> tuple[dict[int, float], list[BudgetRow]]:
     return full_ratio, [] if run.validation is None else evaluate_budgets(model, run.validation, None, [config.budget])
 
 
-def _active_config(model: Any) -> DepthRouteConfig:
-    return calibration.active_routings(model)[0].active_config()
-
-
 def _arguments_of(run: Run) -> dict[str, Any]:
     """The options of the run, with what its preset says, by the names of the command line."""
     given = {
-        _option(name): str(value) if isinstance(value, Path) else value
+        o.key_of(name): str(value) if isinstance(value, Path) else value
         for name, value in run.options.context.params.items()
         if name != "adapter_option"
     }
-    return given | {_option(name): value for name, value in run.preset.items()} | {"model": run.source.base}
+    return given | {o.key_of(name): value for name, value in run.preset.items()} | {"model": run.source.base}
 
 
 def _record_of(
