@@ -147,6 +147,12 @@ def span_of_other(folder: str, part: str = "prompts-0.8-0", setting: str = "prom
     return f"{min(more):+.3f} to {max(more):+.3f}"
 
 
+def told_other(folder: str, part: str = "prompts-0.8-0") -> str:
+    """As `told`, of one fit of another model."""
+    taken = times(folder)[part]["prompt"]
+    return f"{OTHERS[folder]}, one seed: {taken:.2f} of the time, {span_of_other(folder, part, 'long')} nats"
+
+
 def other_lines(folder: str) -> list[str]:
     """The tables of another model than SmolLM2."""
     found = []
@@ -183,7 +189,7 @@ def study() -> Study:
     )
     for folder, name in OTHERS.items():
         if "prompts-0.8-0" in results(folder):
-            brief += f"; {name}, prompts of 384 tokens at 0.8 of the FLOPs: {span_of_other(folder)}"
+            brief += f"; {name} at 0.8 of the FLOPs, one seed: {span_of_other(folder)} behind prompts of 384 tokens"
     section = [
         "Prompts alone are routed, and run their last 64 tokens in full; nats over dense of the 128 tokens behind. "
         "FLOPs and times are of the prompt. WikiText-2 was not fitted on. Prompts of 1,024 tokens:",
