@@ -150,7 +150,7 @@ def span_of_other(folder: str, part: str = "prompts-0.8-0", setting: str = "prom
 def told_other(folder: str, part: str = "prompts-0.8-0") -> str:
     """As `told`, of one fit of another model."""
     taken = times(folder)[part]["prompt"]
-    return f"{OTHERS[folder]}, one seed: {taken:.2f} of the time, {span_of_other(folder, part, 'long')} nats"
+    return f"{OTHERS[folder]}, one seed: {taken:.2f}, {span_of_other(folder, part, 'long')}"
 
 
 def other_lines(folder: str) -> list[str]:
