@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..files.shown import say
 from . import options as o
 from .errors import CliError, refused
 from .output import ResultFile, print_table, write_result
@@ -91,6 +93,8 @@ def _by_loss(source: Source, options: EvalOptions, budgets: list[float]) -> Meas
     batches = source.batches(tokenizer, options.split, options.blocks)
     calibration = None if on is None else source.batches(tokenizer, on, options.calibration_blocks)
     routed = source.routed(source.base_model())
+    if (note := source.note_on_losses()) is not None:
+        say(f"note: {note}", sys.stderr)
     if calibration is None:
         source.check_fitted(routed, budgets)
     rows = evaluate_budgets(routed, batches, calibration, budgets)

@@ -103,7 +103,8 @@ def _report_adapter(given: ReportOptions) -> Path:
         rows = [asdict(row) for row in evaluate_budgets(routed, batches, None, budgets)]
         check_losses(routed, [row["loss"] for row in rows], batches)
     _check_rows(given, rows, budgets, follows)
-    notes = []
+    note = source.note_on_losses()
+    notes = [] if note is None else [f"{note[0].upper()}{note[1:]}."]
     if timed is None and given.speed:
         say("speed ...", sys.stderr)
         try:
