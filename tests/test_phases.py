@@ -484,7 +484,9 @@ def test_a_served_adapter_has_the_phases_that_were_asked_for(adapter: Path, tmp_
     assert len(decoder_layers(model)) == len(decoder_layers(AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
 
 
-@pytest.mark.parametrize("phases,asked,noted", [("prefill", None, True), ("all", None, False), ("all", "prefill", True)])
+@pytest.mark.parametrize(
+    "phases,asked,noted", [("prefill", None, True), ("all", None, False), ("all", "prefill", True)]
+)
 def test_who_reads_a_loss_is_told_that_prompts_alone_are_routed(phases: str, asked: str | None, noted: bool) -> None:
     from hf_depthroute.cli.loading import Source
 
