@@ -179,7 +179,7 @@ class Source:
         return tokenizer
 
     def note_on_losses(self) -> str | None:
-        """What to know about the loss of a text that is read at once; None unless prompts alone are routed."""
+        """A remark on the loss of a text that is read at once; None unless prompts alone are routed."""
         if (self.phases or self.config.phases) != "prefill":
             return None
         return (
