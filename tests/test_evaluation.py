@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hf_depthroute import record_routes, set_budget
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.evaluation import evaluate_budgets, mean_loss
 from hf_depthroute.inference.calibration import active_routings, use_selection
+from hf_depthroute.routing.trace import full_depth
 
 
 @pytest.fixture
@@ -137,6 +139,36 @@ def test_budget_one_has_the_dense_loss(model: PeftModel) -> None:
     dense, topk, threshold = evaluate_budgets(model, [batch(2, 8)], None, [1.0])
     assert dense.loss == topk.loss == threshold.loss
     assert topk.full_ratio == threshold.full_ratio == 1.0
+
+
+@pytest.mark.parametrize("target,tail", [("ffn", None), ("block", 3), ("attention", 2)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_of_prompts_alone_the_loss_is_that_of_the_text_behind_them(target: str, tail: int | None, padded: bool) -> None:
+    model = build_routed("llama", target, budget=0.4, phases="prefill", prompt_tail=tail)
+    block = batch(2, 18)
+    if padded:
+        block["attention_mask"][0, 12:] = 0
+    expected: dict[str, list[torch.Tensor]] = {"dense": [], "threshold": []}
+    shares = []
+    for row, mask in zip(block["input_ids"], block["attention_mask"], strict=True):
+        ids = row[mask.bool()][None]
+        prompt = len(ids[0]) * 2 // 3
+        for rule, in_full in (("dense", full_depth(model)), ("threshold", nullcontext())):
+            with torch.no_grad(), in_full, record_routes(model) as trace:
+                read = model(input_ids=ids[:, :prompt], use_cache=True)
+            with torch.no_grad(), full_depth(model):
+                rest = model(input_ids=ids[:, prompt:], past_key_values=read.past_key_values)
+            logits = torch.cat([read.logits[:, -1:], rest.logits[:, :-1]], dim=1)[0]
+            expected[rule].append(F.cross_entropy(logits, ids[0, prompt:], reduction="none"))
+        shares.append((torch.cat([record.mask for record in trace.values()]).sum(), prompt * len(trace)))
+    rows = {row.rule: row for row in evaluate_budgets(model, [block], None, [0.4])}
+    assert all(row.behind_prompts for row in rows.values())
+    for rule, losses in expected.items():
+        assert rows[rule].loss == pytest.approx(float(torch.cat(losses).mean()), abs=1e-5)
+    assert rows["threshold"].loss != pytest.approx(rows["dense"].loss, abs=1e-5)
+    assert rows["threshold"].full_ratio == pytest.approx(
+        float(shares[0][0] + shares[1][0]) / (shares[0][1] + shares[1][1])
+    )
 
 
 def test_calibration_text_sets_the_share(model: PeftModel) -> None:

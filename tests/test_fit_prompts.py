@@ -21,12 +21,12 @@ from text_models import save_base, write_text
 from hf_depthroute import DepthRouteConfig, fit_router, record_routes
 from hf_depthroute.base.stack import stack_of
 from hf_depthroute.config.adapter import ConfigError
-from hf_depthroute.data.batches import token_mask
+from hf_depthroute.data.batches import prompts_of, token_mask
 from hf_depthroute.evaluation.flops import count_flops
 from hf_depthroute.fitting import option_times, prompts
 from hf_depthroute.fitting.bar import FitBar
 from hf_depthroute.fitting.option_times import PassTimes, time_savings
-from hf_depthroute.fitting.options import Option, StaticFit, choose, options_of, prompts_of
+from hf_depthroute.fitting.options import Option, StaticFit, choose, options_of
 from hf_depthroute.fitting.prompts import fit_prompts
 from hf_depthroute.fitting.sensitivity import stream_gradients, stream_metrics, text_gradients
 from hf_depthroute.fitting.text import FitWarning

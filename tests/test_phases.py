@@ -468,7 +468,6 @@ def test_the_command_line_takes_it(adapter: Path) -> None:
     assert "phases='some'" in run(*words, "some").error
     assert "--phases has no effect with --full" in run(*words, "prefill", "--full").error
     assert "add --phases all" in run(*words, "prefill", "--lossless").error
-    assert "--phases needs --tasks" in run("eval", adapter, "--dataset", "text", "--phases", "prefill").error
     assert "phases='some'" in run("bench", adapter, "--phases", "some").error
     assert "phases='some'" in run("serve", adapter, "--phases", "some").error
     assert "budget=2.0" in run("serve", adapter, "--budget", "2").error
@@ -482,13 +481,3 @@ def test_a_served_adapter_has_the_phases_that_were_asked_for(adapter: Path, tmp_
     assert {routing.active_config().phases for routing in routings_of(model)} == {"prefill"}
     assert (adapter / "adapter_config.json").read_bytes() == before
     assert len(decoder_layers(model)) == len(decoder_layers(AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
-
-
-@pytest.mark.parametrize(
-    "phases,asked,noted", [("prefill", None, True), ("all", None, False), ("all", "prefill", True)]
-)
-def test_who_reads_a_loss_is_told_that_prompts_alone_are_routed(phases: str, asked: str | None, noted: bool) -> None:
-    from hf_depthroute.cli.loading import Source
-
-    note = Source(None, DepthRouteConfig(phases=phases), "base", None, phases=asked).note_on_losses()
-    assert (note is not None and "prompts alone are routed" in note) if noted else note is None

@@ -210,6 +210,39 @@ def test_an_adapter_without_budgets_gets_a_page(folders, tmp_path, capsys):
     assert "<span>fixed</span>" in page and "not measured" in page
 
 
+def test_of_prompts_alone_the_page_is_about_the_text_behind_them(folders, tmp_path, capsys):
+    _, text = folders
+    base = transformers.AutoModelForCausalLM.from_pretrained(folders[0].parent / "base")
+    model = routed(base, phases="prefill", prompt_tail=2)
+    model.save_pretrained(tmp_path / "prompts")
+    out, measured = tmp_path / "page.html", ("--dataset", text, "--length", 18, "--blocks", 4, "--budgets", "0.5")
+    shown = (*measured, "--samples", 1, "--no-speed", "--out", out)
+    code, _, err = run(capsys, tmp_path / "prompts", *shown)
+    assert code == 0, err
+    page = out.read_text()
+    assert "the first two thirds of every block are read as one, and the loss is that of the text behind it." in page
+    data = json.loads(re.search(r'id="token-data"[^>]*>(.*?)</script>', page, re.S)[1])
+    (view,) = data["texts"][0]["runs"]
+    assert view["prompt"] == 12
+    assert all(layer["mask"][10:] == "1" * 8 for layer in view["layers"])
+    with pytest.raises(SystemExit):
+        main(["eval", str(tmp_path / "prompts"), *map(str, measured), "--json", str(tmp_path / "behind.json")])
+    assert "the loss is that of the text behind it" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "behind.json").read_text())["rows"]
+    assert all(row["behind_prompts"] for row in rows)
+    code, _, err = run(capsys, tmp_path / "prompts", *shown, "--eval", tmp_path / "behind.json")
+    assert code == 0 and f"{rows[0]['loss']:.4f}" in out.read_text(), err
+    (tmp_path / "behind.json").write_text(json.dumps({"rows": rows}))  # of any adapter
+    (tmp_path / "eval.json").write_text(json.dumps({"rows": list(planted_report()[0].rows)}))
+    for adapter, file, said in (
+        (tmp_path / "prompts", "eval.json", "not of the text behind prompts"),
+        (folders[0], "behind.json", "not of whole texts"),
+    ):
+        code, _, err = run(capsys, adapter, *shown[:6], "--eval", tmp_path / file, "--out", out)
+        (line,) = err.splitlines()
+        assert code == 2 and said in line
+
+
 MISTAKES = [
     ((), "no adapter; name its folder or Hub id"),
     (("ADAPTER",), "give --dataset"),

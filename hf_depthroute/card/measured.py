@@ -133,6 +133,7 @@ def read_losses(content: Mapping[str, Any]) -> Losses:
             perplexity=math.exp(loss) if loss < 100 else math.inf,
             full_ratio=_number(row["full_ratio"]),
             gap=_optional(row.get("gap")),
+            behind_prompts=bool(row.get("behind_prompts")),
         )
         for row in content["rows"]
     ]

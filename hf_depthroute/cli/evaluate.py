@@ -37,7 +37,7 @@ class EvalOptions(o.TextOptions, o.AdapterOptions):
     split: Annotated[str, "Split to evaluate on."] = "train"
     budgets: o.Budgets = "0.25,0.5,0.75"
     phases: Annotated[
-        str | None, "With --tasks: all, or prefill (only prompts are routed). Default: the adapter's."
+        str | None, "all, or prefill (only prompts are routed, the loss is of what follows). Default: the adapter's."
     ] = None
     calibrate_on: Annotated[
         str | None, "Split to calibrate every budget on. Default: the adapter's own thresholds."
@@ -67,8 +67,6 @@ def evaluate(options: EvalOptions) -> None:
     """
     if (options.dataset is None) == (options.tasks is None):
         raise CliError("eval: give one of --dataset and --tasks")
-    if options.phases is not None and options.tasks is None:
-        raise CliError("--phases needs --tasks: no phase changes the loss of a text, whose last token predicts nothing")
     if options.tasks is None:
         o.refuse_unused(options.context, _OF_TASKS, "no effect without --tasks")
     else:
@@ -84,7 +82,7 @@ def evaluate(options: EvalOptions) -> None:
 
 
 def _by_loss(source: Source, options: EvalOptions, budgets: list[float]) -> Measured:
-    from ..evaluation import evaluate_budgets
+    from ..evaluation import BEHIND_PROMPTS, evaluate_budgets
     from ..inference.non_finite import check_losses
     from . import loading
 
@@ -93,11 +91,11 @@ def _by_loss(source: Source, options: EvalOptions, budgets: list[float]) -> Meas
     batches = source.batches(tokenizer, options.split, options.blocks)
     calibration = None if on is None else source.batches(tokenizer, on, options.calibration_blocks)
     routed = source.routed(source.base_model())
-    if (note := source.note_on_losses()) is not None:
-        say(f"note: {note}", sys.stderr)
     if calibration is None:
         source.check_fitted(routed, budgets)
     rows = evaluate_budgets(routed, batches, calibration, budgets)
+    if rows[0].behind_prompts:
+        say(f"note: {BEHIND_PROMPTS}", sys.stderr)
     check_losses(routed, [row.loss for row in rows], batches)
     settings = {name: getattr(options, name) for name in ("dataset", "dataset_name", "split", "calibrate_on")}
     size = {"blocks": sum(len(batch["input_ids"]) for batch in batches), "length": options.length}

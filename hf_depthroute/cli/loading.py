@@ -178,15 +178,6 @@ class Source:
             raise CliError(f"{what}: token id {highest} does not fit the model's vocabulary of {size}")
         return tokenizer
 
-    def note_on_losses(self) -> str | None:
-        """A remark on the loss of a text that is read at once; None unless prompts alone are routed."""
-        if (self.phases or self.config.phases) != "prefill":
-            return None
-        return (
-            "prompts alone are routed, and the whole text is read as one here: the loss is of a prompt's own tokens, "
-            "which no answer depends on. What the text behind prompts loses is in the card of a fit"
-        )
-
     def batches(self, tokenizer: Any, split: str, blocks: int) -> list[dict[str, torch.Tensor]]:
         """Up to `blocks` blocks of a split of the text."""
         return to_batches(read_blocks(self.options, tokenizer, split), self.options.batch_size, blocks)

@@ -79,13 +79,17 @@ def _report_adapter(given: ReportOptions) -> Path:
     source = loading.find_source(given)
     for option, file, result in (("--eval", given.eval_file, known), ("--bench", given.bench_file, timed)):
         check_origin(f"{option} {file}", result or {}, source.config.weights_hash, given.allow_base_mismatch)
+    behind = source.config.phases == "prefill"
+    if rows and bool(rows[0].get("behind_prompts")) != behind:
+        counted = "the text behind prompts, which alone are routed" if behind else "whole texts"
+        raise CliError(f"--eval {given.eval_file}: its losses are not of {counted}; measure them again")
     loading.check_length(given.length, source.base_config)
     tokenizer = source.tokenizer()
     batches = source.batches(tokenizer, given.split, given.blocks)
     samples = _samples(given, tokenizer, batches, source.base_config)
 
     from ..bench import dense_view
-    from ..evaluation import evaluate_budgets
+    from ..evaluation import BEHIND_PROMPTS, evaluate_budgets
     from ..inference.non_finite import check_losses
     from ..parts.gates import GATES
     from ..report.collect import RunReport, collect_scores, collect_tokens, count_costs
@@ -103,8 +107,7 @@ def _report_adapter(given: ReportOptions) -> Path:
         rows = [asdict(row) for row in evaluate_budgets(routed, batches, None, budgets)]
         check_losses(routed, [row["loss"] for row in rows], batches)
     _check_rows(given, rows, budgets, follows)
-    note = source.note_on_losses()
-    notes = [] if note is None else [f"{note[0].upper()}{note[1:]}."]
+    notes = [f"{BEHIND_PROMPTS[0].upper()}{BEHIND_PROMPTS[1:]}."] if behind else []
     if timed is None and given.speed:
         say("speed ...", sys.stderr)
         try:

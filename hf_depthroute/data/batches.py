@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 INPUTS = ("input_ids", "attention_mask", "position_ids")  # what a forward pass without labels takes of a batch
+PROMPT_SHARE = 2 / 3  # of a row that stands for a prompt and the text behind it
 _NOT_TEXT = ("pixel_values", "image_", "video_", "input_features", "audio_")  # how names of what is no text begin
 
 
@@ -70,6 +71,19 @@ def token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Bool `[B, T]`, true at real tokens: where `attention_mask` is set, and everywhere without one."""
     mask = batch.get("attention_mask")
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
+
+
+def prompts_of(batch: Mapping[str, torch.Tensor], tail: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first two thirds of every row's real tokens, for a prompt, and the text behind it.
+
+    Returns:
+        Bool `[B, T]` each: the prompts without their last `tail` tokens, and the positions whose next token is behind
+        the prompt.
+    """
+    real = token_mask(batch)
+    place, count = real.cumsum(1), real.sum(1, keepdim=True)
+    last = (count * PROMPT_SHARE).long()  # the prompt's last token is the `last`-th real one
+    return real & (place <= last - tail), real & (place >= last) & (place < count)
 
 
 def breaks_of(position_ids: torch.Tensor) -> torch.Tensor:

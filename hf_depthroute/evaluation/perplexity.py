@@ -1,13 +1,16 @@
 """Next-token loss of the dense base, of top-k routing and of threshold routing, on the same text.
 
+Where prompts alone are routed, it is the loss of the text behind them: nothing else depends on what a prompt skips.
+
 Shapes: B batch, T positions, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from peft import PeftModel
@@ -17,12 +20,17 @@ from tqdm.auto import tqdm
 from ..base.contexts import evaluating
 from ..base.lm_head import check_head, predicting, token_losses
 from ..config.adapter import check_budget
-from ..data.batches import INPUTS, device_of, labels_of
+from ..data.batches import INPUTS, device_of, labels_of, prompts_of
 from ..inference.calibration import active_routings, calibrate, set_budget, use_selection
 from ..inference.restoring import restored
-from ..routing.trace import count_routes
+from ..routing.trace import RouteCounter, count_routes
+from .served import read_behind_prompts
 
 Batch = Mapping[str, torch.Tensor]
+BEHIND_PROMPTS = (
+    "prompts alone are routed: the first two thirds of every block are read as one, and the loss is that of the text "
+    "behind it"
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class BudgetRow:
         full_ratio: The fraction of real tokens that did run full, mean over routed layers.
         gap: Threshold rows: their loss minus the top-k loss at the same budget. None in other rows, and where the
             adapter has no top-k rule.
+        behind_prompts: Whether prompts alone are routed, the first two thirds of every row: the loss is that of the
+            text behind them, and `full_ratio` is of the prompts' tokens.
     """
 
     budget: float
@@ -46,6 +56,7 @@ class BudgetRow:
     perplexity: float
     full_ratio: float
     gap: float | None = None
+    behind_prompts: bool = False
 
 
 @torch.no_grad()
@@ -60,6 +71,11 @@ def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
     Raises:
         ValueError: There is no token to predict, or the model has no LM head.
     """
+    return _mean_loss(model, blocks, partial(_logits, model), behind=False)
+
+
+def _mean_loss(model: nn.Module, blocks: Iterable[Batch], read: Callable[[Batch], torch.Tensor], behind: bool) -> float:
+    """`mean_loss` of the logits `[B, T, V]` that `read` gives, or that of the text `behind` prompts."""
     check_head(model, "a loss of text")
     device = device_of(model)
     total = torch.zeros((), dtype=torch.float64)
@@ -67,21 +83,17 @@ def mean_loss(model: nn.Module, blocks: Iterable[Batch]) -> float:
     with evaluating(model):
         for block in blocks:
             given = {name: torch.as_tensor(value).to(device) for name, value in block.items()}
-            losses_N = _losses(model, given)
+            inputs = {name: given[name] for name in INPUTS if name in given}
+            labels_BT = labels_of(given)
+            counted_BT = predicting(labels_BT, given.get("attention_mask"))
+            if behind:
+                counted_BT &= prompts_of(given)[1][:, :-1]
+            losses_N = token_losses(read(inputs)[:, :-1][counted_BT], labels_BT[:, 1:][counted_BT])
             total += losses_N.sum().double().cpu()
             count += len(losses_N)
     if count == 0:
         raise ValueError("there is no text to evaluate: no block holds two real tokens")
     return float(total / count)
-
-
-def _losses(model: nn.Module, block: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Cross-entropy of every token that counts, `[N]`."""
-    labels_BT = labels_of(block)
-    counted_BT = predicting(labels_BT, block.get("attention_mask"))
-    inputs = {name: block[name] for name in INPUTS if name in block}
-    logits_BTV = model(**inputs, use_cache=False).logits[:, :-1]
-    return token_losses(logits_BTV[counted_BT], labels_BT[:, 1:][counted_BT])
 
 
 def evaluate_budgets(
@@ -97,7 +109,7 @@ def evaluate_budgets(
 
     Returns:
         One dense row, then a top-k and a threshold row for each budget; of an adapter that follows no budget (a fixed
-        threshold, a causal predictor, no gate), one more row.
+        threshold, a causal predictor, no gate), one more row. With `phases="prefill"`, all are `behind_prompts`.
 
     Raises:
         ConfigError: A budget is out of range.
@@ -108,6 +120,8 @@ def evaluate_budgets(
     kept = list(batches)
     calibration = None if calibration_batches is None else list(calibration_batches)
     rounds = 1 + 2 * len(budgets)
+    config = active_routings(model)[0].active_config()
+    behind = config.phases == "prefill"
     with restored(model), tqdm(total=len(kept) * rounds, desc="eval", unit="batch", disable=None) as bar:
 
         def seen() -> Iterator[Batch]:
@@ -116,15 +130,19 @@ def evaluate_budgets(
                 bar.update()
 
         def routed(budget: float, rule: str, topk_loss: float | None = None) -> BudgetRow:
-            with count_routes(model) as counter:
-                loss = mean_loss(model, seen())
+            if behind:
+                counter = RouteCounter()
+                loss = _mean_loss(model, seen(), partial(_logits_behind_prompts, model, counter), behind)
+            else:
+                with count_routes(model) as counter:
+                    loss = mean_loss(model, seen())
             shares = counter.full_ratio().values()
             gap = None if topk_loss is None else loss - topk_loss
-            return _row(budget, rule, loss, sum(shares) / len(shares), gap)
+            return _row(budget, rule, loss, sum(shares) / len(shares), gap, behind)
 
         with model.disable_adapter():
-            rows = [_row(1.0, "dense", mean_loss(model, seen()), 1.0)]
-        config = active_routings(model)[0].active_config()
+            loss = _mean_loss(model, seen(), partial(_logits, model), behind)
+            rows = [_row(1.0, "dense", loss, 1.0, behind_prompts=behind)]
         if not config.takes_budget():
             return [*rows, routed(config.budget, "fixed")]
         for budget in budgets:
@@ -141,6 +159,27 @@ def evaluate_budgets(
     return rows
 
 
-def _row(budget: float, rule: str, loss: float, full_ratio: float, gap: float | None = None) -> BudgetRow:
+def _logits(model: nn.Module, inputs: Batch) -> torch.Tensor:
+    logits: torch.Tensor = model(**inputs, use_cache=False).logits
+    return logits
+
+
+def _logits_behind_prompts(model: PeftModel, counter: RouteCounter, inputs: Batch) -> torch.Tensor:
+    """The logits of the routed model; `counter` counts the decisions about the prompts."""
+    trace, logits = read_behind_prompts(model, inputs)
+    prompts_BT, _ = prompts_of(inputs)
+    for index, record in trace.items():
+        counter[index] = replace(record, token_mask=prompts_BT.to(record.mask.device))
+    return logits
+
+
+def _row(
+    budget: float,
+    rule: str,
+    loss: float,
+    full_ratio: float,
+    gap: float | None = None,
+    behind_prompts: bool = False,
+) -> BudgetRow:
     perplexity = math.exp(loss) if loss < 700 else math.inf  # exp overflows a float above 709
-    return BudgetRow(float(budget), rule, loss, perplexity, full_ratio, gap)
+    return BudgetRow(float(budget), rule, loss, perplexity, full_ratio, gap, behind_prompts)

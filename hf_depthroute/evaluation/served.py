@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ..data.batches import prompts_of
 from ..inference.calibration import active_routings
-from ..routing.trace import full_depth
+from ..routing.trace import RouteTrace, full_depth, record_routes, replay_routes
 
 Request = tuple[Any, list[int], list[int]]
 
@@ -40,6 +42,30 @@ def read_generated(model: Any, ids: torch.Tensor, prompt: int, **inputs: Any) ->
         out = model(input_ids=part, past_key_values=cache, use_cache=True, **inputs)
         cache = out.past_key_values
         yield out
+
+
+@torch.no_grad()
+def read_behind_prompts(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[RouteTrace, torch.Tensor]:
+    """Read texts whose first two thirds are a prompt (`prompts_of`), as `phases="prefill"` serves them.
+
+    Args:
+        model: A `PeftModel` with one active adapter of that kind.
+        batch: `input_ids` and optionally `attention_mask` and `position_ids`, each `[B, T]`.
+
+    Returns:
+        The decisions, which are for full behind a prompt and at its end, and the logits `[B, T, V]`.
+    """
+    tail = active_routings(model)[0].active_config().prompt_tail or 1
+    cheap_BT, _ = prompts_of(batch, tail)
+    with record_routes(model) as trace:  # decisions are causal, so those about the prompt are the prompt's alone
+        model(**batch, use_cache=False, logits_to_keep=1)
+    decided = {}
+    for index, record in trace.items():
+        in_full = ~cheap_BT.view(*cheap_BT.shape, *[1] * (record.mask.ndim - 2))
+        decided[index] = replace(record, mask=record.mask | in_full.to(record.mask.device))
+    forced = RouteTrace(decided)
+    with replay_routes(model, forced):
+        return forced, model(**batch, use_cache=False).logits
 
 
 @torch.no_grad()

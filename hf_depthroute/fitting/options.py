@@ -15,7 +15,7 @@ from peft import PeftModel
 
 from ..base.distributed import each_of_all, total
 from ..config.adapter import DepthRouteConfig
-from ..data.batches import token_mask
+from ..data.batches import PROMPT_SHARE, prompts_of, token_mask
 from ..evaluation.flops import count_flops
 from ..execution.call import RoutedCall
 from ..inference.calibration import active_routings
@@ -32,7 +32,6 @@ from .text import Batches
 
 _DRAWS = 4  # of the text behind a prompt, whose gradients price the options
 _NO_BUDGET = 1e-3  # sinks are few, and no budget says how many
-_PROMPT = 2 / 3  # of every row is taken for a prompt, the rest for the text behind it
 
 
 @dataclass(frozen=True)
@@ -286,12 +285,4 @@ def _savings(model: PeftModel, length: int, tail: int) -> Any:
 def prompt_length(batches: Batches) -> int:
     """Tokens of the longest row's prompt; every process has to choose alike."""
     longest = max((int(token_mask(batch).sum(1).max()) for batch in batches), default=0)
-    return int(max(each_of_all(longest)) * _PROMPT)
-
-
-def prompts_of(batch: dict[str, torch.Tensor], tail: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bool `[B, T]` each: a row's prompt without its last `tail` tokens, and the positions whose next token counts."""
-    real = token_mask(batch)
-    place, count = real.cumsum(1), real.sum(1, keepdim=True)
-    last = (count * _PROMPT).long()  # the prompt's last token is the `last`-th real one
-    return real & (place <= last - tail), real & (place >= last) & (place < count)
+    return int(max(each_of_all(longest)) * PROMPT_SHARE)

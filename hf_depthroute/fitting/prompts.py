@@ -27,15 +27,16 @@ from ..base.lm_head import check_head
 from ..base.stack import stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..config.fields import PATTERNS, RoutingFields
-from ..data.batches import model_inputs, token_mask
+from ..data.batches import model_inputs, prompts_of, token_mask
+from ..evaluation.served import read_behind_prompts
 from ..files.versions import versions
 from ..inference.calibration import active_routings
-from ..routing.trace import RouteTrace, full_depth, record_routes, replay_routes
+from ..routing.trace import full_depth
 from ..training.record import remember_training
 from .bar import FitBar
 from .layer_walk import LayerWalk
 from .option_times import time_savings
-from .options import Search, choose, config_of, fit_on, prompt_length, prompts_of, real_rows, rows_of
+from .options import Search, choose, config_of, fit_on, prompt_length, real_rows, rows_of
 from .sensitivity import PRICED
 from .text import Batches, first_tokens, own_part, positions, split, warn_if_few
 
@@ -140,7 +141,7 @@ def fit_prompts(
         del search, branches
         bar.phase("the chosen ones")
         r2 = _refit(routed, own_part(text), tail, bar)
-        dense_R, loss_R, kl_R = _behind(routed, own_part(held_out), tail)
+        dense_R, loss_R, kl_R = _behind(routed, own_part(held_out))
     more_R = loss_R - dense_R
     record = {
         "fit": {
@@ -202,21 +203,17 @@ def _refit(model: PeftModel, text: Batches, tail: int, bar: FitBar) -> dict[int,
     return r2
 
 
-def _behind(model: PeftModel, text: Batches, tail: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _behind(model: PeftModel, text: Batches) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss of the dense and of the routed model, and `KL(dense || routed)`, on the text behind each row's prompt.
 
     Nats per token, `[R]` each.
     """
     found = [torch.empty(3, 0, dtype=torch.float64)]  # of a process without rows
     for batch in text:
-        cheap, behind = prompts_of(batch, tail)
+        _, behind = prompts_of(batch)
         with full_depth(model):
             dense = model(**batch, use_cache=False).logits[behind].float().log_softmax(-1)
-        with record_routes(model) as trace:  # sinks run in full, and so does the text behind the prompt
-            model(**batch, use_cache=False, logits_to_keep=1)
-        forced = RouteTrace({index: replace(record, mask=record.mask | ~cheap) for index, record in trace.items()})
-        with replay_routes(model, forced):
-            routed = model(**batch, use_cache=False).logits[behind].float().log_softmax(-1)
+        routed = read_behind_prompts(model, batch)[1][behind].float().log_softmax(-1)
         labels = batch["input_ids"].roll(-1, 1)[behind][:, None]
         parts = -dense.gather(-1, labels), -routed.gather(-1, labels)
         kl = F.kl_div(routed, dense, reduction="none", log_target=True).sum(-1, keepdim=True)

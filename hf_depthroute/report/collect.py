@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..data.batches import INPUTS
+from ..data.batches import INPUTS, prompts_of
 from ..evaluation.cost import route_cost
-from ..evaluation.served import read_generated
+from ..evaluation.served import read_behind_prompts, read_generated
 from ..inference.calibration import active_routings, set_budget
 from ..inference.restoring import restored
 from ..routing.trace import RouteRecord, RouteTrace, record_routes
@@ -234,7 +234,7 @@ def collect_tokens(model: Any, tokenizer: Any, samples: Sequence[Sample], budget
     """The token view's data: every sample at every budget, with the losses of the routed and of the dense model.
 
     A sample with new tokens is continued greedily. Then its decisions are recorded in passes that decide as decoding
-    did.
+    did. Where prompts alone are routed, the first two thirds of any other sample are a prompt.
     """
     texts: list[dict[str, Any]] = [{"label": sample.label, "runs": []} for sample in samples]
     last: RouteTrace | None = None
@@ -244,14 +244,19 @@ def collect_tokens(model: Any, tokenizer: Any, samples: Sequence[Sample], budget
             for sample, text in zip(samples, texts):
                 prompt = sample.input_ids[None].to(model.device)
                 ids = _continued(model, tokenizer, prompt, sample.new_tokens)
-                last, logits = _decided(model, ids, prompt.shape[1])
+                read = prompt.shape[1] if sample.new_tokens else None
+                if read is None and active_routings(model)[0].active_config().phases == "prefill":
+                    last, logits = read_behind_prompts(model, {"input_ids": ids})
+                    read = int(prompts_of({"input_ids": ids})[0].sum())
+                else:
+                    last, logits = _decided(model, ids, prompt.shape[1])
                 with model.disable_adapter():
                     dense = model(ids, use_cache=False).logits
                 run = run_data(
                     last, 0, tokenizer, ids[0].tolist(),
                     loss=losses_by_position(logits, ids)[0],
                     dense_loss=losses_by_position(dense, ids)[0],
-                    prompt_length=prompt.shape[1] if sample.new_tokens else None,
+                    prompt_length=read,
                 )  # fmt: skip
                 text["runs"].append(run | {"budget": float(budget)})
     if last is None:
