@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from models import FAMILY_NAMES, build_base, decoder_layers, tokens
 
 from hf_depthroute import DepthRouteConfig, calibrate, get_depth_routed_model, record_routes
-from hf_depthroute.inference.fitting import fit_branches, fit_memory
+from hf_depthroute.inference.fitting import fit_branch, fit_branches, fit_memory
+from hf_depthroute.parts.branches import LowRankBranch
 from hf_depthroute.parts.memory import NgramMemory, suffixes
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import full_depth
@@ -206,6 +207,23 @@ def test_a_fitted_memory_brings_text_that_it_has_not_seen_closer_to_the_dense_mo
             with model.disable_adapter():
                 far[name] = float(F.mse_loss(close, model(input_ids=other).logits))
     assert far["memory"] < 0.96 * far["lowrank"]
+
+
+def test_a_narrow_branch_gets_what_the_metric_says_matters() -> None:
+    """The update has a large part that costs nothing and a small one that does; there is room for one of them."""
+    generator = torch.Generator().manual_seed(0)
+    x_Nd = torch.randn(512, 8, generator=generator)
+    y_Nd = torch.zeros(512, 8)
+    y_Nd[:, 0], y_Nd[:, 1] = 10 * x_Nd[:, 2], x_Nd[:, 3]
+    costs_dd = torch.diag(torch.tensor([0.0, 1.0, *[0.0] * 6]))
+    missed = {}
+    for name, metric_dd in (("alike", None), ("by cost", costs_dd)):
+        branch = LowRankBranch(torch.nn.RMSNorm(8), 8, 1, bias=False)
+        branch.reset_parameters(generator)
+        fit_branch(branch, x_Nd, y_Nd, 0.01, metric_dd=metric_dd)
+        missed[name] = (y_Nd - branch.down(branch.features(x_Nd))).square().mean(0)
+    assert missed["alike"][0] < 1 and missed["alike"][1] > 0.9
+    assert missed["by cost"][0] > 90 and missed["by cost"][1] < 0.01
 
 
 def test_what_cannot_be_fitted_is_refused():

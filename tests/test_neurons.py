@@ -89,6 +89,23 @@ def test_a_fit_takes_the_neurons_with_the_most_energy_and_explains_more_than_the
     assert missed < 0.75
 
 
+def test_neurons_that_cost_nothing_are_not_chosen() -> None:
+    base = build_base("llama")
+    ffn = decoder_layers(base)[2].mlp
+    with torch.no_grad():
+        ffn.down_proj.weight[1:, 40:] *= 5  # of the stream's first channel alone is anything read
+        ffn.down_proj.weight[0, 40:] = 0
+    model = get_depth_routed_model(base, DepthRouteConfig(layers=[2], gate="none", branch="neurons", branch_rank=16))
+    (branch,) = branches(model)
+    x_Nd, weight_N = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)), torch.ones(64)
+    metric_dd = torch.zeros(32, 32)
+    metric_dd[0, 0] = 1.0
+    branch.choose(branch.energy(x_Nd, weight_N))
+    assert (branch.neurons >= 40).all()
+    branch.choose(branch.energy(x_Nd, weight_N, metric_dd))
+    assert (branch.neurons < 40).all()
+
+
 def test_what_was_fitted_is_saved_and_loads(tmp_path: Path) -> None:
     base = build_base("llama")
     config = DepthRouteConfig(layers="all", branch="neurons")

@@ -167,7 +167,7 @@ class Fits:
         routing = self.routings[index]
         branch = routing.depth_route_branch[routing.active_name()]
         memory: Any = routing.depth_route_memory._modules.get(routing.active_name())
-        _fit_branch(branch, rows, chosen_N)
+        _fit_branch(branch, rows, chosen_N, self.metrics[index])
         missed_Nd = rows.missed(branch)
         if memory is not None:
             missed_Nd = fit_memory(memory, rows.ngrams, missed_Nd, chosen_N)
@@ -222,13 +222,13 @@ class _Rows:
         return out
 
 
-def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor) -> None:
+def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor, metric_dd: torch.Tensor) -> None:
     """Fit the branch on the tokens in `chosen_N`, on all but the sinks where those are few."""
     if sum(each_of_all(int(chosen_N.sum()))) < max(FEWEST, 2 * branch.down.in_features):
         chosen_N = ~rows.sinks
     x_Nd = rows.normed[chosen_N]
     ridge = ridge_of(branch, sum(each_of_all(len(x_Nd))), x_Nd.shape[1])
-    fit_branch(branch, x_Nd, rows.update[chosen_N], ridge, rows.norms[chosen_N])
+    fit_branch(branch, x_Nd, rows.update[chosen_N], ridge, rows.norms[chosen_N], metric_dd=metric_dd)
 
 
 def _cheaper_half(rows: _Rows, missed_N: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ..parts.targets import TARGETS
 from ..routing.routing import Routing
 from .bar import FitBar
 from .layer_walk import LayerWalk
-from .sensitivity import text_gradients
+from .sensitivity import stream_metrics, text_gradients
 from .text import Batches
 
 _DRAWS = 4  # of the text behind a prompt, whose gradients price the options
@@ -65,6 +65,8 @@ class Search:
     Attributes:
         found: By layer index and option.
         branches: The fitted branches, the same way.
+        metrics: `stream_metrics` of each layer, by what a change in a prompt costs the text behind it; None where it
+            costs nothing.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class Search:
         self._behind = sum(each_of_all(sum(int(behind.sum()) for _, behind in masks[self._fitted :])))
         counted = [behind for _, behind in masks[self._fitted :]]
         self._gradients = text_gradients(model, held_out, counted, seed, _DRAWS)
+        metrics = stream_metrics(self._gradients, self._cheap[self._fitted :], active_routings(model)[0].width)
+        self.metrics = [metric if metric.any() else None for metric in metrics]
         self._walk = LayerWalk(model, batches)
         saved = _savings(model, length, tail)
         states = self._walk.first()
@@ -104,7 +108,7 @@ class Search:
             kind = option.target, option.branch
             if kind not in rows:
                 rows[kind] = rows_of(branch, paths[option.target][: self._fitted], self._walk.real[: self._fitted])
-            r2 = fit_on(branch, rows[kind])
+            r2 = fit_on(branch, rows[kind], self.metrics[index])
             if option.target not in gates:
                 gates[option.target] = self._sink_gate(paths[option.target])
             sinks = gates[option.target]
@@ -177,12 +181,12 @@ def rows_of(branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], real: lis
     return Rows(torch.cat(x)[~sinks_N], torch.cat(update)[~sinks_N], norms_N[~sinks_N])
 
 
-def fit_on(branch: Any, rows: Rows) -> float:
-    """Fit a branch; the share of the update that it explains."""
+def fit_on(branch: Any, rows: Rows, metric_dd: torch.Tensor | None) -> float:
+    """Fit a branch to what matters by the metric; the share of the update that it explains."""
     if isinstance(branch, NeuronBranch) and rows.energy is None:
-        rows.energy = branch.energy(rows.x_Nd, 1 / rows.norms_N.square())
+        rows.energy = branch.energy(rows.x_Nd, 1 / rows.norms_N.square(), metric_dd)
     ridge = ridge_of(branch, sum(each_of_all(len(rows.x_Nd))), rows.x_Nd.shape[1])
-    return 1 - fit_branch(branch, rows.x_Nd, rows.y_Nd, ridge, rows.norms_N, rows.energy)
+    return 1 - fit_branch(branch, rows.x_Nd, rows.y_Nd, ridge, rows.norms_N, rows.energy, metric_dd)
 
 
 def real_rows(streams: list[torch.Tensor], walk: LayerWalk) -> torch.Tensor:

@@ -138,9 +138,10 @@ def fit_prompts(
         for routing in active_routings(routed):
             held = routing.depth_route_branch[routing.active_name()]
             held.load_state_dict(branches[routing.layer_index].state_dict())
+        metrics = search.metrics
         del search, branches
         bar.phase("the chosen ones")
-        r2 = _refit(routed, own_part(text), tail, bar)
+        r2 = _refit(routed, own_part(text), tail, metrics)
         dense_R, loss_R, kl_R = _behind(routed, own_part(held_out))
     more_R = loss_R - dense_R
     record = {
@@ -173,7 +174,7 @@ def _bar(model: PeftModel, text: Batches, held_out: Batches, shown: bool | None)
     return FitBar(stack_of(model).layers, searched + 2 * fitted + 2 * held, searched, shown)
 
 
-def _refit(model: PeftModel, text: Batches, tail: int, bar: FitBar) -> dict[int, float]:
+def _refit(model: PeftModel, text: Batches, tail: int, metrics: list[torch.Tensor | None]) -> dict[int, float]:
     """Fit the branches again, layer by layer, to what leads from the routed model's stream back to the dense model's.
 
     So a branch makes up for its own layer, and for as much of what those before it have lost as can be told.
@@ -195,7 +196,7 @@ def _refit(model: PeftModel, text: Batches, tail: int, bar: FitBar) -> dict[int,
         gate: Any = routing.depth_route_gate[routing.active_name()]
         gate.set_bound(real_rows([call.stream for call in calls], walk))
         skipped = [mask & (gate(call.stream)["scores"] < 0) for call, mask in zip(calls, cheap)]
-        r2[index] = fit_on(branch, rows_of(branch, list(zip(calls, wanted_fulls)), walk.real))
+        r2[index] = fit_on(branch, rows_of(branch, list(zip(calls, wanted_fulls)), walk.real), metrics[index])
         states = [
             call.finish(torch.where(mask[..., None], call.cheap(), call.full())) for call, mask in zip(calls, skipped)
         ]

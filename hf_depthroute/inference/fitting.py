@@ -46,13 +46,15 @@ def fit_branch(
     ridge: float,
     norms_N: torch.Tensor | None = None,
     energy_m: torch.Tensor | None = None,
+    metric_dd: torch.Tensor | None = None,
 ) -> float:
     """Set a branch so that its output comes close to `y`.
 
     A branch of neurons takes those with the most energy (`NeuronBranch.choose`). A low-rank branch's `up` gets
     the directions of `x` from which `y` is predicted best by a linear map of the branch's rank; it stays as it is where
-    there are fewer than two tokens for each of its inputs, and in a SwiGLU branch. `down` is then the ridge solution;
-    of neurons, the penalty is on what is added to the FFN's own output.
+    there are fewer than two tokens for each of its inputs, and in a SwiGLU branch. What is best is told by `metric`.
+    `down` is then the ridge solution, whatever the metric; of neurons, the penalty is on what is added to the FFN's own
+    output.
 
     Args:
         branch: A `LowRankBranch`, a `SwiGLUBranch` or a `NeuronBranch`.
@@ -62,6 +64,8 @@ def fit_branch(
         norms_N: How large the stream behind the full path is; the next norm divides by it, and so the squared error of
             a row is divided by its square. None: all rows alike.
         energy_m: `NeuronBranch.energy` of these rows, where it is known.
+        metric_dd: `L`, where an error `e` costs `|e L|^2`: a branch is too narrow for all of `y`, so it gets what
+            matters. None: all directions alike.
 
     Returns:
         `sum |y - branch(x)|^2 / sum |y|^2`, both divided so; 0 where there is nothing to imitate.
@@ -70,9 +74,13 @@ def fit_branch(
     y_Nd = y_Nd * scale_N1
     rank, count = branch.down.in_features, sum(each_of_all(len(x_Nd)))
     if isinstance(branch, NeuronBranch):
-        branch.choose(branch.energy(x_Nd, scale_N1.squeeze(1).square()) if energy_m is None else energy_m)
+        if energy_m is None:
+            energy_m = branch.energy(x_Nd, scale_N1.squeeze(1).square(), metric_dd)
+        branch.choose(energy_m)
     elif type(branch) is LowRankBranch and count >= 2 * max(rank, x_Nd.shape[1]):
         gram, cross = moments(x_Nd * scale_N1, y_Nd)
+        if metric_dd is not None:
+            cross = cross @ metric_dd.to(cross)
         directions = leading_directions(gram, cross, min(rank, len(cross.T)), ridge)
         weight = total(scale_N1.double().square().sum())
         sizes = ((directions @ gram) * directions).sum(1).div(weight).sqrt().clamp(min=1e-30)

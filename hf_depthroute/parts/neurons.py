@@ -115,19 +115,24 @@ class NeuronBranch(Deriving):
         return len(self._maps()) * len(self.neurons) * self.down.out_features
 
     @torch.no_grad()
-    def energy(self, x_Nd: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
-        """`sum_n weight_n h_nj^2 |W_down[:, j]|^2` of every neuron of the FFN, `[m]`; of many rows, some are read."""
+    def energy(self, x_Nd: torch.Tensor, weight_N: torch.Tensor, metric_dd: torch.Tensor | None = None) -> torch.Tensor:
+        """`sum_n weight_n h_nj^2 |W_down[:, j] L|^2` of every neuron of the FFN, `[m]`; of many rows, some are read.
+
+        Without a metric `L`, which says what an error costs, it is the identity.
+        """
         step = max(1, len(x_Nd) // _READ)
         x_Nd, weight_N = x_Nd[::step], weight_N[::step]
         parts = zip(x_Nd.split(_ROWS), weight_N.split(_ROWS))
         energy_m = total(sum((w @ self._whole(x).float().square() for x, w in parts), torch.zeros(())))
         down: Any = self._base[1].down_proj
         if isinstance(down, nn.Linear) and is_whole(down.weight):
-            size_m = down.weight.float().square().sum(0)
+            output_md = down.weight.T.float()
         else:
             units = torch.eye(len(energy_m), dtype=_dtype_of(self._base[1], x_Nd), device=x_Nd.device)
-            size_m = (down(units) - down(torch.zeros_like(units[:1]))).float().square().sum(1)
-        return energy_m * size_m.to(energy_m)
+            output_md = (down(units) - down(torch.zeros_like(units[:1]))).float()
+        if metric_dd is not None:
+            output_md = output_md @ metric_dd.to(output_md)
+        return energy_m * output_md.square().sum(1).to(energy_m)
 
     @torch.no_grad()
     def choose(self, energy_m: torch.Tensor) -> None:
