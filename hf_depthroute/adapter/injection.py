@@ -89,7 +89,10 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     last, ids, starts = None, None, None
     steps: Mapping[nn.Module, Step] | None = None
     tail = max([0, *(config.last_in_full for config in active.values() if config.phases == "prefill")])
-    if inputs.shape[1] > tail > 0:
+    in_full = stack.state.settings.in_full
+    if tail > 0 and in_full is not None:
+        last = _of_shape(in_full, inputs, real)
+    elif inputs.shape[1] > tail > 0:
         last = last_tokens_of(inputs, real, kwargs, tail)
     if any(config.has_memory for config in active.values()):
         ids, starts = token_ids_of(inputs, kwargs)
@@ -103,6 +106,13 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         _handed_down.set(context)
         return None
     return args, {**kwargs, CONTEXT: context}
+
+
+def _of_shape(in_full: torch.Tensor, inputs: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    if in_full.shape != inputs.shape[:2]:
+        raise ValueError(f"in_full has shape {tuple(in_full.shape)}, the input {tuple(inputs.shape[:2])}")
+    in_full = in_full.to(inputs.device)
+    return in_full if real is None else in_full & real
 
 
 def _receive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,6 +28,7 @@ from ..fitting.text import FitWarning
 from ..inference import calibration
 from ..training.arguments import RoutingArguments
 from ..training.presets import find_preset
+from ..training.prompts import collate_behind_prompts
 from ..training.record import record_of, remember_training
 from ..training.trainer import DepthRouteTrainer, DepthRouteTrainingArguments
 from . import loading
@@ -260,7 +261,8 @@ def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, An
     """Train, from `checkpoint` on if there is one (of the last step, it is only loaded); what the Trainer logged."""
     remember_training(model, record_of(model) | {ARGUMENTS: _arguments_of(run)})  # checkpoints are saved with it
     with refused("training arguments: ", _ARGUMENT_ERRORS):
-        collator = transformers.default_data_collator
+        prompts_alone = model.active_peft_config.phases == "prefill"
+        collator = collate_behind_prompts if prompts_alone else transformers.default_data_collator
         trainer = DepthRouteTrainer(model=model, args=run.arguments, train_dataset=run.blocks, data_collator=collator)
     state = None if checkpoint is None else trainer.state.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     if state is not None and state.global_step >= run.arguments.max_steps:  # the Trainer would take another step

@@ -109,8 +109,8 @@ class RoutingFields:
             from a table that training tracks and `calibrate` sets.
         scale_by_gate: Multiply the full path's update by `p`, in training and in inference (Mixture-of-Depths).
         phases: What inference routes: `"all"` tokens, or those of the `"prefill"` only. Then, of every forward pass,
-            the last tokens of each sequence run in full, and so does everything that is generated. Training is the
-            same with both.
+            the last tokens of each sequence run in full, and so does everything that is generated. In training that is
+            what has a label, behind a prompt without labels (-100); without such a prompt, all tokens are routed.
         prompt_tail: With phases prefill, how many of a sequence's last tokens run in full; by default one. The text
             behind a prompt reads most from them. `fit_router` of prompts takes 64 where none are asked for.
         causal_rule: What decides at inference: `"quantile"` (the score against the threshold) or `"predictor"`

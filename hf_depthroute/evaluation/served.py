@@ -9,14 +9,13 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..data.batches import prompts_of
 from ..inference.calibration import active_routings
-from ..routing.trace import RouteTrace, full_depth, record_routes, replay_routes
+from ..routing.trace import RouteTrace, full_depth, record_routes, run_in_full
 
 Request = tuple[Any, list[int], list[int]]
 
@@ -55,17 +54,9 @@ def read_behind_prompts(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[
     Returns:
         The decisions, which are for full behind a prompt and at its end, and the logits `[B, T, V]`.
     """
-    tail = active_routings(model)[0].active_config().prompt_tail or 1
-    cheap_BT, _ = prompts_of(batch, tail)
-    with record_routes(model) as trace:  # decisions are causal, so those about the prompt are the prompt's alone
-        model(**batch, use_cache=False, logits_to_keep=1)
-    decided = {}
-    for index, record in trace.items():
-        in_full = ~cheap_BT.view(*cheap_BT.shape, *[1] * (record.mask.ndim - 2))
-        decided[index] = replace(record, mask=record.mask | in_full.to(record.mask.device))
-    forced = RouteTrace(decided)
-    with replay_routes(model, forced):
-        return forced, model(**batch, use_cache=False).logits
+    cheap_BT, _ = prompts_of(batch, active_routings(model)[0].active_config().last_in_full)
+    with run_in_full(model, ~cheap_BT), record_routes(model) as trace:
+        return trace, model(**batch, use_cache=False).logits
 
 
 @torch.no_grad()

@@ -119,9 +119,10 @@ def plan_of(
     executor = settings.executor
     if routing.tuned and executor == "auto" and not GATES[config.gate_of(routing.layer_index)].static:
         executor = routing.tuned.get((name, *shape_class(*rows)), executor)
-    prompts_only = config.phases == "prefill" and not training and settings.selection is None
+    told = settings.in_full is not None
+    prompts_only = config.phases == "prefill" and (told or (not training and settings.selection is None))
     last_tokens = last_tokens if prompts_only else None
-    only_last = prompts_only and rows[1] <= config.last_in_full
+    only_last = prompts_only and not told and rows[1] <= config.last_in_full
     now = None
     if not (training or settings.recorders or settings.replay is not None):
         controller: Any = routing.depth_route_controller._modules.get(name)
@@ -266,9 +267,10 @@ def decide(
     Raises:
         ValueError: The decision to replay has another shape.
     """
-    mask, probs = _by_rule(plan, layer_index, scores, token_mask, predicted, experts)
     if plan.last_tokens is None:
-        return mask, probs
+        return _by_rule(plan, layer_index, scores, token_mask, predicted, experts)
+    routed = ~plan.last_tokens if token_mask is None else token_mask & ~plan.last_tokens
+    mask, probs = _by_rule(plan, layer_index, scores, routed, predicted, experts)
     last = plan.last_tokens if scores.ndim == 2 else plan.last_tokens[..., None]
     if plan.replayed is None:
         mask = mask | last

@@ -36,6 +36,8 @@ class RunSettings:
         executor: How inference runs the routed part: `"auto"`, or a row of `execution.executors.EXECUTORS`.
         observed: What losses want to know of both paths in training, by the name that a record has it under.
         budget: Overrides the adapter's budget and a training schedule's.
+        in_full: Bool `[B, T]`, the tokens of an input that run in full with `phases="prefill"`, in training too: the
+            end of a prompt, and the text that stands behind it. None: the last ones of every sequence, in inference.
     """
 
     layers: frozenset[int] | None = None
@@ -45,6 +47,7 @@ class RunSettings:
     executor: str = "auto"
     observed: Mapping[str, PathMetric] = field(default_factory=dict)
     budget: float | None = None
+    in_full: Tensor | None = None
 
 
 class Changes(TypedDict, total=False):
@@ -57,6 +60,7 @@ class Changes(TypedDict, total=False):
     executor: str
     observed: Mapping[str, PathMetric]
     budget: float | None
+    in_full: Tensor | None
 
 
 class RunState:

@@ -219,6 +219,21 @@ def replay_routes(model: nn.Module, trace: RouteTrace) -> Iterator[None]:
         yield
 
 
+def run_in_full(model: nn.Module, tokens: torch.Tensor) -> AbstractContextManager[None]:
+    """Inside the block these tokens run in full with `phases="prefill"`, in place of the last ones of every sequence.
+
+    So a prompt and the text behind it are read in one forward pass, as they are served in several; in training, too.
+
+    Args:
+        model: A model with routed layers.
+        tokens: Bool `[B, T]`, in the shape of the input: the end of the prompt, and all that stands behind it.
+
+    Raises:
+        ValueError: `model` has no routed layer. A forward pass raises it when `tokens` does not have its shape.
+    """
+    return state_of(model).override(in_full=tokens)
+
+
 def full_depth(model: nn.Module) -> AbstractContextManager[None]:
     """Inside the block every layer of `model` runs in full; adapters of other methods stay on. Not its draft views.
 

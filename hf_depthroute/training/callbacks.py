@@ -26,6 +26,7 @@ from ..routing.stack import routed_stack, state_of
 from .arguments import RoutingArguments
 from .log_lines import missed_budget, print_lines
 from .objective import RoutingObjective
+from .prompts import as_served
 from .record import known, remember_training, training_record
 
 logger = logging.getLogger(__name__)
@@ -130,12 +131,14 @@ def routed_loss(
     Raises:
         ValueError: The loss came from no forward pass of the routed model that has gradients.
     """
+    served = as_served(objective.model, inputs)
     if not model.training:
-        return plain(model, inputs, return_outputs, num_items_in_batch)
+        with served:
+            return plain(model, inputs, return_outputs, num_items_in_batch)
     labels = inputs.get("labels")  # the Trainer may pop them
     # A `compute_loss` other than the Trainer's may run the model again to have outputs, or make no logits at all.
     asks = return_outputs or is_standard(plain)
-    with objective.watching() as watched, _as_deployed(trainer, objective.model):
+    with objective.watching() as watched, _as_deployed(trainer, objective.model), served:
         with fused or nullcontext():
             found = plain(model, inputs, asks, num_items_in_batch)
         lm, outputs = found if asks else (found, None)

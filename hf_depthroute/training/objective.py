@@ -22,6 +22,7 @@ from .arguments import LOSSES, RoutingArguments
 from .forks import Prefix, observe_prefix
 from .losses import LossInputs, diagnostics, routing_losses
 from .oracle import LabelScale, prefix_utility
+from .prompts import of_prompts
 from .trace_statistics import stack
 
 _WATCHED_BATCHES = 64  # of one optimizer step; what a loop without a callback leaves does not pile up
@@ -95,7 +96,7 @@ class RoutingObjective:
         Raises:
             ValueError: A term with a weight lacks what it needs.
         """
-        a, trace, prefix = self.arguments, watched.trace, watched.prefix
+        a, trace, prefix = self.arguments, of_prompts(self.model, watched.trace), watched.prefix
         due: dict[str, Any] = {}
         if prefix is not None:
             if labels is None:
@@ -103,7 +104,7 @@ class RoutingObjective:
             if a.distill_weight > 0 and logits is None:
                 raise ValueError("the distill loss needs the model's logits; turn off what removes them")
             due = self._refreshed(prefix, labels)
-        given = vars(watched) | {"lm": lm, "labels": labels, "logits": logits} | due
+        given = vars(watched) | {"trace": trace, "lm": lm, "labels": labels, "logits": logits} | due
         terms = routing_losses(**given, weights=a.weights())
         for routing in gated_routings(self.model):
             self._count(routing, trace[routing.layer_index])

@@ -1,0 +1,159 @@
+"""Adapters that route prompts alone train on the text behind them, in one pass that is what serving does in several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import build_routed, tokens
+from peft import PeftModel
+from text_models import save_base, write_text
+from training import assert_same_tensors, gradients, make_trainer, training_arguments
+
+from hf_depthroute import DepthRouteTrainer, record_routes
+from hf_depthroute.cli import main
+from hf_depthroute.routing.trace import full_depth, run_in_full
+from hf_depthroute.training.prompts import collate_behind_prompts, in_full
+
+PROMPT, LENGTH = 8, 14
+
+
+def row(seed: int = 0) -> dict[str, torch.Tensor]:
+    """A prompt of 8 tokens without labels, and an answer of 6."""
+    (ids,) = tokens(1, LENGTH, seed)
+    labels = ids.clone()
+    labels[:PROMPT] = -100
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def as_it_serves(model: PeftModel, ids: torch.Tensor) -> torch.Tensor:
+    """Logits that predict the answer: the prompt is read alone, and the answer in full behind it."""
+    read = model(input_ids=ids[:, :PROMPT], use_cache=True)
+    with full_depth(model):
+        rest = model(input_ids=ids[:, PROMPT:], past_key_values=read.past_key_values)
+    return torch.cat([read.logits[:, -1:], rest.logits[:, :-1]], dim=1)
+
+
+@pytest.mark.parametrize("target", ["ffn", "attention", "block"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_one_pass_is_what_serving_does_in_two(family: str, target: str) -> None:
+    model = build_routed(family, target, phases="prefill", prompt_tail=3)
+    ids = torch.stack([row(0)["input_ids"], row(1)["input_ids"]])
+    forced = torch.zeros(2, LENGTH, dtype=torch.bool)
+    forced[:, PROMPT - 3 :] = True
+    with torch.no_grad():
+        expected = as_it_serves(model, ids)
+        with run_in_full(model, forced), record_routes(model) as trace:
+            found = model(input_ids=ids, use_cache=False).logits[:, PROMPT - 1 : -1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert all(record.mask[:, PROMPT - 3 :].all() for record in trace.values())
+    assert not all(record.mask[:, : PROMPT - 3].all() for record in trace.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_has_the_gradients_of_what_is_served(checkpointing: bool, tmp_path: Path) -> None:
+    model = build_routed("llama", "ffn", gate="none", phases="prefill", prompt_tail=2)
+    fields = {"per_device_train_batch_size": 1, "max_steps": 1, "gradient_checkpointing": checkpointing}
+    with torch.enable_grad():
+        logits = as_it_serves(model, row()["input_ids"][None])
+        F.cross_entropy(logits[0], row()["input_ids"][PROMPT:]).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    trainer, kept = make_trainer(model, [row()], tmp_path, **fields)
+    trainer.train()
+    assert_same_tensors(kept.steps[0], expected, tolerance=1e-5)
+    assert any(gradient.abs().max() > 1e-6 for gradient in expected.values())
+
+
+def test_the_loss_of_an_evaluation_is_that_of_the_answer_behind_its_prompt(tmp_path: Path) -> None:
+    model = build_routed("llama", "block", phases="prefill", prompt_tail=2)
+    with torch.no_grad():
+        expected = F.cross_entropy(as_it_serves(model, row()["input_ids"][None])[0], row()["input_ids"][PROMPT:])
+    trainer = DepthRouteTrainer(model=model, args=training_arguments(tmp_path), eval_dataset=[row()])
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_what_no_gate_decided_is_in_no_loss(tmp_path: Path) -> None:
+    """The share that a budget is held to is that of the prompt's tokens which were routed."""
+    model = build_routed("llama", "ffn", phases="prefill", prompt_tail=2)
+    trainer = DepthRouteTrainer(
+        model=model,
+        args=training_arguments(tmp_path, max_steps=1, per_device_train_batch_size=1),
+        train_dataset=[row()],
+    )
+    seen: list[dict[int, Any]] = []
+    call = trainer.routing_objective.__class__.__call__
+
+    def watched(objective: Any, lm: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(dict(inputs.trace))
+        return call(objective, lm, inputs, *args, **kwargs)
+
+    trainer.routing_objective.__class__.__call__ = watched  # type: ignore[method-assign]
+    try:
+        trainer.train()
+    finally:
+        trainer.routing_objective.__class__.__call__ = call  # type: ignore[method-assign]
+    shares = [record.mask[0, : PROMPT - 2].float().mean() for record in seen[0].values()]
+    (logged,) = [entry for entry in trainer.state.log_history if "loss_budget" in entry]
+    found = [value for name, value in logged.items() if name.startswith("full_ratio")]
+    assert found and sum(found) / len(found) == pytest.approx(float(sum(shares) / len(shares)), abs=1e-5)
+
+
+def test_which_tokens_have_to_run_in_full() -> None:
+    no = -100
+    labels = torch.tensor(
+        [
+            [no, no, no, no, 5, 6, 7, no],  # a prompt of four, an answer, padding
+            [no, no, 5, 6, no, no, 7, 8],  # two turns
+            [4, 5, 6, 7, 8, 9, 8, 7],  # plain text: all tokens are routed
+            [no, 5, 6, 7, 8, 9, 8, no],  # plain text, too, without the label that nothing predicts, and padding
+        ]
+    )
+    mask = torch.ones_like(labels)
+    mask[[0, 3], -1] = 0
+    found = in_full({"input_ids": labels, "labels": labels, "attention_mask": mask}, tail=2)
+    assert found.long().tolist() == [
+        [0, 0, 1, 1, 1, 1, 1, 1],
+        [1, 1, 1, 0, 1, 1, 1, 1],
+        [0, 0, 0, 0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+
+
+def test_documents_that_are_packed_are_no_prompts() -> None:
+    """A collator without padding leaves out the first label of every document, which no token predicts."""
+    labels = torch.tensor([[-100, 5, 6, 7, -100, 9, 8, 7]])
+    batch = {
+        "input_ids": labels.clamp(min=0),
+        "labels": labels,
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]),
+    }
+    assert not in_full(batch, tail=1).any()
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    model = build_routed("llama", phases="prefill")
+    forced = torch.ones(1, 3, dtype=torch.bool)
+    with run_in_full(model, forced), pytest.raises(ValueError, match=r"has shape \(1, 3\), the input \(1, 8\)"):
+        model(tokens(1, 8))
+
+
+def test_plain_text_is_labelled_behind_two_thirds() -> None:
+    (ids,) = tokens(1, 9)
+    batch = collate_behind_prompts([{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}])
+    assert batch["labels"].tolist() == [[-100] * 6 + ids[6:].tolist()]
+
+
+def test_the_command_trains_prompts_on_the_text_behind_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, text = save_base(tmp_path / "base"), write_text(tmp_path / "text.txt")
+    common = ("--model", base, "--dataset", text, "--length", 18, "--batch-size", 2, "--steps", 3)
+    given = (*common, "--phases", "prefill", "--prompt-tail", 2, "--logging-steps", 1, "--out", tmp_path / "out")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *map(str, given)])
+    assert not ended.value.code, capsys.readouterr().err
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert all(evaluated["behind_prompts"] for evaluated in record["evaluation"]) and record["evaluation"]
