@@ -124,11 +124,10 @@ def test_serve_without_vllm_says_what_to_install(saved: Path, monkeypatch: pytes
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "target": {"target": "block"},
+    "target": {"target": "attention"},
     "granularity": {"granularity": "sequence"},
     "gate": {"gate": "exit", "target": "block", "branch": "none"},
-    "target_pattern": {"target_pattern": {1: "block"}},
-    "rank_pattern": {"rank_pattern": {1: 4}},
+    "branch_pattern": {"branch_pattern": {1: "memory"}},
     "causal_rule": {"causal_rule": "predictor"},
     "modules_to_save": {"modules_to_save": ["lm_head"]},
 }
@@ -141,10 +140,19 @@ def test_an_adapter_that_would_give_other_tokens_is_refused(field: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("target", ["attention", "block", "experts"])
+@pytest.mark.parametrize("target", ["attention", "experts"])
 def test_a_target_is_refused_with_its_reason(target: str) -> None:
     with pytest.raises(ConfigError, match=rf"target='{target}' is not served by vLLM: (vLLM|the attention)"):
         check_adapter(DepthRouteConfig(target=target))
+
+
+def test_layers_may_differ_as_a_fit_for_prompts_leaves_them() -> None:
+    check_adapter(
+        DepthRouteConfig(
+            layers=[1, 2, 3], target="block", gate="sinks", budget=0.001, phases="prefill", prompt_tail=64,
+            target_pattern={2: "attention", 3: "ffn"}, branch_pattern={3: "neurons"}, rank_pattern={3: 8},
+        )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from ports import free_port
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_depthroute import DepthRouteConfig, calibrate, fit_router, get_depth_routed_model
+from hf_depthroute.routing.stack import routings_of
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vLLM: run `make vllm`", allow_module_level=True)
@@ -212,6 +213,59 @@ def test_prompts_alone_are_routed_where_phases_say_so(llama: Case) -> None:
         assert generated_rows < full == entered[index] < generated_rows + 0.8 * (rows - generated_rows)
 
 
+def fitted_for_prompts(base: Any, folder: Path, place: Path, **fields: Any) -> Case:
+    """An adapter as a fit for prompts leaves it, layers differing; branches and neurons are drawn at random."""
+    config = DepthRouteConfig(
+        layers=[1, 2, 3], target="block", gate="sinks", budget=0.001, branch="lowrank", branch_rank=8, phases="prefill",
+        prompt_tail=4, target_pattern={2: "attention"}, branch_pattern={3: "neurons"}, rank_pattern={3: 24}, **fields,
+    )  # fmt: skip
+    model = get_depth_routed_model(base, config).eval()
+    generator = torch.Generator().manual_seed(0)
+    for routing in routings_of(model):
+        branch: Any = routing.depth_route_branch["default"]
+        branch.down.weight.data.copy_(0.05 * torch.randn(branch.down.weight.shape, generator=generator))
+        if routing.layer_index == 3:
+            branch.choose(torch.rand(routing.ffn_width, generator=generator))
+    return Case(folder, place, model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enforce_eager": False}, {"tensor_parallel_size": 2}],
+    ids=["eager", "compiled", "two processes"],
+)
+def test_a_fit_for_prompts_is_served_as_generate_has_it(options: dict[str, Any], tmp_path: Path) -> None:
+    """Attention is computed for every row; the rows that enter an FFN are those that run it."""
+    base = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
+    case = fitted_for_prompts(base, tmp_path, EMBEDDED)
+    given = {"enable_prefix_caching": False, "max_num_batched_tokens": 2048} | options
+    (answer,) = serve(tmp_path, [case.engine([case.together, case.alone], given)])
+    case.check(answer)
+    rows = 2 * sum(len(prompt) + NEW_TOKENS - 1 for prompt in case.prompts)
+    in_full = 2 * sum(min(len(prompt), 4) + NEW_TOKENS - 1 for prompt in case.prompts)
+    counted = answer["counted"][0]
+    assert {index: tuple(found) for index, found in counted.items()} == dict.fromkeys("123", (in_full, rows))
+    for entered in answer["entered"]:
+        assert entered == {"1": in_full, "2": rows, "3": in_full}
+
+
+FLEXIDEPTH = {"gate": "bottleneck", "branch": "swiglu", "selection": "threshold", "threshold": "budget"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"scale_by_gate": True}, FLEXIDEPTH, {"gate": "halting", "threshold": "budget"}],
+    ids=["hard", "scaled", "flexidepth", "halting"],
+)
+def test_whole_blocks_are_served(fields: dict[str, Any], tmp_path: Path) -> None:
+    case = calibrated_llama(tmp_path, target="block", **fields)
+    (answer,) = serve(tmp_path, [case.engine([case.together, case.alone], {"enable_prefix_caching": False})])
+    case.check(answer)
+    (entered,), (counted,) = answer["entered"], answer["counted"]
+    assert entered == {index: full for index, (full, _) in counted.items()}
+    assert all(0.2 * rows < full < 0.8 * rows for full, rows in counted.values())
+
+
 OWN = (0.25, None, 1.0, 0.75)  # budgets of requests, in turn; None: the server's
 
 
@@ -388,14 +442,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(family: str, folder: Path) -> Case:
+def random_base(family: str, folder: Path) -> Any:
     sizes = _SIZES | FAMILIES[family]
     if family == "gpt_neox":
         sizes.pop("num_key_value_heads")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     base = randomised(model, "eager", torch.float32, seed=0)  # with sdpa, Gemma 2 leaves its softcap out
     base.save_pretrained(folder / "base")
-    routed = get_depth_routed_model(base, DepthRouteConfig(layers=[1, 2, 3]))
+    return base
+
+
+def random_model(family: str, folder: Path) -> Case:
+    routed = get_depth_routed_model(random_base(family, folder), DepthRouteConfig(layers=[1, 2, 3]))
     make_consequential(routed)
     return Case(folder, folder / "base", routed.eval())
 
@@ -417,6 +475,15 @@ def test_a_family_continues_as_generate_does(family: str, families: dict[str, tu
     case.check(answer)
     (entered,), (counted,) = answer["entered"], answer["counted"]
     assert entered == {index: full for index, (full, _) in counted.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "cohere"])
+def test_a_fit_for_prompts_is_served_in_a_family(family: str, tmp_path: Path) -> None:
+    """Norms after a sublayer, attention and FFN side by side, a norm that counts from one."""
+    case = fitted_for_prompts(random_base(family, tmp_path), tmp_path, tmp_path / "base")
+    options = {"enable_prefix_caching": False, "max_num_batched_tokens": 2048}
+    (answer,) = serve(tmp_path, [case.engine([case.together], options)])
+    case.check(answer)
 
 
 def with_wide_heads(model: Any) -> Any:

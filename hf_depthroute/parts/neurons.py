@@ -98,6 +98,11 @@ class NeuronBranch(Deriving):
 
         return self.derived(made, "rows", *weights, *biases, self.neurons)
 
+    def reads(self) -> tuple[nn.Module | None, list[Any], Any]:
+        """The base's norm in front, its projections into the intermediate, and its activation."""
+        norm, ffn = self._base
+        return norm, self._maps(), ffn.act_fn
+
     def _maps(self) -> list[Any]:
         """The projections into the intermediate, the one before the activation first."""
         parts = self._base[1]._modules

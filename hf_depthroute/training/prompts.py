@@ -46,9 +46,9 @@ def collate_behind_prompts(rows: list[Any]) -> dict[str, Any]:
 def in_full(inputs: Mapping[str, Any], tail: int) -> torch.Tensor:
     """The tokens of a batch for training that run in full where prompts alone are routed, bool `[B, T]`.
 
-    They are those that predict a label, the last `tail` of the prompt before them, the one that predicts the first label
-    included, and what stands behind the last label. A prompt is what has no label, as a completion-only collator leaves
-    it; a conversation has several. A row whose every token has a label has no prompt: there, no token has to run in full.
+    They are those that predict a label, the last `tail` of the prompt before them, the one that predicts the first
+    label included, and what stands behind the last label. A prompt is what has no label, as a completion-only collator
+    leaves it; a conversation has several. A row whose every token has a label has no prompt: no token of it has to.
 
     Args:
         inputs: `input_ids` and `labels`, as in transformers, and optionally `attention_mask` and `position_ids`, each

@@ -9,7 +9,6 @@ from typing import Any, cast
 from .. import registration as registration
 from ..base.families import row_of, text_config
 from ..config.adapter import DepthRouteConfig
-from ..config.fields import PATTERNS
 from ..config.rules import ConfigError
 from ..parts.gates import GATES
 from ..parts.targets import TARGETS
@@ -17,7 +16,7 @@ from .settings import settings_of
 
 _PARTS = {  # that a target may skip
     "attention": "vLLM's attention reads and writes its paged cache in one call for all rows of a batch, so none can "
-    "be left out",
+    "be left out, and nothing else is",
     "experts": "vLLM runs the experts of a layer in one fused call of its own",
     "memory": "vLLM hands no token ids to its layers, and none of the tokens before those of a step",
 }
@@ -74,16 +73,9 @@ def check_adapter(config: DepthRouteConfig) -> None:
         ConfigError: What it is that cannot be served, and why.
     """
     gate = GATES[config.gate]
-    if not TARGETS[config.target].row_wise:
-        reasons = [_PARTS[part] for part in TARGETS[config.target].skips if part in _PARTS]
-        _refuse("target", config.target, next(iter(reasons), "only the FFN's rows can be left out there"))
-    for name in PATTERNS:
-        if getattr(config, name) is not None:
-            _refuse(name, getattr(config, name), "the operator there has one target and one branch for all layers")
-    if config.branch == "memory":
-        _refuse("branch", config.branch, _PARTS["memory"])
-    if config.branch == "neurons":
-        _refuse("branch", config.branch, "vLLM fuses the projections that it is made of")
+    _check_targets(config)
+    if "memory" in (config.branch, *(config.branch_pattern or {}).values()):
+        _refuse("branch", "memory", _PARTS["memory"])
     if config.granularity != "token":
         _refuse("granularity", config.granularity, "a batch there is one row that holds tokens of many requests")
     if gate.static or gate.exits or gate.reads_logits:
@@ -92,6 +84,15 @@ def check_adapter(config: DepthRouteConfig) -> None:
         _refuse("causal_rule", config.causal_rule, "only thresholds are")
     if config.modules_to_save:
         _refuse("modules_to_save", config.modules_to_save, "the base's weights are loaded by vLLM, not from an adapter")
+
+
+def _check_targets(config: DepthRouteConfig) -> None:
+    """FFNs have to be among what layers skip; where attention is, too, it is computed for all rows all the same."""
+    names = {config.target, *(config.target_pattern or {}).values()}
+    skipped = {part for name in names for part in TARGETS[name].skips}
+    if skipped == {"attention"} or not skipped <= {"attention", "ffn"}:
+        reasons = [_PARTS[part] for part in sorted(skipped) if part in _PARTS]
+        _refuse("target", config.target, next(iter(reasons), "only the FFN's rows can be left out there"))
 
 
 def check_base_config(config: Any) -> None:

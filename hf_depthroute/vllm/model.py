@@ -1,7 +1,7 @@
 """`DepthRoutedForCausalLM`: a base on vLLM's Transformers backend, with this library's adapter state in its layers.
 
 vLLM builds and loads the base as ever. The layers' class is then switched, as in a transformers model, to one whose
-`forward` runs the routed FFN in an operator; no hook and no wrapper is put around anything, and no weight is renamed.
+`forward` runs the routed part in an operator; no hook and no wrapper is put around anything, and no weight is renamed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .counts import RowLog
 from .limits import check_engine
 from .routings import load_routings
 from .settings import Settings, settings_of
-from .step import NAME, OPERATOR, FFNStep, served_forward
+from .step import NAME, OPERATOR, RoutedStep, served_forward
 
 
 class DepthRoutedForCausalLM(TransformersForCausalLM):
@@ -63,7 +63,7 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
             name = f"{prefix}depth_route.{index}"
             setattr(layer, NAME, name)
             budgets = compilation.static_forward_context.get(KEY)
-            compilation.static_forward_context[name] = FFNStep(layer, counts.get(index), budgets)
+            compilation.static_forward_context[name] = RoutedStep(layer, counts.get(index), budgets)
         if compilation.splitting_ops and OPERATOR not in compilation.splitting_ops:
             compilation.splitting_ops.append(OPERATOR)  # its shapes depend on data: no graph may hold it
 

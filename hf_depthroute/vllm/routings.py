@@ -19,6 +19,7 @@ from ..routing.routing import Routing
 from ..routing.stack import routings_of
 from ..routing.thresholds import NOT_FITTED
 from .limits import check_adapter, check_base_config, read_adapter
+from .neurons import own_neurons
 from .settings import Settings
 
 
@@ -41,7 +42,7 @@ def load_routings(settings: Settings, base_config: Any, base_files: Sequence[Pat
     check_base_config(base_config)
     config = read_adapter(settings.adapter)
     check_adapter(config)
-    dtype = torch.get_default_dtype()
+    dtype = torch.get_default_dtype()  # that vLLM builds the base in
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"):  # vLLM builds a model under another device and dtype
@@ -49,6 +50,7 @@ def load_routings(settings: Settings, base_config: Any, base_files: Sequence[Pat
                 base = AutoModelForCausalLM.from_config(copy.deepcopy(base_config))
             check_base(base, config.base_architecture or {}, base_files)
             model = PeftModel.from_pretrained(base, settings.adapter).eval().requires_grad_(False)
+            own_neurons(model.get_base_model(), routings_of(model), base_files, dtype)
     finally:
         torch.set_default_dtype(dtype)
     if settings.budget is not None:

@@ -1,4 +1,7 @@
-"""The routed FFN in one operator, which a compiler does not look into: skipped rows stay skipped.
+"""The routed part in one operator, which a compiler does not look into: skipped rows stay skipped.
+
+vLLM's attention reads and writes its paged cache in one call for all rows. So where a layer skips its attention, that is
+computed for every row before the operator, which leaves the update out of the rows that are skipped.
 
 Shapes: N rows of all requests of a batch, d model width. Streams are `[1, N, d]`, as vLLM's Transformers backend has
 them: one sequence as far as the layer can see, so decisions are about tokens only.
@@ -15,11 +18,12 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ..base.sublayers import attended, ffn_map, norm_of
+from ..base.sublayers import attended, attention_update, ffn_map, norm_of
 from ..execution.decode import DECODE_ROWS, supports_decode
 from ..execution.executors import executor_of
 from ..execution.layer import call_on_stream
 from ..execution.target import Target, target_of
+from ..execution.targets.attention import AttentionTarget
 from ..parts.branches import rms_of
 from ..parts.fused import FusedGateBranch, fuse
 from ..parts.rules import tail_mask
@@ -28,14 +32,14 @@ from ..routing.routing import ROUTING, Routing
 from .budgets import RequestBudgets
 from .counts import RowCount
 
-OPERATOR = "hf_depthroute::routed_ffn"
+OPERATOR = "hf_depthroute::routed"
 NAME = "depth_route_name"  # the attribute of a routed layer that the operator finds it by
 _KEPT = 64  # thresholds
 
 _library = torch.library.Library("hf_depthroute", "FRAGMENT")
 
 
-class FFNStep:
+class RoutedStep:
     """The operator's work for one layer.
 
     Args:
@@ -52,12 +56,12 @@ class FFNStep:
         self._joints: dict[str, FusedGateBranch | None] = {}
         self._thresholds: dict[RoutePlan, float] = {}
 
-    def __call__(self, stream: Tensor, normed: Tensor, batch: Any) -> Tensor:
-        """The stream after the FFN, or after the cheap branch, `[1, N, d]`.
+    def __call__(self, stream: Tensor, given: Tensor, batch: Any) -> Tensor:
+        """The stream after the routed part, or after the cheap branch, `[1, N, d]`.
 
         Args:
-            stream: Before the FFN, `[1, N, d]`; it is not changed.
-            normed: What the FFN reads, `[1, N, d]`.
+            stream: Before the routed part, `[1, N, d]`; it is not changed.
+            given: What the FFN reads, `[1, N, d]`; where the attention is routed, its update.
             batch: What vLLM's attention is told of the rows; None in a trial run, where that is not known.
         """
         layer: Any = self.layer
@@ -76,15 +80,15 @@ class FFNStep:
         bars = [] if len(plans) == 1 else [self._threshold_of(routing, plans[budget]) for budget in asked]
         ran: Tensor | int = rows if real is None else real  # rows in full
         joint = None
-        if generates and rows == real and rows <= DECODE_ROWS and plan.rule != "full":
+        if generates and rows == real and rows <= DECODE_ROWS and plan.rule != "full" and plan.target.row_wise:
             joint = self._joint_of(routing, plan)
         if plan.rule == "full":
-            out = stream + ffn_map(layer, routing.family)(normed)
+            out = self._in_full(routing, plan, stream, given)
         elif joint is not None:
             # To a layer, rows of one sequence are what one row of each of as many sequences is: `[N, 1, d]`.
             own = stream.transpose(0, 1).clone()
             bar = bars or self._threshold_of(routing, plan)
-            after, chosen = joint.run(own, bar, ffn_map(layer, routing.family), normed.transpose(0, 1))
+            after, chosen = joint.run(own, bar, ffn_map(layer, routing.family), given.transpose(0, 1))
             ran = len(chosen)
             out = after.transpose(0, 1)
         else:
@@ -93,14 +97,30 @@ class FFNStep:
                 token_mask = (torch.arange(rows, device=stream.device) < real)[None]
             if bars:
                 plan = replace(plan, threshold=_of_rows(bars, batch, rows, stream.device))
-            own = stream if routing.family.parallel else stream.clone()  # an executor may overwrite it
-            call = call_on_stream(layer, plan, target_of(plan), own, token_mask, {}, normed=normed)
-            call = replace(call, finishes=False)  # the layer runs what is parallel to the FFN
+            target = target_of(plan)
+            if isinstance(target, AttentionTarget):
+                call = call_on_stream(layer, plan, target, stream, token_mask, {})
+                out = target.from_update(call, given[call.mask])
+            else:
+                own = stream if routing.family.parallel else stream.clone()  # an executor may overwrite it
+                call = call_on_stream(layer, plan, target, own, token_mask, {}, normed=given)
+                call = replace(call, finishes=False)  # the layer runs what is parallel to the FFN
+                out = executor_of(call).run(call)
             ran = call.mask.sum()
-            out = executor_of(call).run(call)
         if self.count is not None and real is not None:
             self.count.add(ran, real)
         return out
+
+    def _in_full(self, routing: Routing, plan: RoutePlan, stream: Tensor, given: Tensor) -> Tensor:
+        """What the base computes, `[1, N, d]`."""
+        layer, family = self.layer, routing.family
+        ffn = ffn_map(layer, family)
+        if not plan.target.skips_attention:
+            return stream + ffn(given)
+        after = stream + given
+        if not plan.target.skips_ffn:
+            return after
+        return after + ffn(norm_of(layer, family, "ffn")(stream if family.parallel else after))
 
     def _joint_of(self, routing: Routing, plan: RoutePlan) -> FusedGateBranch | None:
         """Gate and branch as one product, where a decoding step of the library's own would have them so."""
@@ -151,12 +171,12 @@ def _of_rows(bars: list[float], batch: Any, rows: int, device: torch.device) -> 
     return torch.tensor(bars, device=device)[request_N][None]
 
 
-def _routed_ffn(stream: Tensor, normed: Tensor, layer_name: str) -> Tensor:
+def _routed(stream: Tensor, given: Tensor, layer_name: str) -> Tensor:
     context = get_forward_context()
     metadata = context.attn_metadata
     batch = next(iter(metadata.values())) if metadata else None  # one for each layer's attention, all of the same rows
-    step: FFNStep = context.no_compile_layers[layer_name]
-    return step(stream, normed, batch)
+    step: RoutedStep = context.no_compile_layers[layer_name]
+    return step(stream, given, batch)
 
 
 def _last_rows(batch: Any, rows: int, count: int) -> Tensor | None:
@@ -168,11 +188,11 @@ def _last_rows(batch: Any, rows: int, count: int) -> Tensor | None:
     return last if count == 1 else tail_mask(last, count)
 
 
-def _shape_only(stream: Tensor, normed: Tensor, layer_name: str) -> Tensor:
+def _shape_only(stream: Tensor, given: Tensor, layer_name: str) -> Tensor:
     return torch.empty_like(stream)
 
 
-direct_register_custom_op("routed_ffn", _routed_ffn, fake_impl=_shape_only, target_lib=_library)
+direct_register_custom_op("routed", _routed, fake_impl=_shape_only, target_lib=_library)
 
 
 def served_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -183,9 +203,16 @@ def served_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         return layer._base_forward(hidden_states, **kwargs)
     family, h = routing.family, hidden_states
     target = cast(Target, routing.active_target())
+    if target.skips_attention:
+        update = attention_update(layer, family, target.norm(layer, family, h), kwargs)
+        out = torch.ops.hf_depthroute.routed(h, update, getattr(layer, NAME))
+        if not target.skips_ffn:
+            read = h if family.parallel else out
+            out = out + ffn_map(layer, family)(norm_of(layer, family, "ffn")(read))
+        return (out, None) if family.returns_weights else out
     stream = target.enter(layer, family, h, kwargs)
     normed = target.norm(layer, family, stream)  # here a compiler joins it to what is around it
-    out = torch.ops.hf_depthroute.routed_ffn(stream, normed, getattr(layer, NAME))
+    out = torch.ops.hf_depthroute.routed(stream, normed, getattr(layer, NAME))
     if family.parallel:
         out = attended(layer, family, out, h, kwargs)
     return (out, None) if family.returns_weights else out

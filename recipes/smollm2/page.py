@@ -20,7 +20,8 @@ KINDS = {
     "pruned": "last {1} layers without {0}, nothing in its place",
     "shortgpt": "ShortGPT's {} least influential blocks left out",
     "all": "all tokens routed, branch {}, keep {}, seed {}",
-    "trained": "all tokens routed, branch {0}, keep {1}, branches trained {4} steps of 256 tokens, seed {2}",
+    "prompts trained": "fitted for prompts, keep {0}, branches trained {3} steps of 512 tokens, seed {1}",
+    "all trained": "all tokens routed, branch {0}, keep {1}, branches trained {4} steps of 256 tokens, seed {2}",
     "static": "the best {1} FFNs to replace for every token, branch {0}",
 }
 
@@ -33,7 +34,7 @@ def results(folder: str = MAIN) -> dict[str, Any]:
 
 def label(part: str) -> str:
     kind, *rest = part.split("-")
-    kind = "trained" if "trained" in rest else kind
+    kind = f"{kind} trained" if "trained" in rest else kind
     parts = {"block": "the whole block", "ffn": "the FFN"}
     return KINDS[kind].format(*(parts.get(word, word) for word in rest))
 
@@ -124,7 +125,7 @@ def told() -> list[str]:
     measured, found = times(), []
     by_keep: dict[str, list[str]] = {}
     for part in results():
-        if part.startswith("prompts-"):
+        if part.startswith("prompts-") and "trained" not in part:
             by_keep.setdefault(part.split("-")[1], []).append(part)
     for parts in dict(sorted(by_keep.items(), reverse=True)).values():
         taken = sum(measured[part]["prompt"] for part in parts) / len(parts)

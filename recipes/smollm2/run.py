@@ -35,7 +35,7 @@ FITTED_ON = {"c4": "c4.utf8", "wiki": "wiki.utf8", "technical": "technical.utf8"
 FILES = FITTED_ON | {"wikitext2": "wikitext2_test_raw.txt"}
 LENGTH, ROW, BEHIND, TAIL = 256, 512, 128, 64
 CHOSEN = 2048  # tokens that a subset of layers is chosen by
-TRAINED = 1  # row of 256 in a step of training
+TRAINED = 1  # row in a step of training
 ROWS = {"all": ROW, "prompts": ROW, "long": 1152}
 
 
@@ -289,15 +289,19 @@ class Run:
         text, config = self.texts.to_fit(self.args.tokens, length, seed), DepthRouteConfig(seed=seed, **fields)
         return fit_router(base(self.args.model), text, keep, config, **given)
 
-    def trained(self, part: str, seed: int) -> Any:
-        """The branches of the adapter `part`, trained to the dense predictions; goes on where it was stopped."""
+    def trained(self, part: str, seed: int, length: int) -> Any:
+        """The branches of the adapter `part`, trained to the dense predictions; goes on where it was stopped.
+
+        Rows of `length` tokens; of prompts, the predictions of the text behind two thirds of a row.
+        """
         from transformers.trainer_utils import get_last_checkpoint
 
         from hf_depthroute import DepthRouteTrainer, DepthRouteTrainingArguments
+        from hf_depthroute.training.prompts import collate_behind_prompts
 
         folder, steps = self.args.work / "checkpoints" / f"{part} {self.args.train}".replace(" ", "-"), self.args.train
         each = -(-steps * TRAINED // len(self.texts.fit))
-        rows = torch.cat([rows.reshape(-1, LENGTH)[:each] for rows in self.texts.fit.values()])
+        rows = torch.cat([rows.reshape(-1, length)[:each] for rows in self.texts.fit.values()])
         model = base(self.args.model, torch.bfloat16)
         model = PeftModel.from_pretrained(model, str(self.args.work / part.replace(" ", "-")), is_trainable=True)
         arguments = DepthRouteTrainingArguments(
@@ -308,7 +312,10 @@ class Run:
         )  # fmt: skip
         dataset = [{"input_ids": row, "labels": row} for row in rows]
         last = get_last_checkpoint(str(folder)) if folder.exists() else None
-        DepthRouteTrainer(model=model, args=arguments, train_dataset=dataset).train(resume_from_checkpoint=last)
+        prompts_alone = model.active_peft_config.phases == "prefill"
+        collator = collate_behind_prompts if prompts_alone else None
+        trainer = DepthRouteTrainer(model=model, args=arguments, train_dataset=dataset, data_collator=collator)
+        trainer.train(resume_from_checkpoint=last)
         model.save_pretrained(str(folder / "trained"))
         return PeftModel.from_pretrained(base(self.args.model), str(folder / "trained")).eval()
 
@@ -364,7 +371,10 @@ def main() -> None:
         for keep in args.prompts:
             given = {"keep_of": args.keep_of, "length": ROWS["long"] - BEHIND}
             fields = {"layers": "all", "phases": "prefill", "prompt_tail": TAIL}
-            run.routed(f"prompts {keep:g} {seed}", "prompts", partial(run.fit, keep, seed, ROW, given, **fields))
+            part = f"prompts {keep:g} {seed}"
+            run.routed(part, "prompts", partial(run.fit, keep, seed, ROW, given, **fields))
+            if args.train:
+                run.routed(f"{part} trained {args.train}", "prompts", partial(run.trained, part, seed, ROW))
     depth = load().config.num_hidden_layers
     for count in args.pruned:
         last = list(range(depth - count, depth))
@@ -380,7 +390,7 @@ def main() -> None:
                 part = f"all {branch} {keep:g} {seed}"
                 run.routed(part, "all", partial(run.fit, keep, seed, LENGTH, {}, **fields))
                 if args.train:
-                    run.routed(f"{part} trained {args.train}", "all", partial(run.trained, part, seed))
+                    run.routed(f"{part} trained {args.train}", "all", partial(run.trained, part, seed, LENGTH))
     for count in args.static:
         run.routed(f"static neurons {count}", "all", partial(run.static, count))
     if args.rounds:

@@ -56,6 +56,11 @@ class AttentionTarget(Target):
             update = behind(layer, family, "attention", attended_rows(attention, style, normed, mask, call.kwargs))
         else:  # computed for every token: nothing is saved before the FFN
             update = attention_update(layer, family, normed, call.kwargs)[mask]
+        return self.from_update(call, update)
+
+    def from_update(self, call: RoutedCall, update: Tensor) -> Tensor:
+        """`gathered`, given the attention's update `[n, d]` of the chosen rows."""
+        mask = call.mask
         chosen = call.stream[mask]
         scale, of_attention, of_ffn = (
             None if factor is None else factor[mask] for factor in (call.scale, call.attention_scale, call.ffn_scale)

@@ -1,0 +1,109 @@
+"""Branches of the FFN's own neurons on vLLM, which fuses the projections that they are rows of.
+
+So each gets its rows as weights of its own, read from the base's files, and a copy of the norm in front.
+
+Shapes: d model width, r neurons.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ..config.rules import ConfigError
+from ..parts.neurons import NeuronBranch
+from ..routing.routing import Routing
+
+
+class OwnNeurons(nn.Module):
+    """What a `NeuronBranch` computes, with the rows of the base's projections as its own: `[..., d] -> [..., d]`.
+
+    Args:
+        norm: The norm before the FFN; None: there is none.
+        maps: Of each projection, the one before the activation first, the weight `[r, d]` and the bias `[r]` or None.
+        activation: The FFN's.
+        down: The branch's output.
+    """
+
+    def __init__(
+        self, norm: nn.Module | None, maps: Sequence[Mapping[str, Tensor]], activation: Any, down: nn.Module
+    ) -> None:
+        super().__init__()
+        self.norm, self.activation, self.down, self._maps = norm, activation, down, len(maps)
+        self.weight = nn.Parameter(torch.cat([rows["weight"] for rows in maps]), requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if "bias" in maps[0]:
+            self.bias = nn.Parameter(torch.cat([rows["bias"] for rows in maps]), requires_grad=False)
+
+    def forward(self, a: Tensor) -> Tensor:
+        x = a if self.norm is None else self.norm(a)
+        first, *others = F.linear(x.to(self.weight.dtype), self.weight, self.bias).chunk(self._maps, -1)
+        hidden = self.activation(first)
+        if others:
+            hidden = hidden * others[0]
+        out: Tensor = self.down(hidden.to(a.dtype))
+        return out
+
+
+def own_neurons(model: nn.Module, routings: Iterable[Routing], files: Sequence[Path], dtype: torch.dtype) -> None:
+    """Put `OwnNeurons` in the place of every branch of neurons.
+
+    Args:
+        model: The transformers model without weights that the routings were loaded into.
+        routings: Of its layers.
+        files: The base's safetensors files.
+        dtype: That the base is served in.
+
+    Raises:
+        ConfigError: The files do not have the weights under transformers' names.
+    """
+    groups = [routing.depth_route_branch for routing in routings]
+    branches = [(group, key, part) for group in groups for key, part in group.items() if type(part) is NeuronBranch]
+    read = [module for _, _, branch in branches for module in _modules(branch)]
+    stored = _stored(model, read, files, dtype)
+    for group, key, branch in branches:
+        norm, maps, activation = branch.reads()
+        rows = [{name: value[branch.neurons] for name, value in stored[linear].items()} for linear in maps]
+        front = None if norm is None else _with_values(norm, stored[norm])
+        group[key] = OwnNeurons(front, rows, activation, branch.down)
+
+
+def _modules(branch: NeuronBranch) -> list[nn.Module]:
+    norm, maps, _ = branch.reads()
+    return maps if norm is None else [norm, *maps]
+
+
+def _with_values(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
+    made = copy.deepcopy(module).to_empty(device="cpu")
+    for name, value in values.items():
+        setattr(made, name, nn.Parameter(value, requires_grad=False))
+    return made
+
+
+def _stored(
+    model: nn.Module, modules: Sequence[nn.Module], files: Sequence[Path], dtype: torch.dtype
+) -> dict[nn.Module, dict[str, Tensor]]:
+    """The parameters of each module, by their names, from files that may leave out the model's prefix."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    names = {module: name.removeprefix(prefix) for name, module in model.named_modules()}
+    own = {module: [name for name, _ in module.named_parameters(recurse=False)] for module in modules}
+    wanted = {f"{names[module]}.{name}": (module, name) for module in own for name in own[module]}
+    found: dict[nn.Module, dict[str, Tensor]] = {module: {} for module in modules}
+    for path in files if wanted else ():
+        with safe_open(path, framework="pt") as file:
+            for stored in file.keys():  # noqa: SIM118
+                if (of := wanted.pop(stored.removeprefix(prefix), None)) is not None:
+                    found[of[0]][of[1]] = file.get_tensor(stored).to(dtype)
+    if wanted:
+        raise ConfigError(
+            f"branch='neurons' is not served by vLLM here: the base's safetensors files have no {next(iter(wanted))}, "
+            "of which the branch is a part"
+        )
+    return found
