@@ -127,7 +127,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "target": {"target": "attention"},
     "granularity": {"granularity": "sequence"},
     "gate": {"gate": "exit", "target": "block", "branch": "none"},
-    "branch_pattern": {"branch_pattern": {1: "memory"}},
     "causal_rule": {"causal_rule": "predictor"},
     "modules_to_save": {"modules_to_save": ["lm_head"]},
 }

