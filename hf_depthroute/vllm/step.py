@@ -1,7 +1,7 @@
 """The routed part in one operator, which a compiler does not look into: skipped rows stay skipped.
 
-vLLM's attention reads and writes its paged cache in one call for all rows. So where a layer skips its attention, that is
-computed for every row before the operator, which leaves the update out of the rows that are skipped.
+vLLM's attention reads and writes its paged cache in one call for all rows. So where a layer skips its attention, that
+is computed for every row before the operator, which leaves the update out of the rows that are skipped.
 
 Shapes: N rows of all requests of a batch, d model width. Streams are `[1, N, d]`, as vLLM's Transformers backend has
 them: one sequence as far as the layer can see, so decisions are about tokens only.
