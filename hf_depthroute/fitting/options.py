@@ -65,8 +65,8 @@ class Search:
     Attributes:
         found: By layer index and option.
         branches: The fitted branches, the same way.
-        metrics: `stream_metrics` of each layer, by what a change in a prompt costs the text behind it; None where it
-            costs nothing.
+        metrics: `stream_metrics` of each layer, for what a change in a prompt costs the text behind it; None if that
+            is nothing.
     """
 
     def __init__(

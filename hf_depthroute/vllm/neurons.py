@@ -23,11 +23,11 @@ from ..routing.routing import Routing
 
 
 class OwnNeurons(nn.Module):
-    """What a `NeuronBranch` computes, with the rows of the base's projections as its own: `[..., d] -> [..., d]`.
+    """A `NeuronBranch` with the rows of the base's projections as weights of its own: `[..., d] -> [..., d]`.
 
     Args:
         norm: The norm before the FFN; None: there is none.
-        maps: Of each projection, the one before the activation first, the weight `[r, d]` and the bias `[r]` or None.
+        maps: For each projection, the one before the activation first, the weight `[r, d]` and the bias `[r]` or None.
         activation: The FFN's.
         down: The branch's output.
     """
@@ -57,9 +57,9 @@ def own_neurons(model: nn.Module, routings: Iterable[Routing], files: Sequence[P
 
     Args:
         model: The transformers model without weights that the routings were loaded into.
-        routings: Of its layers.
+        routings: The routings of its layers.
         files: The base's safetensors files.
-        dtype: That the base is served in.
+        dtype: The dtype of the base in vLLM.
 
     Raises:
         ConfigError: The files do not have the weights under transformers' names.

@@ -112,7 +112,7 @@ class RoutedStep:
         return out
 
     def _in_full(self, routing: Routing, plan: RoutePlan, stream: Tensor, given: Tensor) -> Tensor:
-        """What the base computes, `[1, N, d]`."""
+        """The stream as the base computes it, `[1, N, d]`."""
         layer, family = self.layer, routing.family
         ffn = ffn_map(layer, family)
         if not plan.target.skips_attention:
