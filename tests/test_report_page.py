@@ -220,7 +220,9 @@ def test_of_prompts_alone_the_page_is_about_the_text_behind_them(folders, tmp_pa
     code, _, err = run(capsys, tmp_path / "prompts", *shown)
     assert code == 0, err
     page = out.read_text()
-    assert "the first two thirds of every block are read as one, and the loss is that of the text behind it." in page
+    assert (
+        "the first two thirds of every block are read as a prompt, and the loss is that of the text behind it." in page
+    )
     data = json.loads(re.search(r'id="token-data"[^>]*>(.*?)</script>', page, re.S)[1])
     (view,) = data["texts"][0]["runs"]
     assert view["prompt"] == 12

@@ -75,6 +75,10 @@ def test_the_loss_of_an_evaluation_is_that_of_the_answer_behind_its_prompt(tmp_p
         expected = F.cross_entropy(as_it_serves(model, row()["input_ids"][None])[0], row()["input_ids"][PROMPT:])
     trainer = DepthRouteTrainer(model=model, args=training_arguments(tmp_path), eval_dataset=[row()])
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), abs=1e-5)
+    with model.disable_adapter():
+        ids = row()["input_ids"]
+        dense = F.cross_entropy(model(input_ids=ids[None]).logits[0, PROMPT - 1 : -1], ids[PROMPT:])
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(float(dense), abs=1e-5)
 
 
 def test_what_no_gate_decided_is_in_no_loss(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from .served import read_behind_prompts
 
 Batch = Mapping[str, torch.Tensor]
 BEHIND_PROMPTS = (
-    "prompts alone are routed: the first two thirds of every block are read as one, and the loss is that of the text "
-    "behind it"
+    "prompts alone are routed: the first two thirds of every block are read as a prompt, and the loss is that of the "
+    "text behind it"
 )
 
 

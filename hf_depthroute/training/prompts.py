@@ -17,16 +17,18 @@ from transformers import default_data_collator
 
 from ..base.lm_head import predicting
 from ..data.batches import document_starts, prompts_of
-from ..inference.calibration import active_routings
-from ..routing.stack import state_of
+from ..routing.stack import routings_of, state_of
 from ..routing.trace import RouteTrace, run_in_full
 
 
-def as_served(model: nn.Module, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
+def as_served(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
     """Around a forward pass on `inputs`: with `phases="prefill"`, what predicts a label runs in full (`in_full`)."""
-    config = active_routings(model)[0].active_config()
+    active = (routing for routing in routings_of(model) if routing.adapter() is not None)
+    config = next((routing.active_config() for routing in active), None)
+    if config is None or config.phases != "prefill" or not isinstance(inputs, Mapping):
+        return nullcontext()
     labels = inputs.get("labels")
-    if config.phases != "prefill" or not isinstance(labels, torch.Tensor) or labels.ndim != 2:
+    if not isinstance(labels, torch.Tensor) or labels.ndim != 2:
         return nullcontext()
     return run_in_full(model, in_full(inputs, config.last_in_full))
 
