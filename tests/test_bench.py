@@ -13,6 +13,7 @@ from hf_depthroute.bench.inference import measure_inference
 from hf_depthroute.bench.measurements import compare_results
 from hf_depthroute.bench.modes import fill_cache, new_cache, rewind_cache
 from hf_depthroute.bench.result_tables import brief, comparison_table, tables
+from hf_depthroute.bench.suite import setting_of
 from hf_depthroute.bench.timing import Estimate, Samples, interleave
 from hf_depthroute.bench.variants import Variants, count_passes
 from hf_depthroute.cli import main
@@ -282,3 +283,8 @@ def test_the_table_on_a_terminal_is_brief_and_the_report_has_all(capsys: pytest.
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 120
     apart = row | {"modes": "static / compiled"}
     assert brief([apart]) == [apart]
+
+
+def test_a_measurement_names_every_target_that_layers_have() -> None:
+    model = build_routed("llama", "attention", layers=[1, 2, 3], target_pattern={2: "ffn"})
+    assert setting_of(model)["target"] == "attention+ffn"
