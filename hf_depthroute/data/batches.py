@@ -76,6 +76,10 @@ def token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def prompts_of(batch: Mapping[str, torch.Tensor], tail: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """The first two thirds of every row's real tokens, for a prompt, and the text behind it.
 
+    Args:
+        batch: `input_ids` and optionally `attention_mask`, each `[B, T]`.
+        tail: Tokens at the end of each prompt that are left out of it.
+
     Returns:
         Bool `[B, T]` each: the prompts without their last `tail` tokens, and the positions whose next token is behind
         the prompt.

@@ -27,7 +27,8 @@ class OwnNeurons(nn.Module):
 
     Args:
         norm: The norm before the FFN; None: there is none.
-        maps: For each projection, the one before the activation first, the weight `[r, d]` and the bias `[r]` or None.
+        maps: For each projection, the one before the activation first, `weight` `[r, d]` and, if it has one, `bias`
+            `[r]`.
         activation: The FFN's.
         down: The branch's output.
     """
