@@ -74,7 +74,7 @@ def in_full(inputs: Mapping[str, Any], tail: int) -> torch.Tensor:
 
 
 def of_prompts(model: nn.Module, trace: RouteTrace) -> RouteTrace:
-    """The trace of a pass inside `as_served`, its real tokens without those that had to run in full: none chose them."""
+    """The trace of a pass inside `as_served`, whose real tokens are those that the gates decided about."""
     forced_BT = state_of(model).settings.in_full
     if forced_BT is None:
         return trace
