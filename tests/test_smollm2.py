@@ -48,7 +48,7 @@ def test_every_part_is_measured_once(recipe: Any, tmp_path: Path, monkeypatch: p
     recipe.main()
     results = {path.stem: json.loads(path.read_text()) for path in folders["out"].glob("*.json")}
     routed = {"prompts-0.8-0", "pruned-block-1", "pruned-ffn-1", "shortgpt-1", "all-neurons-0.6-0"}
-    routed |= {"all-neurons-0.6-0-trained-2", "static-neurons-1"}
+    routed |= {"prompts-0.8-0-trained-2", "all-neurons-0.6-0-trained-2", "static-neurons-1"}
     others = {"dense-prompts", "dense-long", "dense-all", "influence", "subset-1", "times"}
     assert results.keys() == routed | others
     (replaced,) = results["subset-1"]["order"]
