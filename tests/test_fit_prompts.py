@@ -23,9 +23,9 @@ from hf_depthroute.base.stack import stack_of
 from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.data.batches import prompts_of, token_mask
 from hf_depthroute.evaluation.flops import count_flops
-from hf_depthroute.fitting import option_times, prompts
+from hf_depthroute.fitting import option_times
 from hf_depthroute.fitting.bar import FitBar
-from hf_depthroute.fitting.option_times import PassTimes, time_savings
+from hf_depthroute.fitting.option_times import PassTimes, in_time, time_savings
 from hf_depthroute.fitting.options import Option, StaticFit, choose, options_of
 from hf_depthroute.fitting.prompts import fit_prompts
 from hf_depthroute.fitting.sensitivity import stream_gradients, stream_metrics, text_gradients
@@ -119,7 +119,8 @@ def test_what_is_kept_may_be_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch
         options = {option for fits in found.values() for option in fits}
         return {option: 0.2 if option.target == "ffn" else 0.0 for option in options}
 
-    monkeypatch.setattr(prompts, "time_savings", saved)
+    monkeypatch.setattr(option_times, "time_savings", saved)
+    monkeypatch.setattr(option_times, "time_left", lambda base, chosen, ids, tail: 1 - 0.2 * len(chosen))
     config = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=1)
     model = fit_router(build_base("llama"), TEXT, 0.6, config, keep_of="time")
     assert found(model)["keep_of"] == "time"
@@ -137,6 +138,38 @@ def test_what_is_kept_may_be_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch
         fit_router(build_base("llama"), TEXT, 0.6, everything, keep_of="time")
     with pytest.raises(ConfigError, match="keep_of and length are of a fit for prompts"):
         fit_router(build_base("llama"), TEXT, 0.6, everything, length=1024)
+
+
+@pytest.mark.parametrize(("together", "layers"), [(0.2, 2), (0.15, 3), (0.3, 2), (0.5, 1)])
+def test_a_share_of_the_time_is_held_by_all_options_together(
+    together: float, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each FFN seems to save a fifth, and saves `together` beside the others."""
+    options = [Option("ffn", "neurons", 4), Option("block", "lowrank", 4)]
+    monkeypatch.setattr(option_times, "time_savings", lambda *given: dict(zip(options, (0.2, 0.0))))
+    monkeypatch.setattr(option_times, "time_left", lambda base, chosen, ids, tail: 1 - together * len(chosen))
+    found = {index: dict.fromkeys(options, StaticFit(1.0 + index, 0.0, 0.0)) for index in range(4)}
+    timed = in_time(build_base("llama"), found, 0.4, tokens(1, 40), 1)
+    chosen = choose(timed, 0.4)
+    assert sorted(chosen) == list(range(layers)) and set(chosen.values()) == {options[0]}
+    assert sum(timed[index][option].saved for index, option in chosen.items()) == pytest.approx(together * layers)
+
+
+def test_the_time_that_is_left_is_that_of_passes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of the base takes ten ticks, one with the two options eight; the very first takes a hundred."""
+    clock, seen = [0.0], []
+
+    def passed(model: Any, ids: torch.Tensor) -> None:
+        routed = not routings_of(model)[0]._disable_adapters
+        seen.append(routed)
+        clock[0] += 100 if len(seen) == 1 else 8 if routed else 10
+
+    base, chosen = build_base("llama"), {0: OPTIONS[0], 2: OPTIONS[1]}
+    expected = base(tokens(2, 9)).logits
+    monkeypatch.setattr(option_times.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(option_times, "_pass", passed)
+    assert option_times.time_left(base, chosen, tokens(1, 40), tail=2) == pytest.approx(0.8)
+    assert torch.equal(base(tokens(2, 9)).logits, expected)
 
 
 def seconds_of(model: Any, ids: torch.Tensor) -> PassTimes:

@@ -9,7 +9,8 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,10 +22,11 @@ from ..base.contexts import hooked, of_this_thread
 from ..base.distributed import each_of_all
 from ..base.stack import stack_of
 from ..config.adapter import DepthRouteConfig
-from .options import Option, StaticFit, config_of
+from .options import Option, StaticFit, choose, config_of
 from .text import FitWarning
 
 _SAMPLES = 12  # of every option at least, over its layers
+_TURNS = 5  # passes of the whole prompt, routed and not in turn
 _BUSY = 1.25  # times as long for the same work: something else runs on the machine
 
 
@@ -33,6 +35,32 @@ class PassTimes(NamedTuple):
 
     whole: float
     layers: dict[int, float]
+
+
+def in_time(
+    base: nn.Module, found: Mapping[int, Mapping[Option, StaticFit]], wanted: float, ids: torch.Tensor, tail: int
+) -> dict[int, dict[Option, StaticFit]]:
+    """`found` with what every option saves as a share of the time of a prompt.
+
+    Options are timed one by one; what those that save `wanted` save together is timed, too, and sets the scale of all.
+
+    Args:
+        base: As of `time_savings`, as are `found`, `ids` and `tail`.
+        wanted: The share of the time that is to be saved.
+    """
+
+    def scaled(factor: float) -> dict[int, dict[Option, StaticFit]]:
+        return {
+            index: {option: replace(fit, saved=factor * saved[option]) for option, fit in fits.items()}
+            for index, fits in found.items()
+        }
+
+    saved = time_savings(base, found, ids, tail)
+    chosen = choose(scaled(1.0), wanted)
+    if not chosen:
+        return scaled(1.0)
+    together = 1 - time_left(base, chosen, ids, tail)
+    return scaled(together / sum(saved[option] for option in chosen.values()))
 
 
 @torch.no_grad()
@@ -75,6 +103,28 @@ def time_savings(
     share = median(fastest.layers[index] for index in found) / fastest.whole
     saved = {option: share * (1 - taken) for option, taken in times.items() if option is not None}
     return dict(each_of_all(saved)[0])  # every process has to choose alike
+
+
+@torch.no_grad()
+def time_left(base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, tail: int) -> float:
+    """The share of the time of a prompt that is left with these options together: medians of passes in turn.
+
+    Args:
+        base: As of `time_savings`, as are `ids` and `tail`.
+        chosen: The option of each layer that has one.
+    """
+    given = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=tail)
+    routed: Any = get_depth_routed_model(base, config_of(chosen, given)).eval()
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(_TURNS + 1):  # the first makes what is kept
+        for is_routed, times in seconds.items():
+            with nullcontext() if is_routed else routed.disable_adapter():
+                started = time.perf_counter()
+                _pass(routed, ids)
+                times.append(time.perf_counter() - started)
+    routed.unload()
+    left = median(seconds[True][1:]) / median(seconds[False][1:])
+    return float(each_of_all(left)[0])  # every process has to choose alike
 
 
 def _times_of_options(

@@ -35,7 +35,7 @@ from ..routing.trace import full_depth
 from ..training.record import remember_training
 from .bar import FitBar
 from .layer_walk import LayerWalk
-from .option_times import time_savings
+from .option_times import in_time
 from .options import Search, choose, config_of, fit_on, prompt_length, real_rows, rows_of
 from .sensitivity import PRICED
 from .text import Batches, first_tokens, own_part, positions, split, warn_if_few
@@ -124,11 +124,7 @@ def fit_prompts(
         if keep_of == "time":
             bar.phase("times")
             ids = torch.cat([batch["input_ids"].flatten() for batch in text])
-            saved = time_savings(base, found, ids.repeat(1 + length // len(ids))[None, :length], tail)
-            found = {
-                index: {option: replace(fit, saved=saved[option]) for option, fit in fits.items()}
-                for index, fits in found.items()
-            }
+            found = in_time(base, found, 1 - keep, ids.repeat(1 + length // len(ids))[None, :length], tail)
         chosen = choose(found, 1 - keep)
         if not chosen:
             most = sum(max(0.0, *(fit.saved for fit in fits.values())) for fits in found.values())
