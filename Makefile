@@ -38,8 +38,8 @@ nightly: $(INSTALLED)
 # On a GPU: its kernels, and the invariants with models and tensors there.
 gpu: $(INSTALLED)
 	TEST_DEVICE=cuda $(BIN)/python -m pytest -n 8 --nightly \
-	    $(patsubst %,tests/test_%.py,kernels compile fused_loss invariants_causal invariants_execution invariants_state \
-	    sequences memory)
+	    $(patsubst %,tests/execution/test_%.py,kernels compile invariants_causal invariants_execution sequences) \
+	    $(patsubst %,tests/%.py,training/test_fused_loss routing/test_invariants_state parts/test_memory)
 
 # What a GPU has to show, in twenty minutes, each part in a file of its own; it goes on where it was cut off.
 GPU_OUT ?= gpu_results
@@ -62,13 +62,13 @@ floor:
 # Damaged adapters; longer by hand: `make fuzz FUZZ_SECONDS=600`.
 FUZZ_SECONDS ?= 60
 fuzz: $(INSTALLED)
-	$(BIN)/python tests/fuzz_adapter.py --seconds $(FUZZ_SECONDS)
+	$(BIN)/python tests/helpers/fuzz_adapter.py --seconds $(FUZZ_SECONDS)
 
 # Four threads with settings of their own on one model; shorter: `make soak SOAK_SECONDS=60`.
 SOAK_SECONDS ?= 1800
 SOAK_SEED ?= 0
 soak: $(INSTALLED)
-	$(BIN)/python tests/soak_threads.py --seconds $(SOAK_SECONDS) --seed $(SOAK_SEED)
+	$(BIN)/python tests/helpers/soak_threads.py --seconds $(SOAK_SECONDS) --seed $(SOAK_SEED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ if not torch.cuda.is_available():  # read when Triton is imported, which other p
 import pytest
 from models import DEVICE
 from peft import PeftModel
+from places import TESTS
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
@@ -123,7 +124,7 @@ class TensorsOfTests(TorchFunctionMode):
         frame = sys._getframe(1)
         while "/torch/" in frame.f_code.co_filename and frame.f_back is not None:
             frame = frame.f_back
-        if Path(frame.f_code.co_filename).parent != Path(__file__).parent:
+        if TESTS not in Path(frame.f_code.co_filename).parents:
             return func(*args, **kwargs)
         if kwargs.get("generator") is None:
             return func(*args, **{**kwargs, "device": DEVICE})

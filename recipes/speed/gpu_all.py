@@ -63,13 +63,14 @@ def _suite(name: str, seconds: int) -> Part:
 
 
 def _tests(name: str, files: Sequence[str], small: str, seconds: int, *more: str, needs: str | None = None) -> Part:
-    paths = [f"tests/test_{file}.py" for file in files]
+    paths = [f"tests/{file}.py" for file in files]
     return Part(name, ("-m", "pytest", *paths, *more), (small,), seconds, needs)
 
 
-KERNEL = "tests/test_kernels.py::test_skipped_rows_and_weights_are_not_read"
+KERNEL = "tests/execution/test_kernels.py::test_skipped_rows_and_weights_are_not_read"
+INVARIANTS = ("invariants_execution", "invariants_causal", "sequences")
 PARTS = (
-    _tests("kernels", ["kernels"], KERNEL, 180, "-n", "4"),
+    _tests("kernels", ["execution/test_kernels"], KERNEL, 180, "-n", "4"),
     _suite("gpu-prompts", 240),
     _suite("gpu-decode", 300),
     Part(
@@ -84,12 +85,13 @@ PARTS = (
         ("--shape", "embedded", "--depth", "1", "--dtype", "float32"),
         60,
     ),
-    _tests("graphs", ["compile", "memory"], "tests/test_costs.py::test_two_measurements_make_a_cost_model", 180, "-k",
-           "replay or captured", "-n", "4"),
+    _tests("graphs", ["execution/test_compile", "parts/test_memory"],
+           "tests/execution/test_costs.py::test_two_measurements_make_a_cost_model", 180, "-k", "replay or captured",
+           "-n", "4"),
     _suite("gpu-compiled", 240),
     _suite("gpu-train", 90),
-    _tests("families", ["invariants_execution", "invariants_causal", "sequences"], KERNEL, 400, "-n", "8"),
-    _tests("vllm", ["vllm"], KERNEL, 240, needs="vllm"),
+    _tests("families", [f"execution/test_{file}" for file in INVARIANTS], KERNEL, 400, "-n", "8"),
+    _tests("vllm", ["vllm/test_vllm"], KERNEL, 240, needs="vllm"),
 )  # fmt: skip
 
 
