@@ -2,11 +2,15 @@
 
     python recipes/vllm_load/load.py
     python recipes/vllm_load/load.py --engine transformers --prompts 32 512 --rounds 2
+    python recipes/vllm_load/load.py --model HuggingFaceTB/SmolLM2-135M-Instruct --adapter prompts-0.8-0 \\
+        --prompts 512 1024 2000 --clients 1 4 --out recipes/vllm_load/load_smollm2.json
     python recipes/vllm_load/report.py
 
 Runs in an environment with vLLM (`make vllm` makes `.venv-vllm`). The base has random weights at the width of
 Qwen2.5-0.5B, and a router of every FFN that is calibrated on random tokens. vLLM's random prompts are runs of token ids
-in ascending order, so what really runs in full is counted, by vLLM. One server for each way to serve is up all the
+in ascending order, so what really runs in full is counted, by vLLM. With `--model` and `--adapter` the base is a real
+one, with a router for prompts; beside the dense server on the backend that routed models have, there is one on vLLM's
+own model. One server for each way to serve is up all the
 time; a cell of the table goes to one after the other, in every round in another order.
 """
 
@@ -19,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from servers import Server, dense, routed, running
+from servers import Server, dense, native, routed, running
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "embedded_base" / "model"
 WIDTHS = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
 OUTPUT = 32  # generated tokens of a request
 NAME = "load"
+ROUTED = ("all", "prefill")
 ACCEPTED = {"model", "prompt", "max_tokens", "temperature", "stream"}  # by transformers serve, of what is sent
 FIGURES = ("total_token_throughput", "median_ttft_ms", "median_tpot_ms")
 
@@ -94,6 +99,8 @@ def main() -> None:
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--out", type=Path, help="default: load.json, load_transformers.json")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="for the base, the adapter and logs")
+    parser.add_argument("--model", type=Path, help="folder of a base that is there, in place of random weights")
+    parser.add_argument("--adapter", type=Path, help="folder of its adapter for prompts, with --model")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--budget", type=float, default=0.5)
     parser.add_argument("--dtype", default="float32")
@@ -103,15 +110,25 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=2, help="requests of each client, of prompts below 2,000 tokens")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
+    if (args.model is None) != (args.adapter is None) or (args.model and args.engine != "vllm"):
+        parser.error("--model and --adapter go together, and with vLLM")
     torch.set_num_threads(args.threads)
     from hf_depthroute.bench.timing import describe_machine
     from hf_depthroute.files.staged import write_text
 
     out = args.out or HERE / ("load.json" if args.engine == "vllm" else f"load_{args.engine}.json")
     args.work.mkdir(parents=True, exist_ok=True)
-    base, adapter = make_models(args.work, args.layers, args.budget)
+    if args.model is None:
+        base, adapter = make_models(args.work, args.layers, args.budget)
+        setting = {"layers": args.layers, "budget": args.budget, **WIDTHS}
+    else:
+        base, adapter = args.model, args.adapter
+        setting = {"model": args.model.name, "adapter": args.adapter.name}
     if args.engine == "vllm":
-        words = {"dense": dense(base)} | {name: routed(base, adapter, name) for name in ("all", "prefill")}
+        words = {"dense": dense(base)}
+        if args.model is not None:
+            words |= {"native": native(base)}
+        words |= {name: routed(base, adapter, name) for name in ROUTED if args.model is None or name == "prefill"}
         names = dict.fromkeys(words, NAME)
         # Random prompts of one seed begin alike, so cells of one round would find each other's in the cache.
         options = ["--served-model-name", NAME, "--max-model-len", "2304", "--no-enable-prefix-caching"]
@@ -121,7 +138,7 @@ def main() -> None:
         words["all"] = ["hf_depthroute", "serve", str(adapter), "--model", str(base)]
         names, options = {"dense": str(base), "all": adapter.name}, []
     options += ["--dtype", args.dtype]
-    setting = {"layers": args.layers, "budget": args.budget, "dtype": args.dtype, "output": OUTPUT, **WIDTHS}
+    setting |= {"dtype": args.dtype, "output": OUTPUT}
     found: dict[str, Any] = {"machine": describe_machine(torch.device("cpu")), "setting": setting, "cells": []}
     with running(words, options, args.work, args.threads) as servers:
         for turn in range(args.rounds):
@@ -136,7 +153,7 @@ def main() -> None:
                     found["cells"].append(cell)
                     print(json.dumps(cell), flush=True)
                     if args.engine == "vllm":
-                        found["rows_full"] = {n: servers[n].rows_full() for n in servers if n != "dense"}
+                        found["rows_full"] = {n: servers[n].rows_full() for n in servers if n in ROUTED}
                     write_text(out, json.dumps(found, indent=1) + "\n")
 
 

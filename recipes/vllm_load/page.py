@@ -11,7 +11,7 @@ from vllm_load import report as vllm_report
 def study() -> Study:
     """vLLM under load, dense and routed, and half an hour of clients that leave."""
     load, soak = vllm_report.read_load(), read("vllm_load/soak.json")
-    other = read("vllm_load/load_transformers.json")
+    other, real = read("vllm_load/load_transformers.json"), read("vllm_load/load_smollm2.json")
     setting, machine = load["setting"], load["machine"]
 
     cells = {
@@ -36,6 +36,13 @@ def study() -> Study:
         "(lowest - highest); `prompts only` is `--phases prefill`.",
         "",
         *vllm_report.load_lines(load),
+        "",
+        f"{vllm_report.REAL} (`{real['setting']['adapter']}` of [a real "
+        f"model](#a-real-model)), {real['setting']['dtype']}, {real['machine']['threads']} threads of "
+        f"{real['machine']['device']}; beside the dense server on the backend that routed models have, one on vLLM's "
+        "own model:",
+        "",
+        *vllm_report.load_lines(real, "load_smollm2.json"),
         "",
         f"The same client on `transformers serve`, whose requests wait for one another ({other['machine']['device']}):",
         "",

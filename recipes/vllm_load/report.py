@@ -1,4 +1,4 @@
-"""Tables of `load.json`, `load_few_rows.json`, `load_transformers.json` and `soak.json`.
+"""Tables of `load.json`, `load_few_rows.json`, `load_smollm2.json`, `load_transformers.json` and `soak.json`.
 
 python recipes/vllm_load/report.py
 """
@@ -15,7 +15,8 @@ from hf_depthroute.files.markdown import markdown_table
 from hf_depthroute.files.staged import write_text
 
 HERE = Path(__file__).parent
-WAYS = {"all": "routed", "prefill": "prompts only"}
+WAYS = {"all": "routed", "prefill": "prompts only", "native": "dense, vLLM's own model"}
+REAL = "SmolLM2-135M-Instruct and a router for prompts alone"
 FIGURES = {"total_token_throughput": "tokens/s", "median_ttft_ms": "first token", "median_tpot_ms": "later token"}
 
 
@@ -45,7 +46,7 @@ def said(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
 
 
-def load_lines(found: dict[str, Any]) -> list[str]:
+def load_lines(found: dict[str, Any], file: str = "load.json") -> list[str]:
     """Throughput and latencies over those of the dense server, and what really ran in full."""
     heads = ["prompt", "clients", "dense: tokens/s"]
     columns: list[Callable[[tuple[int, int]], str]] = []
@@ -56,15 +57,15 @@ def load_lines(found: dict[str, Any]) -> list[str]:
             of_cells = ratios(found, way, figure)
             columns.append(lambda cell, of_cells=of_cells: said(of_cells[cell]))  # type: ignore[misc]
     rows = []
-    for cell in ratios(found, "all", "median_ttft_ms"):
+    for cell in ratios(found, next(iter(ways)), "median_ttft_ms"):
         dense = [c["dense"]["total_token_throughput"] for c in found["cells"] if (c["prompt"], c["clients"]) == cell]
         rows.append([*map(str, cell), f"{statistics.median(dense):.0f}", *(column(cell) for column in columns)])
     lines = markdown_table(heads, rows)
     if "rows_full" in found:
-        shares = ", ".join(f"{title} {found['rows_full'][way]:.1%}" for way, title in ways.items())
-        lines += ["", f"Rows that ran the routed layers in full, over all cells of `load.json`: {shares}."]
+        shares = ", ".join(f"{WAYS[way]} {share:.1%}" for way, share in found["rows_full"].items())
+        lines += ["", f"Rows that ran the routed layers in full, over all cells of `{file}`: {shares}."]
     if "rows_full_few" in found:
-        shares = ", ".join(f"{title} {found['rows_full_few'][way]:.1%}" for way, title in ways.items())
+        shares = ", ".join(f"{WAYS[way]} {share:.1%}" for way, share in found["rows_full_few"].items())
         lines[-1] += f" Those of 32 tokens, which are of `load_few_rows.json`: {shares}."
     return lines
 
@@ -99,19 +100,24 @@ def soak_lines(found: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def page(load: dict[str, Any], other: dict[str, Any], soak: dict[str, Any]) -> str:
+def page(load: dict[str, Any], real: dict[str, Any], other: dict[str, Any], soak: dict[str, Any]) -> str:
     """`results.md`."""
     lines = []
-    for engine, found in (("vLLM", load), ("`transformers serve`", other)):
+    for engine, found in (("vLLM", load), (f"vLLM, {REAL}", real), ("`transformers serve`", other)):
         over = f"over the dense server's, medians of rounds (lowest - highest), on {found['machine']['device']}:"
-        lines += [f"{engine}, {over}", "", *load_lines(found), ""]
+        lines += [
+            f"{engine}, {over}",
+            "",
+            *load_lines(found, "load_smollm2.json" if found is real else "load.json"),
+            "",
+        ]
     lines += soak_lines(soak)
     return "\n".join([*lines, ""])
 
 
 def main() -> None:
-    other, soak = (json.loads((HERE / f"{name}.json").read_text()) for name in ("load_transformers", "soak"))
-    write_text(HERE / "results.md", page(read_load(), other, soak))
+    names = "load_smollm2", "load_transformers", "soak"
+    write_text(HERE / "results.md", page(read_load(), *(json.loads((HERE / f"{n}.json").read_text()) for n in names)))
 
 
 if __name__ == "__main__":

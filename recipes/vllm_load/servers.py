@@ -99,6 +99,11 @@ def dense(base: Path) -> list[str]:
     return ["vllm.entrypoints.openai.api_server", "--model", str(base), "--model-impl", "transformers"]
 
 
+def native(base: Path) -> list[str]:
+    """The words that serve the base alone, as vLLM would by itself."""
+    return dense(base)[:-2]
+
+
 def routed(base: Path, adapter: Path, phases: str) -> list[str]:
     own = ["--model", str(base), "--phases", phases]
     return ["hf_depthroute", "serve", str(adapter), "--engine", "vllm", *own]
