@@ -42,7 +42,8 @@ def in_time(
 ) -> dict[int, dict[Option, StaticFit]]:
     """`found` with what every option saves as a share of the time of a prompt.
 
-    Options are timed one by one; what those that save `wanted` save together is timed, too, and sets the scale of all.
+    Options are timed one by one; what those that save `wanted` by that save together is timed, too, and sets the scale
+    of all: 0 where they save nothing.
 
     Args:
         base: As of `time_savings`, as are `found`, `ids` and `tail`.
@@ -59,7 +60,7 @@ def in_time(
     chosen = choose(scaled(1.0), wanted)
     if not chosen:
         return scaled(1.0)
-    together = 1 - time_left(base, chosen, ids, tail)
+    together = max(0.0, 1 - time_left(base, chosen, ids, tail))
     return scaled(together / sum(saved[option] for option in chosen.values()))
 
 
@@ -107,7 +108,7 @@ def time_savings(
 
 @torch.no_grad()
 def time_left(base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, tail: int) -> float:
-    """The share of the time of a prompt that is left with these options together: medians of passes in turn.
+    """The share of the time of a prompt that is left with these options together: medians of passes in changing order.
 
     Args:
         base: As of `time_savings`, as are `ids` and `tail`.
@@ -116,13 +117,15 @@ def time_left(base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, 
     given = DepthRouteConfig(layers="all", phases="prefill", prompt_tail=tail)
     routed: Any = get_depth_routed_model(base, config_of(chosen, given)).eval()
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(_TURNS + 1):  # the first makes what is kept
-        for is_routed, times in seconds.items():
-            with nullcontext() if is_routed else routed.disable_adapter():
-                started = time.perf_counter()
-                _pass(routed, ids)
-                times.append(time.perf_counter() - started)
-    routed.unload()
+    try:
+        for turn in range(_TURNS + 1):  # the first makes what is kept
+            for is_routed in (True, False) if turn % 2 else (False, True):
+                with nullcontext() if is_routed else routed.disable_adapter():
+                    started = time.perf_counter()
+                    _pass(routed, ids)
+                    seconds[is_routed].append(time.perf_counter() - started)
+    finally:
+        routed.unload()
     left = median(seconds[True][1:]) / median(seconds[False][1:])
     return float(each_of_all(left)[0])  # every process has to choose alike
 

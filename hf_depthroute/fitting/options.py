@@ -49,7 +49,7 @@ class StaticFit:
 
     Attributes:
         nats: What it costs the text behind the prompt, nats per token, as it is predicted from gradients.
-        saved: The share of the FLOPs of a prompt that it leaves out.
+        saved: The share of the FLOPs of a prompt that it leaves out, or of its time (`option_times.in_time`).
         branch_r2: `1 - |update - branch|^2 / |update|^2` on the text fitted on, sinks left out, errors relative to the
             stream behind the full path.
     """

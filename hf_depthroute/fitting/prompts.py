@@ -80,8 +80,8 @@ def fit_prompts(
         config: Which `layers` may be routed, by default all; its `prompt_tail`, `seed`, `modules_to_save` and
             `task_type` are kept. Target, gate and branch are found, and left out of it. Without a `prompt_tail` it is
             64, and of prompts of less than 256 tokens a quarter.
-        keep_of: What `keep` is a share of: `"flops"`, or `"time"`, as it is measured here and now, on the machine that
-            serves and with nothing else on it. The choice of layers is the best for that.
+        keep_of: What `keep` is a share of: `"flops"`, or `"time"`, as transformers takes it here and now: run it on the
+            machine that serves, with nothing else on it. The choice of layers is the best for that.
         length: Tokens of the prompt that `keep` is a share of; by default those of the longest one of `batches`. Of a
             longer prompt less is left, since its last tokens are a smaller part of it.
         progress: Show a bar; by default where a terminal is.

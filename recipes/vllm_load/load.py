@@ -2,8 +2,8 @@
 
     python recipes/vllm_load/load.py
     python recipes/vllm_load/load.py --engine transformers --prompts 32 512 --rounds 2
-    python recipes/vllm_load/load.py --model HuggingFaceTB/SmolLM2-135M-Instruct --adapter prompts-0.8-0 \\
-        --prompts 512 1024 2000 --clients 1 4 --out recipes/vllm_load/load_smollm2.json
+    python recipes/vllm_load/load.py --model FOLDER --adapter recipes/smollm2/work/prompts-0.8-0 --prompts 1024 2000 \\
+        --clients 1 4 --out recipes/vllm_load/load_smollm2.json
     python recipes/vllm_load/report.py
 
 Runs in an environment with vLLM (`make vllm` makes `.venv-vllm`). The base has random weights at the width of
@@ -112,6 +112,8 @@ def main() -> None:
     args = parser.parse_args()
     if (args.model is None) != (args.adapter is None) or (args.model and args.engine != "vllm"):
         parser.error("--model and --adapter go together, and with vLLM")
+    if args.model is not None and args.out is None:
+        parser.error("--model needs --out")
     torch.set_num_threads(args.threads)
     from hf_depthroute.bench.timing import describe_machine
     from hf_depthroute.files.staged import write_text

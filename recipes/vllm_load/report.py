@@ -103,14 +103,10 @@ def soak_lines(found: dict[str, dict[str, Any]]) -> list[str]:
 def page(load: dict[str, Any], real: dict[str, Any], other: dict[str, Any], soak: dict[str, Any]) -> str:
     """`results.md`."""
     lines = []
-    for engine, found in (("vLLM", load), (f"vLLM, {REAL}", real), ("`transformers serve`", other)):
+    engines = ("vLLM", load, "load.json"), (f"vLLM, {REAL}", real, "load_smollm2.json")
+    for engine, found, file in (*engines, ("`transformers serve`", other, "load_transformers.json")):
         over = f"over the dense server's, medians of rounds (lowest - highest), on {found['machine']['device']}:"
-        lines += [
-            f"{engine}, {over}",
-            "",
-            *load_lines(found, "load_smollm2.json" if found is real else "load.json"),
-            "",
-        ]
+        lines += [f"{engine}, {over}", "", *load_lines(found, file), ""]
     lines += soak_lines(soak)
     return "\n".join([*lines, ""])
 

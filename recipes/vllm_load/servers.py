@@ -94,14 +94,14 @@ class Server:
             self.process.wait()
 
 
-def dense(base: Path) -> list[str]:
-    """The words that serve the base alone, on the backend that routed models have too."""
-    return ["vllm.entrypoints.openai.api_server", "--model", str(base), "--model-impl", "transformers"]
-
-
 def native(base: Path) -> list[str]:
     """The words that serve the base alone, as vLLM would by itself."""
-    return dense(base)[:-2]
+    return ["vllm.entrypoints.openai.api_server", "--model", str(base)]
+
+
+def dense(base: Path) -> list[str]:
+    """The words that serve the base alone, on the backend that routed models have too."""
+    return [*native(base), "--model-impl", "transformers"]
 
 
 def routed(base: Path, adapter: Path, phases: str) -> list[str]:

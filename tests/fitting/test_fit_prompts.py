@@ -155,6 +155,33 @@ def test_a_share_of_the_time_is_held_by_all_options_together(
     assert sum(timed[index][option].saved for index, option in chosen.items()) == pytest.approx(together * layers)
 
 
+@pytest.mark.parametrize("together", [0.0, -0.1])
+def test_options_that_save_nothing_together_are_not_chosen(together: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are those that take longer, which a negative scale would turn into the best."""
+    options = [Option("ffn", "neurons", 4), Option("attention", "lowrank", 4)]
+    monkeypatch.setattr(option_times, "time_savings", lambda *given: dict(zip(options, (0.2, -0.05))))
+    monkeypatch.setattr(option_times, "time_left", lambda base, chosen, ids, tail: 1 - together)
+    found = {index: dict.fromkeys(options, StaticFit(1.0, 0.0, 0.0)) for index in range(4)}
+    assert choose(in_time(build_base("llama"), found, 0.4, tokens(1, 40), 1), 0.4) == {}
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_base_whose_whole_is_not_timed_to_the_end_is_as_before(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, calls = build_base("llama"), itertools.count(1)
+    expected = base(tokens(2, 9)).logits
+
+    def interrupted(model: Any, ids: torch.Tensor) -> None:
+        if next(calls) == number:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(option_times, "_pass", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        option_times.time_left(base, {0: OPTIONS[0]}, tokens(1, 40), tail=2)
+    assert torch.equal(base(tokens(2, 9)).logits, expected)
+    with pytest.raises(ValueError, match="no routed layer"):
+        routings_of(base)
+
+
 def test_the_time_that_is_left_is_that_of_passes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass of the base takes ten ticks, one with the two options eight; the very first takes a hundred."""
     clock, seen = [0.0], []

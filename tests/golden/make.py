@@ -1,4 +1,4 @@
-"""Write the golden adapters of a release: `python tests/golden/make.py tests/golden/0.1.0`.
+"""Write the golden adapters of a release: `PYTHONPATH=tests/helpers python tests/golden/make.py tests/golden/0.1.0`.
 
 They are never made again for a release that is out: later versions have to load them to the same logits.
 """
