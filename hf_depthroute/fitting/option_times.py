@@ -108,7 +108,7 @@ def time_savings(
 
 @torch.no_grad()
 def time_left(base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, tail: int) -> float:
-    """The share of the time of a prompt that is left with these options together: medians of passes in changing order.
+    """The share of the time of a prompt that is left with these options together: the fastest pass over the fastest dense.
 
     Args:
         base: As of `time_savings`, as are `ids` and `tail`.
@@ -126,7 +126,7 @@ def time_left(base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, 
                     seconds[is_routed].append(time.perf_counter() - started)
     finally:
         routed.unload()
-    left = median(seconds[True][1:]) / median(seconds[False][1:])
+    left = min(seconds[True][1:]) / min(seconds[False][1:])
     return float(each_of_all(left)[0])  # every process has to choose alike
 
 
