@@ -108,7 +108,7 @@ def time_savings(
 
 @torch.no_grad()
 def time_left(base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, tail: int) -> float:
-    """The share of the time of a prompt that is left with these options together: the fastest pass over the fastest dense.
+    """The share of the time of a prompt that is left with these options together, by the fastest passes.
 
     Args:
         base: As of `time_savings`, as are `ids` and `tail`.
