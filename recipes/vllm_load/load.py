@@ -8,10 +8,11 @@
 
 Runs in an environment with vLLM (`make vllm` makes `.venv-vllm`). The base has random weights at the width of
 Qwen2.5-0.5B, and a router of every FFN that is calibrated on random tokens. vLLM's random prompts are runs of token ids
-in ascending order, so what really runs in full is counted, by vLLM. With `--model` and `--adapter` the base is a real
-one, with a router for prompts; beside the dense server on the backend that routed models have, there is one on vLLM's
-own model. One server for each way to serve is up all the
+in ascending order, so what really runs in full is counted, by vLLM. One server for each way to serve is up all the
 time; a cell of the table goes to one after the other, in every round in another order.
+
+With `--model` and `--adapter` the base is a real one, with a router for prompts; beside the dense server on the backend
+that routed models have, there is one on vLLM's own model.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     if args.model is None:
         base, adapter = make_models(args.work, args.layers, args.budget)
-        setting = {"layers": args.layers, "budget": args.budget, **WIDTHS}
+        setting: dict[str, Any] = {"layers": args.layers, "budget": args.budget, **WIDTHS}
     else:
         base, adapter = args.model, args.adapter
         setting = {"model": args.model.name, "adapter": args.adapter.name}

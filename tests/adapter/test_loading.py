@@ -207,10 +207,9 @@ def test_another_process_with_another_seed_loads_the_same_model(tmp_path: Path) 
             models[folder] = routed(base_from(folder / "base"), gate, seed=7)
             models[folder].save_pretrained(folder / "adapter")
             torch.save(tokens(3, 12), folder / "ids.pt")
-    root = str(ROOT)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
     subprocess.run([sys.executable, "-c", FRESH_PROCESS, *map(str, models)], check=True, env=environment)

@@ -34,7 +34,6 @@ from hf_depthroute.cli.output import made
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import count_routes
 
-REPOSITORY = ROOT
 PROMPT = ("--prompt", "the", "--max-new-tokens", 4)
 
 
@@ -107,7 +106,7 @@ def write_yaml(folder: Path, content: str) -> Path:
 def started(*arguments: object, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "hf_depthroute", *map(str, arguments)],
-        cwd=REPOSITORY,
+        cwd=ROOT,
         env=os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

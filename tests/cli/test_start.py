@@ -13,7 +13,6 @@ from models import routed
 from places import ROOT
 from text_models import save_base
 
-REPOSITORY = ROOT
 COMMANDS = ("train", "eval", "bench", "generate", "serve", "report", "card", "doctor", "convert", "families")
 HEAVY = ("torch", "peft", "transformers", "datasets", "numpy", "huggingface_hub", "matplotlib")
 # Each call in one process after the other: its exit code, and which of the modules there are by then.
@@ -35,10 +34,10 @@ print(json.dumps(answers))
 
 def answers(calls: list[list[str]]) -> list[tuple[list[str], int, str, list[str]]]:
     """`(call, exit code, what it printed, heavy modules loaded by then)` for each call of the installed program."""
-    (program,) = re.findall(r'^hf-depthroute = "(.+):(.+)"$', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
+    (program,) = re.findall(r'^hf-depthroute = "(.+):(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT, *program, json.dumps(calls), json.dumps(HEAVY)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=200,
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     return [tuple(answer) for answer in json.loads(ended.stdout)]

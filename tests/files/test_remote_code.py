@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_depthroute.files.remote_code import code_repositories
 
-REPOSITORY = ROOT
 OWN = """
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -86,14 +85,14 @@ def name_base(adapter: Path, base: Path) -> None:
 def loading_calls() -> list[str]:
     """Calls of transformers' auto classes that do not say whether remote code is trusted."""
     silent = []
-    for path in [*(REPOSITORY / "hf_depthroute").rglob("*.py"), *(REPOSITORY / "recipes").rglob("*.py")]:
+    for path in [*(ROOT / "hf_depthroute").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             what = ast.unparse(node.func)
             loads = what.endswith(".from_pretrained") and ("Auto" in what and "Peft" not in what)
             if loads and "trust_remote_code" not in [word.arg for word in node.keywords]:
-                silent.append(f"{path.relative_to(REPOSITORY)}:{node.lineno}")
+                silent.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     return silent
 
 

@@ -25,7 +25,6 @@ from study_results import write_study
 
 from hf_depthroute.cli import errors
 
-REPOSITORY = ROOT
 CONFIGS = sorted({name for claim in (*CLAIMS, *QUESTIONS) for name in claim.needs})
 HOSTILE = '<script>alert("1")</script> $\\frac$ | [a](javascript:b) **c**'
 VOID = {"meta", "img", "br", "link", "hr", "input"}
@@ -245,7 +244,7 @@ def test_thresholds_are_found_as_written(tmp_path):
 
 
 def test_the_reports_configs_are_those_of_the_recipe():
-    recipe = {path.stem for path in (REPOSITORY / "recipes/aux_losses/configs").glob("*.yaml")}
+    recipe = {path.stem for path in (ROOT / "recipes/aux_losses/configs").glob("*.yaml")}
     tabulated = {name for layout in LAYOUTS for name in (*layout.configs, *layout.needs, *layout.baseline)}
     assert set(CONFIGS) | tabulated <= recipe
 
@@ -583,7 +582,7 @@ def test_the_recipe_writes_the_report_next_to_the_results(tmp_path, capsys, monk
     folder = write_study(
         tmp_path, {"g3": {EARLY: 3.29}, "g1": {EARLY: 3.3}}, seeds=[42, 123, 7, 11], missing=[("g1", 11)]
     )
-    script = REPOSITORY / "recipes/aux_losses/report.py"
+    script = ROOT / "recipes/aux_losses/report.py"
     monkeypatch.syspath_prepend(script.parent)
     monkeypatch.setattr("sys.argv", [str(script), str(folder)])
     runpy.run_path(str(script), run_name="__main__")
