@@ -43,7 +43,7 @@ def in_time(
     """`found` with what every option saves as a share of the time of a prompt.
 
     Options are timed one by one; what those that save `wanted` by that save together is timed, too, and sets the scale
-    of all: 0 where they save nothing.
+    of all: 0 where they save nothing. On a machine that is too busy to tell, nothing is scaled.
 
     Args:
         base: As of `time_savings`, as are `found`, `ids` and `tail`.
@@ -60,8 +60,10 @@ def in_time(
     chosen = choose(scaled(1.0), wanted)
     if not chosen:
         return scaled(1.0)
-    together = max(0.0, 1 - time_left(base, chosen, ids, tail))
-    return scaled(together / sum(saved[option] for option in chosen.values()))
+    left = time_left(base, chosen, ids, tail)
+    if left is None:
+        return scaled(1.0)
+    return scaled(max(0.0, 1 - left) / sum(saved[option] for option in chosen.values()))
 
 
 @torch.no_grad()
@@ -107,8 +109,10 @@ def time_savings(
 
 
 @torch.no_grad()
-def time_left(base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, tail: int) -> float:
+def time_left(base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, tail: int) -> float | None:
     """The share of the time of a prompt that is left with these options together, by the fastest passes.
+
+    It is None if the same work took a quarter longer at one time than at another.
 
     Args:
         base: As of `time_savings`, as are `ids` and `tail`.
@@ -126,8 +130,11 @@ def time_left(base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, 
                     seconds[is_routed].append(time.perf_counter() - started)
     finally:
         routed.unload()
-    left = min(seconds[True][1:]) / min(seconds[False][1:])
-    return float(each_of_all(left)[0])  # every process has to choose alike
+    warm = {is_routed: times[1:] for is_routed, times in seconds.items()}
+    uneven = any(max(times) > _BUSY * min(times) for times in warm.values())
+    left = None if uneven else min(warm[True]) / min(warm[False])
+    found: float | None = each_of_all(left)[0]  # every process has to choose alike
+    return found
 
 
 def _times_of_options(

@@ -155,6 +155,22 @@ def test_a_share_of_the_time_is_held_by_all_options_together(
     assert sum(timed[index][option].saved for index, option in chosen.items()) == pytest.approx(together * layers)
 
 
+def test_a_busy_machine_scales_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same work takes longer and longer: the parts, which were timed against each other, are believed."""
+    options = [Option("ffn", "neurons", 4), Option("block", "lowrank", 4)]
+    clock, calls = [0.0], itertools.count(1)
+
+    def passed(model: Any, ids: torch.Tensor) -> None:
+        clock[0] += next(calls)
+
+    monkeypatch.setattr(option_times.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(option_times, "_pass", passed)
+    monkeypatch.setattr(option_times, "time_savings", lambda *given: dict(zip(options, (0.2, 0.0))))
+    found = {index: dict.fromkeys(options, StaticFit(1.0 + index, 0.0, 0.0)) for index in range(4)}
+    timed = in_time(build_base("llama"), found, 0.4, tokens(1, 40), 1)
+    assert all(fits[options[0]].saved == 0.2 and fits[options[1]].saved == 0.0 for fits in timed.values())
+
+
 @pytest.mark.parametrize("together", [0.0, -0.1])
 def test_options_that_save_nothing_together_are_not_chosen(together: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are those that take longer, which a negative scale would turn into the best."""
