@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import reprlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -36,26 +36,6 @@ _allowed: ContextVar[bool] = ContextVar("allow_base_mismatch", default=False)
 
 class BaseDiffersWarning(UserWarning):
     """The base is not quite the one that the adapter was made with, and is near enough to load."""
-
-
-@contextmanager
-def base_remarks(say: Callable[[str], None]) -> Iterator[None]:
-    """Hand each `BaseDiffersWarning` of the block to `say` at its end, once; other warnings go where they went."""
-    remarks: dict[str, None] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", BaseDiffersWarning)
-        show = warnings.showwarning
-
-        def keep(message: Any, category: Any, *where: Any, **how: Any) -> None:
-            if category is BaseDiffersWarning:
-                remarks[str(message)] = None
-            else:
-                show(message, category, *where, **how)
-
-        warnings.showwarning = keep
-        yield
-    for remark in remarks:
-        say(remark)
 
 
 @contextmanager

@@ -46,29 +46,29 @@ remarks: list[Callable[[PeftModel], str | None]] = []
 
 def install() -> None:
     """Wrap them; a second call does nothing."""
-    if hasattr(PeftModel.save_pretrained, _MARK):
-        return
-    _wrap(PeftModel, "save_pretrained", save_whole)
-    _wrap(PeftModel, "from_pretrained", _from_pretrained)
-    _wrap(PeftModel, "load_adapter", _load_adapter)
-    _wrap(PeftModel, "add_adapter", add_of_same_method)
+    wrap(PeftModel, "save_pretrained", save_whole)
+    wrap(PeftModel, "from_pretrained", _from_pretrained)
+    wrap(PeftModel, "load_adapter", _load_adapter)
+    wrap(PeftModel, "add_adapter", add_of_same_method)
     for owner in (PeftModel, PeftAdapterMixin):
-        _wrap(owner, "set_adapter", _in_turn)
-    _wrap(PeftAdapterMixin, "load_adapter", _load_natively)
-    _wrap(PeftModel, "print_trainable_parameters", _print_trainable_parameters)
-    _wrap(PeftConfigMixin, "from_json_file", from_json_file)
-    _wrap(save_and_load, "torch_load", _torch_load)
+        wrap(owner, "set_adapter", _in_turn)
+    wrap(PeftAdapterMixin, "load_adapter", _load_natively)
+    wrap(PeftModel, "print_trainable_parameters", _print_trainable_parameters)
+    wrap(PeftConfigMixin, "from_json_file", from_json_file)
+    wrap(save_and_load, "torch_load", _torch_load)
     for module in (peft, peft.peft_model, peft.utils, save_and_load):  # each holds the function itself
-        _wrap(module, "get_peft_model_state_dict", _state_dict_of)
-    _wrap(peft, "get_peft_model", make_for_task)
-    _wrap(peft.peft_model, "_set_trainable", copies_once)
-    _wrap(BaseTuner, "__init__", _init_tuner)
+        wrap(module, "get_peft_model_state_dict", _state_dict_of)
+    wrap(peft, "get_peft_model", make_for_task)
+    wrap(peft.peft_model, "_set_trainable", copies_once)
+    wrap(BaseTuner, "__init__", _init_tuner)
 
 
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace `owner.name` by `around`, which gets the original as its first argument."""
-    found = vars(owner)[name]
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace `owner.name` by `around`, which gets the original as its first argument; a second call does nothing."""
+    found = vars(owner).get(name, getattr(owner, name))
     original = getattr(found, "__func__", found)
+    if hasattr(original, _MARK):
+        return
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
 
 from ..adapter.files import CARD_NAME, AdapterMismatchError
+from ..adapter.peft_hooks import wrap
 from ..adapter.saving import SaveWarning, after_saving, warn_without_card
 from ..files.staged import write_bytes
 from ..training.record import remembered
@@ -25,61 +25,49 @@ from .readme import shows_results
 
 def install() -> None:
     """Wrap PEFT's two methods, and add the card to what a save writes."""
-    update: Any = _writes_ours(PeftModel.create_or_update_model_card)
-    PeftModel.create_or_update_model_card = update  # type: ignore[method-assign]
-    PeftModel.push_to_hub = _sends_ours(PeftModel.push_to_hub)  # type: ignore[method-assign]
+    wrap(PeftModel, "create_or_update_model_card", _create_or_update_model_card)
+    wrap(PeftModel, "push_to_hub", _push_to_hub)
     after_saving.append(save_card)
 
 
-def _writes_ours(update: Callable[[Any, str], None]) -> Callable[..., None]:
+def _create_or_update_model_card(
+    update: Any, self: Any, output_dir: str, *, results: Sequence[Any] = (), card: Mapping[str, Any] | None = None
+) -> None:
     """`PeftModel.create_or_update_model_card`.
 
     PEFT calls it before the weights, which a card is made of: `save_card` writes that one. A Trainer calls it with
     `card`, more arguments of `make_card`, whether or not the adapter has been saved.
     """
-
-    @functools.wraps(update)
-    def create_or_update_model_card(
-        self: Any, output_dir: str, *, results: Sequence[Any] = (), card: Mapping[str, Any] | None = None
-    ) -> None:
-        name, folder = routed_name(self), Path(output_dir)
-        if name is None:
-            update(self, output_dir)
-        elif holds_adapter(folder) and card is None:
-            _write(self, folder, folder)
-        elif holds_adapter(folder):
-            run = remembered(self, name)
-            record = run.record(self, name, read_training(folder))
-            write_card(folder, [*run.results, *results], adapter_name=name, training=record, **(card or {}))
-        elif card is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_bytes(
-                folder / CARD_NAME, str(make_card(self, results, adapter_name=name, **card)).encode(), follow=False
-            )
-
-    return create_or_update_model_card
-
-
-def _sends_ours(push: Callable[..., Any]) -> Callable[..., Any]:
-    """`PeftModel.push_to_hub`. PEFT's own puts an empty template over the card that `save_pretrained` wrote."""
-
-    @functools.wraps(push)
-    def push_to_hub(self: Any, repo_id: str, *args: Any, results: Sequence[Any] = (), **kwargs: Any) -> Any:
-        name = routed_name(self)
-        if name is None:
-            return push(self, repo_id, *args, **kwargs)
-        tags, private, token = kwargs.pop("tags", None), kwargs.pop("private", None), kwargs.pop("token", None)
-        kwargs.pop("max_shard_size", None)  # an adapter is one file
-        kwargs.setdefault("commit_message", "Upload model")
+    name, folder = routed_name(self), Path(output_dir)
+    if name is None:
+        update(self, output_dir)
+    elif holds_adapter(folder) and card is None:
+        _write(self, folder, folder)
+    elif holds_adapter(folder):
         run = remembered(self, name)
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            card = {"adapter_name": name, "training": run.record(self, name), "tags": tags or ()}
-            return push_folder(
-                folder, repo_id, results=[*run.results, *results], private=private, token=token, card=card, **kwargs
-            )
+        record = run.record(self, name, read_training(folder))
+        write_card(folder, [*run.results, *results], adapter_name=name, training=record, **(card or {}))
+    elif card is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        made = make_card(self, results, adapter_name=name, **card)
+        write_bytes(folder / CARD_NAME, str(made).encode(), follow=False)
 
-    return push_to_hub
+
+def _push_to_hub(push: Any, self: Any, repo_id: str, *args: Any, results: Sequence[Any] = (), **kwargs: Any) -> Any:
+    """`PeftModel.push_to_hub`. PEFT's own puts an empty template over the card that `save_pretrained` wrote."""
+    name = routed_name(self)
+    if name is None:
+        return push(self, repo_id, *args, **kwargs)
+    tags, private, token = kwargs.pop("tags", None), kwargs.pop("private", None), kwargs.pop("token", None)
+    kwargs.pop("max_shard_size", None)  # an adapter is one file
+    kwargs.setdefault("commit_message", "Upload model")
+    run = remembered(self, name)
+    with tempfile.TemporaryDirectory() as folder:
+        self.save_pretrained(folder)
+        card = {"adapter_name": name, "training": run.record(self, name), "tags": tags or ()}
+        return push_folder(
+            folder, repo_id, results=[*run.results, *results], private=private, token=token, card=card, **kwargs
+        )
 
 
 def save_card(model: Any, stage: Path, folder: Path) -> None:

@@ -204,12 +204,13 @@ class Source:
         """`base` with the adapter on it, in eval mode."""
         import peft
 
-        from ..adapter.base_check import allow_base_mismatch, base_remarks
+        from ..adapter.base_check import BaseDiffersWarning, allow_base_mismatch
         from ..inference.phases import set_phases
+        from .output import noted
 
         adapter = self.options.adapter
         mismatch = allow_base_mismatch() if getattr(self.options, "allow_base_mismatch", False) else nullcontext()
-        with explained(f"adapter {adapter}", adapter, code=ADAPTER), mismatch, base_remarks(_say_note):
+        with explained(f"adapter {adapter}", adapter, code=ADAPTER), mismatch, noted(BaseDiffersWarning):
             routed = peft.PeftModel.from_pretrained(base, adapter, is_trainable=is_trainable).eval()
         if self.phases is not None:
             set_phases(routed, self.phases)
@@ -232,10 +233,6 @@ def find_source(options: AdapterOptions) -> Source:
     phases = getattr(options, "phases", None)
     changed_fields(config, getattr(options, "budget", None), phases)
     return Source(options, config, *find_base(options.adapter, config, options.model, options.gguf_file), phases)
-
-
-def _say_note(remark: str) -> None:
-    say(f"note: {remark}", sys.stderr)
 
 
 def read_blocks(options: Any, tokenizer: Any, split: str, other: str | None = None) -> Any:

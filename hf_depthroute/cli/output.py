@@ -141,16 +141,18 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool
 
 @contextlib.contextmanager
 def noted(kind: type[Warning]) -> Iterator[None]:
-    """Say warnings of `kind` as notes, when they come; for others nothing changes."""
+    """Say warnings of `kind` as notes when they come, each text once; for others nothing changes."""
+    texts: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", kind)
         otherwise = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
-            if issubclass(category, kind):
-                say(f"note: {message}", sys.stderr)
-            else:
+            if not issubclass(category, kind):
                 otherwise(message, category, *where, **how)
+            elif str(message) not in texts:
+                texts.add(str(message))
+                say(f"note: {message}", sys.stderr)
 
         warnings.showwarning = show
         yield

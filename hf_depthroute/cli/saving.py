@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,32 +17,28 @@ from ..training.checkpoints import checkpoints_in
 from ..training.record import remember_training
 from . import loading
 from .errors import RESOURCES, CliError
+from .output import noted
 
 
 def save_adapter(out: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
     """The adapter with its card, the tokenizer and training.json, into `out`; a run's checkpoints there are removed.
 
-    What goes with an adapter and was not saved is said; other warnings are kept off the terminal.
+    What goes with an adapter and was not saved is said.
     """
     remember_training(model, record)
     try:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("always", SaveWarning)
-            with staged_save(out) as stage:
-                model.save_pretrained(str(stage))
-                with _at_best(stage, "the tokenizer"):
-                    tokenizer.save_pretrained(stage)
-                with _at_best(stage, "training.json"):
-                    record["weights_hash"] = loading.load_adapter_config(str(stage)).weights_hash
-                    staged.write_json(stage / "training.json", record)
+        with noted(SaveWarning), staged_save(out) as stage:
+            model.save_pretrained(str(stage))
+            with _at_best(stage, "the tokenizer"):
+                tokenizer.save_pretrained(stage)
+            with _at_best(stage, "training.json"):
+                record["weights_hash"] = loading.load_adapter_config(str(stage)).weights_hash
+                staged.write_json(stage / "training.json", record)
     except Exception as error:
         if not disk_full(error):
             raise
         size = bytes_needed(model, tokenizer, checkpoints=False)
         raise CliError(f"{out}: disk full; the adapter needs about {size:,} bytes", RESOURCES) from error
-    for warning in found:
-        say(f"note: {warning.message}", file=sys.stderr)
     for checkpoint in checkpoints_in(out):
         shutil.rmtree(checkpoint, ignore_errors=True)
 

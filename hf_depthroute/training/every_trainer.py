@@ -6,13 +6,11 @@ most programs never train: it is wrapped when an adapter is injected that can tr
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
+from ..adapter.peft_hooks import wrap
 from ..config.adapter import DepthRouteConfig
-
-_MARK = "_depth_route_wrapped"
 
 
 def install_for(config: DepthRouteConfig) -> None:
@@ -21,16 +19,11 @@ def install_for(config: DepthRouteConfig) -> None:
         return
     from transformers import Trainer
 
+    wrap(Trainer, "train", _train)
+
+
+def _train(train: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     from .callbacks import provided
 
-    train = Trainer.train
-    if hasattr(train, _MARK):
-        return
-
-    @functools.wraps(train)
-    def trains(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with provided(self):
-            return train(self, *args, **kwargs)
-
-    setattr(trains, _MARK, True)
-    Trainer.train = trains  # type: ignore[method-assign]
+    with provided(self):
+        return train(self, *args, **kwargs)

@@ -25,7 +25,7 @@ from .budgets import KEY
 from .counts import RowLog
 from .limits import check_engine
 from .routings import load_routings
-from .settings import Settings, settings_of
+from .settings import Settings, settings_of, tell_apart
 from .step import NAME, OPERATOR, RoutedStep, served_forward
 
 
@@ -45,6 +45,7 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
         settings, config = settings_of(vllm_config.model_config.hf_config), vllm_config.model_config.hf_config
         with _own_architecture(config):
             routings = load_routings(settings, config, _files_of(vllm_config))
+            tell_apart(config, settings)
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         self._attach(settings, routings, prefix)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from hf_depthroute_vllm import ARCHITECTURE
 
+from ..adapter.files import CONFIG_NAME
 from ..config.rules import ConfigError
 
 FIELD = "depth_route"  # of the model's configuration
@@ -43,6 +46,16 @@ class Settings:
         """The command line `vllm serve ...` of this adapter on `base`, as model `name`."""
         own = ["--served-model-name", name, "--hf-overrides", json.dumps(self.hf_overrides)]
         return ["vllm", "serve", base, *own, *options]
+
+
+def tell_apart(hf_config: Any, settings: Settings) -> None:
+    """Put into a model's configuration what the adapter's own says now.
+
+    vLLM finds a compiled model in its cache by the model's configuration. There an adapter is a folder, and another save
+    into that folder may route other layers.
+    """
+    text = Path(settings.adapter, CONFIG_NAME).read_bytes()
+    setattr(hf_config, f"{FIELD}_version", hashlib.sha256(text).hexdigest())
 
 
 def settings_of(hf_config: Any) -> Settings:

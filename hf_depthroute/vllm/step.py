@@ -27,6 +27,7 @@ from ..execution.targets.attention import AttentionTarget
 from ..parts.branches import rms_of
 from ..parts.fused import FusedGateBranch, fuse
 from ..parts.rules import tail_mask
+from ..parts.targets import TargetTraits
 from ..routing.plan import RoutePlan
 from ..routing.routing import ROUTING, Routing
 from .budgets import RequestBudgets
@@ -52,6 +53,8 @@ class RoutedStep:
         self.layer = layer
         self.count = count
         self._budgets = budgets
+        routing: Routing = layer._modules[ROUTING]
+        self._generates_in_full = routing.active_config().phases == "prefill"
         self._prompts = -1  # of the routing, that what is below was made for
         self._joints: dict[str, FusedGateBranch | None] = {}
         self._thresholds: dict[RoutePlan, float] = {}
@@ -69,6 +72,8 @@ class RoutedStep:
         rows = stream.shape[1]
         real = None if batch is None else batch.num_actual_tokens
         generates = batch is not None and batch.max_query_len == 1
+        if generates and self._generates_in_full:
+            return self._counted(self._in_full(routing, routing.active_target(), stream, given), real, real)
         if generates:  # every request's next token: a batch of sequences
             shape, last_rows = (rows, 1), None
         else:
@@ -83,7 +88,7 @@ class RoutedStep:
         if generates and rows == real and rows <= DECODE_ROWS and plan.rule != "full" and plan.target.row_wise:
             joint = self._joint_of(routing, plan)
         if plan.rule == "full":
-            out = self._in_full(routing, plan, stream, given)
+            out = self._in_full(routing, plan.target, stream, given)
         elif joint is not None:
             # To a layer, rows of one sequence are what one row of each of as many sequences is: `[N, 1, d]`.
             own = stream.transpose(0, 1).clone()
@@ -107,18 +112,22 @@ class RoutedStep:
                 call = replace(call, finishes=False)  # the layer runs what is parallel to the FFN
                 out = executor_of(call).run(call)
             ran = call.mask.sum()
-        if self.count is not None and real is not None:
+        return self._counted(out, ran, real)
+
+    def _counted(self, out: Tensor, ran: Tensor | int | None, real: int | None) -> Tensor:
+        """`out`, after `real` rows were given, of which `ran` ran in full."""
+        if self.count is not None and ran is not None and real is not None:
             self.count.add(ran, real)
         return out
 
-    def _in_full(self, routing: Routing, plan: RoutePlan, stream: Tensor, given: Tensor) -> Tensor:
+    def _in_full(self, routing: Routing, target: TargetTraits, stream: Tensor, given: Tensor) -> Tensor:
         """The stream as the base computes it, `[1, N, d]`."""
         layer, family = self.layer, routing.family
         ffn = ffn_map(layer, family)
-        if not plan.target.skips_attention:
+        if not target.skips_attention:
             return stream + ffn(given)
         after = stream + given
-        if not plan.target.skips_ffn:
+        if not target.skips_ffn:
             return after
         return after + ffn(norm_of(layer, family, "ffn")(stream if family.parallel else after))
 

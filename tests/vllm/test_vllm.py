@@ -27,7 +27,7 @@ from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.routing.routing import ROUTING
 from hf_depthroute.vllm.limits import check_adapter, check_base_config, check_engine, check_request_budgets
 from hf_depthroute.vllm.routings import load_routings
-from hf_depthroute.vllm.settings import Settings, settings_of
+from hf_depthroute.vllm.settings import Settings, settings_of, tell_apart
 from hf_depthroute_vllm import ARCHITECTURE
 
 
@@ -220,6 +220,26 @@ def test_an_engine_that_would_give_other_tokens_is_refused(name: str, value: Any
 def test_settings_that_nobody_wrote_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="vllm-config ADAPTER prints the whole line"):
         settings_of(SimpleNamespace(depth_route=given))
+
+
+def test_another_save_into_the_folder_is_another_model_to_the_cache_of_vllm(saved: Path) -> None:
+    """vLLM's key is the configuration's text, in which the adapter is a path; a graph says which layers are routed."""
+    path = saved / "adapter" / "adapter_config.json"
+
+    def key() -> str:
+        config = AutoConfig.from_pretrained(saved / "base")
+        tell_apart(config, Settings(str(path.parent)))
+        text: str = config.to_json_string()
+        return text
+
+    before, written = key(), path.read_bytes()
+    assert key() == before
+    fields = json.loads(written)
+    path.write_text(json.dumps(fields | {"layers": fields["layers"][1:]}))
+    try:
+        assert key() != before
+    finally:
+        path.write_bytes(written)
 
 
 def test_routings_are_what_peft_loads_whatever_the_default_dtype_and_mode(saved: Path) -> None:
