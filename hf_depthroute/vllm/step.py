@@ -53,7 +53,7 @@ class RoutedStep:
         self.layer = layer
         self.count = count
         self._budgets = budgets
-        routing: Routing = layer._modules[ROUTING]
+        routing = cast(Routing, layer._modules[ROUTING])
         self._generates_in_full = routing.active_config().phases == "prefill"
         self._prompts = -1  # of the routing, that what is below was made for
         self._joints: dict[str, FusedGateBranch | None] = {}
