@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.cache import is_paged, starts_prompt
+from ..base.cache import cache_of, is_paged, starts_prompt
 from ..base.stack import STACK, Stack, stack_of
 from ..config.adapter import ConfigError, DepthRouteConfig
 from ..data.batches import breaks_of, document_starts
@@ -88,7 +88,10 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     real = token_mask_of(args, kwargs)
     last, ids, starts = None, None, None
     steps: Mapping[nn.Module, Step] | None = None
-    tail = max([0, *(config.last_in_full for config in active.values() if config.phases == "prefill")])
+    tails = {config.last_in_full for config in active.values() if config.phases == "prefill"}
+    if len(tails) > 1:
+        raise ConfigError(f"adapters that are active together need one prompt_tail, not {sorted(tails)}")
+    tail = max(tails, default=0)
     in_full = stack.state.settings.in_full
     if tail > 0 and in_full is not None:
         last = _of_shape(in_full, inputs, real)
@@ -96,7 +99,7 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         last = last_tokens_of(inputs, real, kwargs, tail)
     if any(config.has_memory for config in active.values()):
         ids, starts = token_ids_of(inputs, kwargs)
-    if decodes(decoder, inputs) and (real is None or real.all()):
+    if last is None and decodes(decoder, inputs) and (real is None or real.all()):
         steps = decode_steps(stack.layers, inputs.shape[0])
     unrouted = unrouted_steps(stack.layers, inputs, kwargs)
     if unrouted and not any(routing.state.settings.recorders for routing in active):
@@ -155,8 +158,7 @@ def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
         return None
     batch, length = inputs.shape[:2]
     if mask.ndim == 2 and mask.shape[1] >= length:
-        # With a cache, the mask covers past positions too; the new ones come last.
-        return mask[:, mask.shape[1] - length :].bool()
+        return _of_new_tokens(mask, length, kwargs)
     if mask.ndim == 4 and length > 1:
         cache = kwargs.get("past_key_values")
         past = 0 if cache is None else int(cache.get_seq_length())
@@ -165,6 +167,20 @@ def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
         real = allowed[:, 0, :, past : past + length].any(dim=1).expand(batch, -1)
         return real if real.shape[1] == length else None
     return None
+
+
+def _of_new_tokens(mask: torch.Tensor, length: int, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The columns of the new tokens of a mask `[B, S]`, bool `[B, T]`, which are at the positions after the cache's.
+
+    A mask may be longer, as one that was made for a whole static cache. In one that is shorter, they come last.
+    """
+    spare, cache = mask.shape[1] - length, cache_of(kwargs)
+    past = 0 if cache is None else cache.get_seq_length()
+    if not isinstance(past, torch.Tensor):
+        start = min(past, spare)
+        return mask[:, start : start + length].bool()
+    columns = past.to(mask.device).clamp(max=spare) + torch.arange(length, device=mask.device)  # waits for no device
+    return mask[:, columns].bool()
 
 
 def last_tokens_of(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -28,7 +27,7 @@ from ..routing.stack import RoutedStack
 from ..routing.state import RunState
 from ..routing.trace import full_depth
 from .base_check import describe_base
-from .checks import check_injection, check_name_is_free, default_rank
+from .checks import check_generation, check_injection, check_name_is_free, default_rank
 from .injection import enter, leave
 from .loading import (
     PREFIX,
@@ -188,10 +187,16 @@ class DepthRouteModel(BaseTuner):
         RoutedStack(family, stack.decoder, routed, state).keep()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`generate` of the base model. With a draft view as `assistant_model`, the model verifies at full depth."""
-        verifies = getattr(kwargs.get("assistant_model"), "verified_at_full_depth", False)
-        with full_depth(self.model) if verifies else nullcontext():
-            return self.model.generate(*args, **kwargs)
+        """`generate` of the base model. With a draft view as `assistant_model`, the model verifies at full depth.
+
+        Raises:
+            ConfigError: The adapter would decide otherwise than in plain generation, see `check_generation`.
+        """
+        if getattr(kwargs.get("assistant_model"), "verified_at_full_depth", False):
+            with full_depth(self.model):
+                return self.model.generate(*args, **kwargs)
+        check_generation(self.model, kwargs)
+        return self.model.generate(*args, **kwargs)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         """Activate routed adapters, with their copies of base modules; other methods' copies stay as they are."""

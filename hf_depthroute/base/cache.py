@@ -85,7 +85,7 @@ class SkippingLayer(DynamicLayer):
         self.length = 0
 
     def advance(self, count: int) -> None:
-        """`count` more positions have been seen, by the kept sequences and by the others."""
+        """`count` more positions have been seen, of which no sequence keeps keys and values."""
         self.length += count
 
     def update(
@@ -96,6 +96,7 @@ class SkippingLayer(DynamicLayer):
                 "this KV cache was filled with whole sequences skipped and cannot be read without the adapter that "
                 "did it; start a new cache"
             )
+        self.length += key_states.shape[-2]
         return super().update(key_states, value_states, *args, **kwargs)
 
     def get_seq_length(self) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import peft
 from peft import PeftConfig
 
 from .described import TASKS as TASKS
 from .described import AdapterFields, check_task, refuses_unknown
-from .fields import RoutingFields, with_help
+from .fields import PATTERNS, RoutingFields, with_help
 from .rules import ConfigError as ConfigError
 from .rules import check_budget as check_budget
 from .rules import check_phases as check_phases
@@ -49,6 +50,19 @@ class DepthRouteConfig(AdapterFields, PeftConfig):
 if DepthRouteConfig.__doc__ and RoutingFields.__doc__:  # one list of arguments for `help()`
     _asked = RoutingFields.__doc__.partition("Args:\n")[2].rstrip()
     DepthRouteConfig.__doc__ = DepthRouteConfig.__doc__.replace("Args:", f"Args:\n{_asked}", 1)
+
+
+def renumber(config: DepthRouteConfig, places: Mapping[int, int]) -> None:
+    """Leave only the layers in `places` routed, each as layer `places[index]`, with what is said of single layers."""
+    layers = cast("list[int]", config.layers)
+    remaining = [at for at, index in enumerate(layers) if index in places]
+    if config.dropped_experts is not None:
+        config.dropped_experts = [config.dropped_experts[at] for at in remaining]
+    config.layers = [places[layers[at]] for at in remaining]
+    config.static_layers = [places[index] for index in config.static_layers or () if index in places] or None
+    for field in PATTERNS:
+        pattern = getattr(config, field) or {}
+        setattr(config, field, {places[index]: value for index, value in pattern.items() if index in places} or None)
 
 
 def register_peft_type() -> Any:

@@ -174,14 +174,13 @@ class SequenceStep(DecodeStep):
             branch = self.weights.prepared(h.dtype, modules[ffn_norm], None).branch
             if skips_keys:
                 out = h.clone()  # the layer's input is not the step's to change
+                held.advance(1)
             else:
                 out = h + modules[attention](modules[attention_norm](h), **kwargs)[0]
             if branch is not None:
                 out = out.add_(branch(out))
             if not target.skips_ffn:
                 out = out + modules[ffn](modules[ffn_norm](out))
-        if skips_keys:
-            held.advance(1)
         return out
 
 

@@ -98,7 +98,7 @@ def skip_sequences(call: RoutedCall) -> Tensor:
     else:
         after = stream[rows]
     held = cache_layer(cache_of(call.kwargs), call.routing.layer_index)
-    if held is not None:
+    if held is not None and not len(rows):
         held.advance(stream.shape[1])
     if call.scale is not None:
         after = stream[rows] + scaled(after - stream[rows], call.scale[rows])

@@ -16,7 +16,7 @@ from torch import nn
 from ..adapter.tuner import get_depth_routed_model
 from ..base.distributed import rows_of_all
 from ..base.lm_head import predicting, token_losses
-from ..config.adapter import DepthRouteConfig
+from ..config.adapter import DepthRouteConfig, renumber
 from ..data.batches import labels_of
 from ..inference.calibration import active_routings, set_thresholds
 from ..routing.trace import count_routes, record_routes
@@ -87,7 +87,7 @@ def narrowed(model: PeftModel, dense: Sequence[int] = (), static: Sequence[int] 
     if not gated or len(gated) == len(layers):
         return model
     config.budget = min(1.0, max(0.01, (config.budget * len(layers) - len(dense)) / len(gated)))
-    config.layers = [index for index in layers if index not in dense]
+    renumber(config, {index: index for index in layers if index not in dense})
     config.static_layers = [index for index in layers if index in static] or None
     return _injected(model, config, layer_states(model))
 

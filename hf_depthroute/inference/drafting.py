@@ -25,7 +25,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..base.contexts import of_this_thread
 from ..base.stack import stack_of
-from ..config.adapter import ConfigError, DepthRouteConfig
+from ..config.adapter import ConfigError, DepthRouteConfig, renumber
 from ..parts.gates import GATES
 from ..routing.routing import ROUTING, Routing
 from ..routing.stack import RoutedStack, routed_stack
@@ -237,13 +237,7 @@ def _leave_out(model: Any, drop: Sequence[int]) -> None:
     if isinstance(stack, RoutedStack):
         replace(stack, routed=tuple(routed)).keep()
     for adapter in adapters.values():
-        places = {index: place for place, index in enumerate(kept)}
-        before = cast("list[int]", adapter.layers)
-        remaining = [at for at, index in enumerate(before) if index in places]
-        if adapter.dropped_experts is not None:
-            adapter.dropped_experts = [adapter.dropped_experts[at] for at in remaining]
-        adapter.layers = [places[before[at]] for at in remaining]
-        adapter.static_layers = [places[at] for at in adapter.static_layers or () if at in places] or None
+        renumber(adapter, {index: place for place, index in enumerate(kept)})
 
 
 def lossless_generate(

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..base.contexts import hooked, of_this_thread
 from ..base.lm_head import LMHead, predicting
 from ..base.stack import stack_of
+from ..execution.context import unpack
 from ..inference.calibration import active_routings
 from ..routing.routing import ROUTING
 from .trace_statistics import stack, token_mean
@@ -25,9 +26,15 @@ if TYPE_CHECKING:
 
 
 class Exits(dict[int, torch.Tensor]):
-    """Layer index -> the stream that entered the routed layer, `[B, T, d]` with graph; filled by `observe_exits`."""
+    """Layer index -> the stream that entered the routed layer, `[B, T, d]` with graph; filled by `observe_exits`.
+
+    Attributes:
+        lm_head: The model's.
+        token_mask: Bool `[B, T]`, true at real tokens, whether or not gates decide about them; None: all are real.
+    """
 
     lm_head: LMHead
+    token_mask: torch.Tensor | None = None
     with_graph = False
 
 
@@ -45,6 +52,7 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
     def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() or not exits.with_graph:  # else a reference's pass, behind that of the loss
             exits[getattr(layer, ROUTING).layer_index] = args[0] if args else kwargs["hidden_states"]
+            exits.token_mask = unpack(dict(kwargs)).token_mask
             exits.with_graph = torch.is_grad_enabled()
 
     indices = [routing.layer_index for routing in active_routings(model)]
@@ -65,12 +73,10 @@ def exit_loss(inputs: LossInputs) -> torch.Tensor | None:
         return None
     if inputs.labels is None:
         raise ValueError("the exit loss needs labels in the batch")
-    record = next(iter(inputs.trace.values()))
-    real_BT = record.real if record.real.ndim == 2 else record.real[..., 0]
-    return exit_cross_entropy(exits, inputs.labels, real_BT.to(inputs.labels.device))
+    return exit_cross_entropy(exits, inputs.labels, exits.token_mask)
 
 
-def exit_cross_entropy(exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Tensor) -> torch.Tensor:
+def exit_cross_entropy(exits: Exits, labels_BT: torch.Tensor, real_BT: torch.Tensor | None) -> torch.Tensor:
     """`exit_loss` over the predicted tokens of all processes; the backward pass makes each layer's logits again."""
     counted_BT = predicting(labels_BT, real_BT)
     targets_N = labels_BT[:, 1:][counted_BT]

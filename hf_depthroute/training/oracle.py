@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from ..base.distributed import sum_over_processes
+from ..routing.stack import state_of
 from ..routing.trace import RouteTrace
 from .arguments import ORACLES
 from .forks import Prefix, fork_losses, run_forks
@@ -74,6 +75,9 @@ def prefix_utility(
 
     Returns:
         Labels by layer index.
+
+    Raises:
+        ValueError: The kind is unknown; or prompts alone are routed, whose tokens no such label is about.
     """
     differences, counted_BT = differences_of(
         prefix, labels_BT, kind, window, gamma, lambda path_BTd, trunk_BTd: path_BTd[None], layers
@@ -104,9 +108,19 @@ def differences_of(
     place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     layers: Collection[int] | None = None,
 ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """`u*` of each fork `[K, B, T]` by layer index, and what is predicted; `place` puts a path into the trunk."""
+    """`u*` of each fork `[K, B, T]` by layer index, and what is predicted; `place` puts a path into the trunk.
+
+    Raises:
+        ValueError: The kind is unknown; or prompts alone are routed, whose tokens no such label is about.
+    """
     if kind not in ORACLES:
         raise ValueError(f"oracle {kind!r} is unknown; use one of: {', '.join(ORACLES)}")
+    in_full = state_of(prefix.model).settings.in_full
+    if in_full is not None and in_full.any():
+        raise ValueError(
+            "util, rank and cgs label a token by the loss of the next few, and with phases='prefill' those that have a "
+            "loss run in full; train prompts with distill_weight or the task's loss"
+        )
     on_policy = kind == "on_policy"  # otherwise the trunk itself is all full
 
     def fork(full_BTd: torch.Tensor, cheap_BTd: torch.Tensor, trunk_BTd: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,9 @@ from transformers import DynamicCache, StaticCache
 
 from hf_depthroute import calibrate, record_routes, replay_routes, route_cost, use_budget
 from hf_depthroute.base.cache import SkippingLayer, kv_cache_bytes
+from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.execution.sequences import decide_sequences
+from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import RouteTrace
 
 TARGETS = ("ffn", "attention", "block")
@@ -372,3 +374,32 @@ def test_static_drop_of_layers_equals_a_model_without_them(target: str) -> None:
     if target != "ffn":
         assert [cache.layers[i].keys is None for i in range(DEPTH)] == [False, True, False, True]
     assert route_cost(model).flops_ideal < route_cost(model).flops_dense
+
+
+@pytest.mark.parametrize("target", ["attention", "block"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_pass_of_the_base_over_a_cache_that_kept_everything_is_counted(target: str, first: int) -> None:
+    """Positions, cropping and later turns go by the length, whoever wrote the keys."""
+    model = routed(build_base("llama"), "mlp", layers=list(range(first, DEPTH)), target=target, granularity="sequence")
+    for routing in routings_of(model):
+        routing.active_quantiles().values.fill_(-1e9)  # every sequence is kept, which is the base
+    ids, cache = tokens(1, LENGTH), DynamicCache()
+    with torch.no_grad():
+        with model.disable_adapter():
+            dense = model(ids).logits
+        model(ids[:, :5], past_key_values=cache)
+        assert isinstance(cache.layers[-1], SkippingLayer)
+        with model.disable_adapter():
+            model(ids[:, 5:8], past_key_values=cache)
+        cache.crop(-1)
+        found = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(7, LENGTH)]
+    assert gap(torch.cat(found, dim=1), dense[:, 7:]) < 1e-5
+    assert [layer.get_seq_length() for layer in cache.layers] == [LENGTH] * DEPTH
+
+
+@pytest.mark.parametrize("option", [{"prefill_chunk_size": 2}, {"prompt_lookup_num_tokens": 2}])
+def test_a_decision_about_a_prompt_is_made_on_all_of_it(option: dict[str, int]) -> None:
+    model, ids = mixed("llama", "ffn"), tokens(1, 6)
+    with pytest.raises(ConfigError, match=f"{next(iter(option))}: granularity='sequence'"):
+        model.generate(input_ids=ids, max_new_tokens=2, **option)
+    assert model.generate(input_ids=ids, max_new_tokens=2, do_sample=False).shape[1] <= 8

@@ -21,6 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hf_depthroute import draft_view, lossless_generate, set_budget
 from hf_depthroute.cli import errors, main
+from hf_depthroute.fitting.narrowing import narrowed
 from hf_depthroute.inference.drafting import DraftCounter, _Draft
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.state import RunSettings
@@ -239,6 +240,16 @@ def test_the_draft_that_is_left_numbers_its_routed_layers_anew() -> None:
     assert routings_of(draft)[0].active_config().layers == [0, 1]
     assert [routing.layer_index for routing in routings_of(model)] == [1, 3]
     assert routings_of(model)[0].active_config().layers == [1, 3]
+
+
+def test_what_is_said_of_single_layers_is_said_of_them_in_the_draft() -> None:
+    patterns = {"target_pattern": {3: "ffn"}, "rank_pattern": {2: 8}}
+    model = build_routed("llama", layers=[1, 2, 3], target="block", **patterns)
+    config = routings_of(draft_view(model, drop=[0]))[0].active_config()
+    assert [config.target_of(place) for place in range(3)] == ["block", "block", "ffn"]
+    assert config.rank_pattern == {1: 8}
+    fewer = narrowed(model, dense=[3])
+    assert routings_of(fewer)[0].active_config().target_pattern is None
 
 
 def test_a_view_of_an_offloaded_model_reads_the_same_weights() -> None:

@@ -24,6 +24,7 @@ from hf_depthroute.training import objective as objective_module
 from hf_depthroute.training.exits import exit_cross_entropy, observe_exits
 from hf_depthroute.training.losses import LOSSES, mean_probability, routing_losses
 from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
+from hf_depthroute.training.prompts import as_served
 
 
 def term(name: str, trace: RouteTrace, **inputs: Any) -> torch.Tensor:
@@ -181,6 +182,21 @@ def test_exit_streams_are_what_the_routed_layers_read() -> None:
         for index, stream in exits.items():
             assert torch.equal(stream, states[index])
     assert not exits  # let go after the block
+
+
+def test_exit_loss_is_that_of_all_labels_where_prompts_alone_are_routed() -> None:
+    ids = tokens(2, 8)
+    labels = ids.clone()
+    labels[:, :4] = -100
+    found = {}
+    for phases in ("all", "prefill"):
+        model = build_routed("llama", layers=[1], phases=phases).train()
+        objective = RoutingObjective(RoutingArguments(exit_weight=1.0), model)
+        with objective.watching() as watched, as_served(model, {"input_ids": ids, "labels": labels}):
+            out = model(ids, labels=labels)
+            objective(out.loss, watched, 1.0, labels, out.logits)
+        found[phases] = float(objective.pop_metrics()["loss_exit"])
+    assert found["prefill"] == pytest.approx(found["all"]) and found["all"] > 1
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])

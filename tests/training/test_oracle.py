@@ -25,6 +25,7 @@ from hf_depthroute.training.oracle import (
     UtilityLabels,
     prefix_utility,
 )
+from hf_depthroute.training.prompts import as_served
 
 LAYERS = (1, 2, 3)
 WINDOW, GAMMA = 3, 0.5
@@ -145,6 +146,21 @@ def test_labels_of_a_training_step_fork_the_observed_pass() -> None:
         expected = utility_labels(model, inputs, "on_policy", WINDOW, GAMMA)
     for layer in LAYERS:
         assert (labels[layer].utility - expected[layer].utility).abs().max() <= 1e-5
+
+
+def test_prompts_alone_have_no_labels() -> None:
+    """Their tokens are routed, and the next few have no loss; those that have one run in full."""
+    model = build_routed("llama", phases="prefill").train()
+    ids = tokens(2, 8)
+    labels = ids.clone()
+    labels[:, :5] = -100
+    with observe_prefix(model) as prefix, as_served(model, {"input_ids": ids, "labels": labels}):
+        model(ids)
+        with pytest.raises(ValueError, match="phases='prefill'"):
+            prefix_utility(prefix, labels)
+    with observe_prefix(model) as prefix, as_served(model, {"input_ids": ids, "labels": ids}):
+        model(ids)  # no row has a prompt
+        assert prefix_utility(prefix, ids)
 
 
 def test_forks_can_be_limited_to_some_layers() -> None:

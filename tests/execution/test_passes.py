@@ -1,0 +1,80 @@
+"""What a forward pass is told of its tokens: by masks of any length, by `run_in_full`, by adapters that are active."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import build_base, build_routed, routed, tokens
+from peft import PeftModel
+from protocol import gap
+from transformers import DynamicCache, StaticCache
+
+from hf_depthroute import DepthRouteConfig
+from hf_depthroute.config.adapter import ConfigError
+from hf_depthroute.routing.trace import full_depth, run_in_full
+
+PROMPT, LENGTH, ROOM = 6, 9, 16
+
+
+@torch.no_grad()
+def in_steps(model: PeftModel, ids: torch.Tensor, cache: Any, columns: int | None) -> torch.Tensor:
+    """Logits of a prompt, a token and two more, with masks of `columns` columns; None: as many as positions."""
+    found, mask = [], torch.zeros(len(ids), ROOM, dtype=torch.long)
+    for start, end in ((0, PROMPT), (PROMPT, PROMPT + 1), (PROMPT + 1, LENGTH)):
+        mask[:, start:end] = 1
+        given = {"attention_mask": mask[:, : columns or end], "past_key_values": cache}
+        found.append(model(ids[:, start:end], **given).logits)
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"phases": "prefill"}, {"branch": "memory", "memory_width": 4, "memory_heads": 1}],
+    ids=["all", "prefill", "memory"],
+)
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+def test_a_mask_for_a_whole_cache_says_what_a_mask_of_what_was_read_says(
+    family: str, fields: dict[str, Any], static: bool
+) -> None:
+    """transformers reads a mask's columns as positions, so one that was made for all of a cache is longer."""
+    model, ids = build_routed(family, "mlp", **fields), tokens(2, LENGTH)
+
+    def run(columns: int | None) -> torch.Tensor:
+        cache = StaticCache(config=model.config, max_cache_len=ROOM) if static else DynamicCache()
+        return in_steps(model, ids, cache, columns)
+
+    assert gap(run(ROOM), run(None)) < 1e-5
+
+
+def test_one_token_that_is_to_run_in_full_does() -> None:
+    model = build_routed("llama", "mlp", phases="prefill")
+    differ = 0
+    for seed in range(5):
+        ids, logits = tokens(1, LENGTH, seed), []
+        for around in (run_in_full(model, torch.ones(1, 1, dtype=torch.bool)), full_depth(model)):
+            cache = DynamicCache()
+            with torch.no_grad():
+                model(ids[:, :-1], past_key_values=cache)
+                with around:
+                    logits.append(model(ids[:, -1:], past_key_values=cache).logits)
+        differ += gap(*logits) > 1e-5
+    assert differ == 0
+
+
+def test_adapters_with_other_tails_are_not_active_together() -> None:
+    model = routed(build_base("llama"), "mlp", layers=[0, 1], phases="prefill", prompt_tail=1)
+    model.add_adapter("other", DepthRouteConfig(layers=[2, 3], phases="prefill", prompt_tail=4))
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ConfigError, match=r"one prompt_tail, not \[1, 4\]"):
+        model(tokens(1, LENGTH))
+
+
+def test_prompts_alone_are_told_from_text_by_the_cache() -> None:
+    model, ids = build_routed("llama", "mlp", phases="prefill"), tokens(1, PROMPT)
+    with pytest.raises(ConfigError, match="use_cache=False"):
+        model.generate(input_ids=ids, max_new_tokens=2, use_cache=False)
+    with model.disable_adapter():
+        model.generate(input_ids=ids, max_new_tokens=2, use_cache=False)
