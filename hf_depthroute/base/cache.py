@@ -29,11 +29,13 @@ class _Keeping:
         probs: Float32 `[B]`, their `p`.
         tokens: Int64 `[B, P, M]`, at every position the last tokens, as `parts.memory.suffixes` has them; `[B, 1, M]`,
             those of the last position, in a layer of fixed size, which is written in place as its keys are.
+        seen: Int64 `[]`, of how many positions, in a layer of fixed size.
     """
 
     keep: torch.Tensor | None = None
     probs: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -52,6 +54,8 @@ class _Keeping:
         self.keep = self.probs = None
         if self.tokens is not None:  # a captured graph reads where a layer of fixed size has them
             self.tokens = None if isinstance(self, DynamicLayer) else self.tokens.fill_(_NO_TOKEN)
+        if self.seen is not None:
+            self.seen.zero_()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty_layer, (type(self).__bases__[1],), self.__dict__
@@ -202,10 +206,12 @@ def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
         layer.tokens = tokens if held is None else torch.cat([held.to(tokens.device), tokens], dim=1)
     elif held is not None and held.shape == last.shape:
         held.copy_(last)
+        layer.seen.add_(tokens.shape[1])
     else:
-        layer.tokens = last.clone()
+        layer.tokens, layer.seen = last.clone(), torch.tensor(tokens.shape[1], device=last.device)
         if not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(layer.tokens)  # as transformers marks the keys, for CUDA graphs
+            for kept in (layer.tokens, layer.seen):
+                torch._dynamo.mark_static_address(kept)  # as transformers marks the keys, for CUDA graphs
 
 
 def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
@@ -213,13 +219,17 @@ def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
 
     Raises:
         ValueError: The cache holds tokens that were not stored with it, which a layer of fixed size tells only while
-            it knows none, or another number of them.
+            it knows none, or on a CPU, uncompiled; or another number of them.
     """
     layer = cache_layer(cache, index)
     tokens: torch.Tensor | None = getattr(layer, "tokens", None)
+    seen: torch.Tensor | None = getattr(layer, "seen", None)
     known = 0 if tokens is None else tokens.shape[1]
-    counted = known == 0 or isinstance(layer, DynamicLayer)  # the others hold the last position's only
-    missing = layer is not None and counted and layer.get_seq_length() != known
+    if seen is None:
+        missing = layer is not None and layer.get_seq_length() != known
+    else:
+        reads = seen.device.type == "cpu" and not torch.compiler.is_compiling()  # nothing waits for a device
+        missing = reads and int(seen) != int(layer.get_seq_length())
     if missing or (tokens is not None and tokens.shape[-1] != count):
         raise ValueError(
             "this KV cache was filled without the adapter's memory, which has to know its tokens; start a new cache"

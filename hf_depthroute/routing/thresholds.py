@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .trace import RouteRecord
 
 TABLE_SIZE = 201  # steps of half a percent
+_ALIKE = 1e-5  # relative; scores of one token in float32 differ by less, by the rows beside it
 NOT_FITTED = (
     "the thresholds of this adapter were never fitted to its scores, so the share of tokens that runs full is not the "
     "budget; call calibrate(model, batches), or train with a Trainer or with record_routes and routing_losses"
@@ -124,6 +125,28 @@ def quantile_table(scores: torch.Tensor, keep: torch.Tensor | None = None) -> to
     high = torch.minimum(low + 1, last)
     table = torch.lerp(ordered[low], ordered[high], position - low)
     return torch.where(count > 0, table, torch.nan)
+
+
+def threshold_table(scores: torch.Tensor) -> torch.Tensor:
+    """The `quantile_table` of scores to decide by, `[Q]`: no threshold stands in a group of scores that are alike.
+
+    A gate on what depends on the token alone, as in front of a first layer, gives all its occurrences one score, up to
+    rounding, which would then decide about each of them. Such a threshold goes half-way to the next score, on the side
+    where the share is nearer.
+
+    Args:
+        scores: Finite, of any shape.
+    """
+    table = quantile_table(scores)
+    ordered = scores.detach().float().reshape(-1).sort().values
+    near = _ALIKE * (1 + table.abs())
+    first = torch.searchsorted(ordered, table - near)
+    end = torch.searchsorted(ordered, table + near, right=True)  # of the scores like the table's
+    wanted = torch.linspace(0, 1, TABLE_SIZE, device=ordered.device) * len(ordered)
+    cut = torch.where(wanted - first <= end - wanted, first, end)
+    inside = (end - first > 1) & (cut > 0) & (cut < len(ordered))
+    cut = cut.clamp(1, max(1, len(ordered) - 1))
+    return torch.where(inside, (ordered[cut - 1] + ordered[cut % len(ordered)]) / 2, table)
 
 
 @torch.no_grad()

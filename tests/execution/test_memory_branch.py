@@ -336,8 +336,10 @@ def test_tokens_of_calls_that_run_full_are_known_later(full: str) -> None:
 
 def test_a_cache_that_ran_without_the_memory_is_refused() -> None:
     model, ids = branch_model(), tokens(1, 8)
-    for first in (0, 4):  # all of it, and the end of it
-        cache = DynamicCache(config=model.config)
+    for first, static in ((0, False), (4, False), (0, True), (4, True)):  # all of it, and the end of it
+        cache: Any = DynamicCache(config=model.config)
+        if static:
+            cache = StaticCache(config=model.config, max_cache_len=16)
         with torch.no_grad():
             if first:
                 model(ids[:, :first], past_key_values=cache)

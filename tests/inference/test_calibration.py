@@ -22,7 +22,7 @@ from hf_depthroute.data.batches import model_inputs
 from hf_depthroute.inference.calibration import calibrate_budgets, is_calibrated
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.state import RunSettings
-from hf_depthroute.routing.thresholds import TABLE_SIZE, ScoreQuantiles, quantile_table
+from hf_depthroute.routing.thresholds import TABLE_SIZE, ScoreQuantiles, quantile_table, threshold_table
 from hf_depthroute.routing.trace import RouteTrace
 
 BUDGETS = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -95,6 +95,28 @@ def test_the_threshold_selects_the_budgeted_fraction_of_its_own_scores(budget: f
     quantiles = ScoreQuantiles(2.0)
     quantiles.set(quantile_table(scores))
     assert (scores >= quantiles(budget)).float().mean().item() == pytest.approx(budget, abs=0.005)
+
+
+@pytest.mark.parametrize("jitter", [0.0, 1e-7])
+def test_no_threshold_to_decide_by_stands_in_a_group_of_like_scores(jitter: float) -> None:
+    """As the scores of a few tokens, each of which is there often, are; up to rounding."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([-3.0, -1.0, 0.0, 0.5, 2.0])
+    scores = values[torch.randint(5, (4000,), generator=generator)]
+    scores = scores + jitter * torch.randn(4000, generator=generator)
+    table = threshold_table(scores)
+    inner = table[(table > values[0] + 0.1) & (table < values[-1] - 0.1)]
+    assert len(inner) > 100 and (inner[:, None] - values).abs().min() > 0.2
+    assert bool((table[1:] >= table[:-1]).all())
+    quantiles = ScoreQuantiles(2.0)
+    quantiles.set(table)
+    for budget in BUDGETS:
+        assert (scores >= quantiles(budget)).float().mean().item() == pytest.approx(budget, abs=0.11)
+
+
+def test_scores_of_their_own_have_the_thresholds_of_their_quantiles() -> None:
+    scores = torch.randn(500, generator=torch.Generator().manual_seed(0)) * 10
+    torch.testing.assert_close(threshold_table(scores), quantile_table(scores), atol=2e-3, rtol=0)
 
 
 def test_tracking_starts_at_the_first_batch() -> None:
@@ -464,6 +486,15 @@ def test_calibrate_restores_the_model_when_a_forward_pass_fails() -> None:
     assert model.training
     for routing in routings_of(model):
         assert routing.state.settings == RunSettings()
+
+
+def test_the_adapters_own_threshold_stays_where_its_budget_is_between_two_entries() -> None:
+    model, own = build_routed("llama"), 0.4733
+    calibrate(model, text_batches(), own)
+    before = [float(routing.active_quantiles()(own)) for routing in routings_of(model)]
+    calibrate_budgets(model, text_batches(), [0.2, 0.47, 0.8])
+    assert [float(routing.active_quantiles()(own)) for routing in routings_of(model)] == pytest.approx(before, abs=1e-5)
+    assert all(bool((table[1:] >= table[:-1]).all()) for table in tables(model))
 
 
 def test_a_controllers_other_budgets_are_measured_at_each_of_them() -> None:
