@@ -86,8 +86,7 @@ def losses() -> Sequence[str]:
 def routed_prompts() -> Sequence[str]:
     return (
         "What does a cheaper prompt cost the text behind it?", "Little, on a model that people know.",
-        f"{smollm2.told()[0]}; SmolLM2-135M-Instruct, 1,024 tokens, five texts, three seeds; {smollm2.told_tasks()} "
-        "(earlier fit); "
+        f"{smollm2.told()[0]}; SmolLM2-135M-Instruct, 1,024 tokens, five texts, three seeds; {smollm2.told_tasks()}; "
         f"{smollm2.told_other('others/qwen2.5-coder-0.5b')}",
         "smollm2",
     )  # fmt: skip

@@ -56,16 +56,8 @@ class Projections:
         x = getattr(attention, self.output)(x)
         return x if self.dropout is None else getattr(attention, self.dropout)(x)
 
-    def projected(self, attention: Any, x: torch.Tensor) -> torch.Tensor:
-        """The query projection, `[..., d] -> [..., H * k]`."""
-        return self.project(attention, x, "q")[0]
-
-    def queries(self, attention: Any, projected: torch.Tensor) -> torch.Tensor:
-        """`[..., H * k] -> [..., H, k]`, before the rotary embedding."""
-        return self.heads(attention, projected, "q")
-
     def keys_values(self, attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """`[B, T, d] -> [B, T, G, k]` twice, before the rotary embedding; and `projected` where that came with them."""
+        """`[B, T, d] -> [B, T, G, k]` twice, before the rotary embedding; and, where it came with them, the query's."""
         *queries, keys, values = self.project(attention, x, "qkv" if self.whole(attention) else "kv")
         return self.heads(attention, keys, "k"), self.heads(attention, values, "v"), next(iter(queries), None)
 

@@ -129,8 +129,7 @@ def read_losses(content: Mapping[str, Any]) -> Losses:
         BudgetRow(
             budget=_number(row["budget"]),
             rule=str(row["rule"]),
-            loss=(loss := _number(row["loss"])),
-            perplexity=math.exp(loss) if loss < 100 else math.inf,
+            loss=_number(row["loss"]),
             full_ratio=_number(row["full_ratio"]),
             gap=_optional(row.get("gap")),
             behind_prompts=bool(row.get("behind_prompts")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -53,10 +53,14 @@ class BudgetRow:
     budget: float
     rule: str
     loss: float
-    perplexity: float
+    perplexity: float = field(init=False)
     full_ratio: float
     gap: float | None = None
     behind_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        perplexity = math.exp(self.loss) if self.loss < 700 else math.inf  # exp overflows a float above 709
+        object.__setattr__(self, "perplexity", perplexity)
 
 
 @torch.no_grad()
@@ -138,11 +142,11 @@ def evaluate_budgets(
                     loss = mean_loss(model, seen())
             shares = counter.full_ratio().values()
             gap = None if topk_loss is None else loss - topk_loss
-            return _row(budget, rule, loss, sum(shares) / len(shares), gap, behind)
+            return BudgetRow(float(budget), rule, loss, sum(shares) / len(shares), gap, behind)
 
         with model.disable_adapter():
             loss = _mean_loss(model, seen(), partial(_logits, model), behind)
-            rows = [_row(1.0, "dense", loss, 1.0, behind_prompts=behind)]
+            rows = [BudgetRow(1.0, "dense", loss, 1.0, behind_prompts=behind)]
         if not config.takes_budget():
             return [*rows, routed(config.budget, "fixed")]
         for budget in budgets:
@@ -171,15 +175,3 @@ def _logits_behind_prompts(model: PeftModel, counter: RouteCounter, inputs: Batc
     for index, record in trace.items():
         counter[index] = replace(record, token_mask=prompts_BT.to(record.mask.device))
     return logits
-
-
-def _row(
-    budget: float,
-    rule: str,
-    loss: float,
-    full_ratio: float,
-    gap: float | None = None,
-    behind_prompts: bool = False,
-) -> BudgetRow:
-    perplexity = math.exp(loss) if loss < 700 else math.inf  # exp overflows a float above 709
-    return BudgetRow(float(budget), rule, loss, perplexity, full_ratio, gap, behind_prompts)

@@ -69,8 +69,10 @@ def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: d
     row_N, time_N = mask.nonzero(as_tuple=True)
     if row_N.numel() == 0:
         return x.new_zeros(0, x.shape[-1])
-    chosen = make.projected(attention, x[row_N, time_N][None])[0] if projected is None else projected[row_N, time_N]
-    queries = make.queries(attention, chosen)  # [N, H, k]
+    chosen = (
+        make.project(attention, x[row_N, time_N][None], "q")[0][0] if projected is None else projected[row_N, time_N]
+    )
+    queries = make.heads(attention, chosen, "q")  # [N, H, k]
     if embeddings is not None:
         cos, sin = (part.expand(len(x), -1, -1)[row_N, time_N] for part in embeddings)
         queries = _rotated(attention, make, queries, cos, sin)
@@ -115,7 +117,7 @@ def attended_update(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs:
     keys, values, _, embeddings = _keys_values(attention, make, x, kwargs)
     project, output = attention.q_proj, attention.o_proj
     queries = linear_rows(x.reshape(-1, x.shape[-1]), flat, project.weight, project.bias)
-    queries = make.queries(attention, queries.view(*x.shape[:-1], -1))  # [B, T, H, k]
+    queries = make.heads(attention, queries.view(*x.shape[:-1], -1), "q")  # [B, T, H, k]
     if embeddings is not None:
         queries = _rotated(attention, make, queries, *embeddings)
     allowed = kwargs.get("attention_mask")

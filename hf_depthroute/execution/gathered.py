@@ -58,8 +58,8 @@ def gathered_update(
         return a + cheap(a)
     out = rows.clone() if torch.is_grad_enabled() else rows
     if cheap is not None:
-        out = _add(out, rows, _others(flat, len(full_index)), cheap, slice_rows, None)
-    return _add(out, x_rows, full_index, full, slice_rows, weight_N).view(a.shape)
+        out = add_rows(out, rows, _others(flat, len(full_index)), cheap, slice_rows, None)
+    return add_rows(out, x_rows, full_index, full, slice_rows, weight_N).view(a.shape)
 
 
 def _others(flat: Tensor, chosen: int) -> Tensor:
@@ -69,34 +69,16 @@ def _others(flat: Tensor, chosen: int) -> Tensor:
     return (~flat).nonzero().squeeze(-1)
 
 
-def add_cheap(
-    out: Tensor,
-    rows: Tensor,
-    flat: Tensor,
-    cheap: TensorMap | None,
-    slice_rows: int | None,
-    weight: Tensor | None = None,
-) -> Tensor:
-    """`out` `[N, d]` with `cheap(rows)` added, in place, at the rows that are not in `flat`, bool `[N]`.
-
-    With `weight`, float of any shape with N elements, each update is multiplied by its own.
-    """
-    if cheap is None:
-        return out
-    weight_N = None if weight is None else weight.reshape(-1, 1).to(rows.dtype)
-    return _add(out, rows, (~flat).nonzero().squeeze(-1), cheap, slice_rows, weight_N)
-
-
 def in_slices(path: TensorMap, rows: Tensor, slice_rows: int | None) -> Tensor:
     """`path` of rows `[F, d]`, a slice of them at a time."""
     parts = rows.split(slice_rows or max(1, len(rows)))
     return torch.cat([path(part[None])[0] for part in parts if len(part)] or [rows])
 
 
-def _add(
+def add_rows(
     out: Tensor, source: Tensor, index: Tensor, path: TensorMap, slice_rows: int | None, weight_N: Tensor | None
 ) -> Tensor:
-    """Add `path(source[index])` to `out[index]` in place, slice by slice.
+    """Add `path(source[index])`, times `weight_N[index]` `[F, 1]` if given, to `out[index]` in place, slice by slice.
 
     Where `source` is `out` itself this is safe: the rows of different slices and of the two paths are disjoint.
     """

@@ -267,50 +267,38 @@ def decide(
     Raises:
         ValueError: The decision to replay has another shape.
     """
-    if plan.last_tokens is None:
-        return _by_rule(plan, layer_index, scores, token_mask, predicted, experts)
-    routed = ~plan.last_tokens if token_mask is None else token_mask & ~plan.last_tokens
-    mask, probs = _by_rule(plan, layer_index, scores, routed, predicted, experts)
-    last = plan.last_tokens if scores.ndim == 2 else plan.last_tokens[..., None]
-    if plan.replayed is None:
-        mask = mask | last
-    return mask, probs.masked_fill(last, 1.0)
-
-
-def _by_rule(
-    plan: RoutePlan,
-    layer_index: int,
-    scores: torch.Tensor,
-    token_mask: torch.Tensor | None,
-    predicted: torch.Tensor | None,
-    experts: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`decide`, as if all tokens were routed."""
-    probs = torch.sigmoid(scores / plan.temperature)
+    last, routed = plan.last_tokens, token_mask
+    if last is not None:
+        routed = ~last if token_mask is None else token_mask & ~last
+    mask, probs = None, torch.sigmoid(scores / plan.temperature)
     if plan.replayed is not None:
         if plan.replayed.shape != scores.shape:
             raise ValueError(
                 f"layer {layer_index}: the replayed mask has shape {tuple(plan.replayed.shape)}, "
                 f"the input {tuple(scores.shape)}"
             )
-        replayed = plan.replayed.to(scores.device)
-        if not plan.gate.soft:
-            return replayed, probs
-        probs = replayed
-    real = token_mask
-    if token_mask is not None and scores.ndim == 3:
-        real = token_mask[..., None].expand_as(scores)
-    context = RuleContext(
-        probs=probs,
-        real=real,
-        budget=plan.budget,
-        threshold=plan.threshold,
-        temperature=plan.temperature,
-        per_sequence=plan.config.granularity == "sequence",
-        weighs=plan.gate.soft,
-        predicted=predicted,
-        experts=experts,
-        dropped=plan.config.experts_dropped_in(layer_index),
-    )
-    rule = "threshold" if plan.rule == "full" else plan.rule  # of a budget of 1, which no score fails to reach
-    return RULES[rule].decide(scores, context)
+        mask = plan.replayed.to(scores.device)
+    if mask is None or plan.gate.soft:
+        if routed is not None and scores.ndim == 3:
+            routed = routed[..., None].expand_as(scores)
+        context = RuleContext(
+            probs=probs if mask is None else mask,
+            real=routed,
+            budget=plan.budget,
+            threshold=plan.threshold,
+            temperature=plan.temperature,
+            per_sequence=plan.config.granularity == "sequence",
+            weighs=plan.gate.soft,
+            predicted=predicted,
+            experts=experts,
+            dropped=plan.config.experts_dropped_in(layer_index),
+        )
+        rule = "threshold" if plan.rule == "full" else plan.rule  # of a budget of 1, which no score fails to reach
+        mask, probs = RULES[rule].decide(scores, context)
+    if last is None:
+        return mask, probs
+    if scores.ndim == 3:
+        last = last[..., None]
+    if plan.replayed is None:
+        mask = mask | last
+    return mask, probs.masked_fill(last, 1.0)

@@ -81,10 +81,7 @@ def _share(value: float) -> str:
     return "not timed" if math.isnan(value) else f"{value:.2f}"
 
 
-TASKS = (
-    "Nine tasks with lm-eval, prompts read as they are served, by adapters that the version before fitted (keep 0.8 "
-    "took 0.81 of the time), accuracy in percent:"
-)
+TASKS = "Nine tasks with lm-eval, prompts read as they are served, accuracy in percent:"
 
 
 def tasks() -> dict[str, dict[str, Any]]:
@@ -198,7 +195,7 @@ def others() -> list[str]:
 def study() -> Study:
     brief = (
         "SmolLM2-135M-Instruct, no training, prompts of 1,024 tokens, loss behind them over dense on five kinds of "
-        f"text, three seeds: {'; '.join(told())}; {told_tasks()} at 0.81 by an earlier fit"
+        f"text, three seeds: {'; '.join(told())}; {told_tasks()} at the first, seed 0"
     )
     for folder, name in OTHERS.items():
         if "prompts-0.8-0" in results(folder):

@@ -16,7 +16,7 @@ from ...base.sublayers import attention_update, behind, ffn_map, norm_of
 from ..attention import attended_rows, attended_update, supports_rows, supports_subset
 from ..call import RoutedCall
 from ..decode import AttentionStep, DecodeStep
-from ..gathered import add_cheap
+from ..gathered import add_rows
 from ..masked import scaled
 from ..target import Target
 from .ffn import slice_rows
@@ -70,7 +70,10 @@ class AttentionTarget(Target):
             rows = chosen + scaled(rows - chosen, scale)
         flat = mask.reshape(-1)
         before = call.stream.reshape(-1, call.stream.shape[-1])
-        out = add_cheap(before.clone(), before, flat, call.branch, slice_rows(call), call.cheap_scale)
+        out = before.clone()
+        if call.branch is not None:
+            weight = None if call.cheap_scale is None else call.cheap_scale.reshape(-1, 1).to(before.dtype)
+            out = add_rows(out, before, (~flat).nonzero().squeeze(-1), call.branch, slice_rows(call), weight)
         out = out.index_copy_(0, flat.nonzero().squeeze(-1), rows.to(out.dtype))
         return call.with_recalled(out.view(call.stream.shape))
 
