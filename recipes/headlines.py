@@ -117,7 +117,7 @@ def served() -> Sequence[str]:
     of_real = vllm_report.ratios(read("vllm_load/load_smollm2.json"), "prefill", "total_token_throughput").values()
     real = [statistics.median(rounds) for rounds in of_real]
     return (
-        "Does vLLM serve more tokens per second?", "On four wide layers yes; not a small model's prompts.",
+        "Does vLLM serve more tokens per second?", "On four wide layers yes; a small model's prompts hardly.",
         f"{min(ratios):.2f} to {max(ratios):.2f} of the dense rate, prompts of {max(found)[0]:,} tokens, "
         f"{load['machine']['device']}, width of Qwen2.5-0.5B, random weights; SmolLM2-135M, prompts alone routed, "
         f"AMD EPYC, {min(real):.2f} to {max(real):.2f}", "vllm_load",
