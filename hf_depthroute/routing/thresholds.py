@@ -130,7 +130,7 @@ def quantile_table(scores: torch.Tensor, keep: torch.Tensor | None = None) -> to
 def threshold_table(scores: torch.Tensor) -> torch.Tensor:
     """The `quantile_table` of scores to decide by, `[Q]`: no threshold stands in a group of scores that are alike.
 
-    A gate on what depends on the token alone, as in front of a first layer, gives all its occurrences one score, up to
+    A gate on what depends on the token alone, as before a first layer, gives all its occurrences one score, up to
     rounding, which would then decide about each of them. Such a threshold goes half-way to the next score, on the side
     where the share is nearer.
 
@@ -146,7 +146,8 @@ def threshold_table(scores: torch.Tensor) -> torch.Tensor:
     cut = torch.where(wanted - first <= end - wanted, first, end)
     inside = (end - first > 1) & (cut > 0) & (cut < len(ordered))
     cut = cut.clamp(1, max(1, len(ordered) - 1))
-    return torch.where(inside, (ordered[cut - 1] + ordered[cut % len(ordered)]) / 2, table)
+    moved = torch.where(inside, (ordered[cut - 1] + ordered[cut % len(ordered)]) / 2, table)
+    return moved.cummax(0).values  # between two groups, what was interpolated may lie on either side
 
 
 @torch.no_grad()

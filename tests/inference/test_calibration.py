@@ -114,6 +114,18 @@ def test_no_threshold_to_decide_by_stands_in_a_group_of_like_scores(jitter: floa
         assert (scores >= quantiles(budget)).float().mean().item() == pytest.approx(budget, abs=0.11)
 
 
+@pytest.mark.parametrize("count", [2, 3, 7, 48])
+def test_thresholds_of_few_scores_never_fall(count: int) -> None:
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.randn(count, generator=generator)
+        alike = scores[torch.randint(count, (count,), generator=generator)] + 3e-6 * torch.randn(
+            count, generator=generator
+        )
+        table = threshold_table(torch.cat([scores, alike]))
+        assert bool((table[1:] >= table[:-1]).all()) and bool(table.isfinite().all())
+
+
 def test_scores_of_their_own_have_the_thresholds_of_their_quantiles() -> None:
     scores = torch.randn(500, generator=torch.Generator().manual_seed(0)) * 10
     torch.testing.assert_close(threshold_table(scores), quantile_table(scores), atol=2e-3, rtol=0)
