@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peft import PeftConfig
@@ -160,18 +160,20 @@ def add_of_same_method(add: Any, self: Any, adapter_name: str, peft_config: Any,
     add(self, adapter_name, peft_config, *args, **kwargs)
 
 
-def check_generation(model: nn.Module, options: Mapping[str, Any]) -> None:
+def check_generation(model: nn.Module, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Refuse what makes `generate` decide otherwise than it does plainly, with the adapters that are active.
 
     Args:
         model: The routed model.
-        options: The keyword arguments of `generate`.
+        arguments: Those of `generate` without a name, the inputs and a generation config.
+        options: Those with one.
 
     Raises:
         ConfigError: Whole sequences are routed, and their decision would be made on a part of the prompt, or on drafted
             tokens; or prompts alone are, and without a KV cache what was generated is read as one.
     """
-    settings = options.get("generation_config") or getattr(model, "generation_config", None)
+    configs_given = [*arguments[1:2], options.get("generation_config"), getattr(model, "generation_config", None)]
+    settings = next((config for config in configs_given if config is not None), None)
     given = {name: options.get(name, getattr(settings, name, None)) for name in (*_BY_PARTS, "use_cache")}
     configs = [routing.active_config() for routing in routings_of(model) if routing.adapter() is not None]
     if any(config.granularity == "sequence" for config in configs):

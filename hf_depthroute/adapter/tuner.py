@@ -195,7 +195,7 @@ class DepthRouteModel(BaseTuner):
         if getattr(kwargs.get("assistant_model"), "verified_at_full_depth", False):
             with full_depth(self.model):
                 return self.model.generate(*args, **kwargs)
-        check_generation(self.model, kwargs)
+        check_generation(self.model, args, kwargs)
         return self.model.generate(*args, **kwargs)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:

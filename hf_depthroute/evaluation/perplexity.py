@@ -33,7 +33,7 @@ BEHIND_PROMPTS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BudgetRow:
     """One line of an evaluation.
 
@@ -142,11 +142,18 @@ def evaluate_budgets(
                     loss = mean_loss(model, seen())
             shares = counter.full_ratio().values()
             gap = None if topk_loss is None else loss - topk_loss
-            return BudgetRow(float(budget), rule, loss, sum(shares) / len(shares), gap, behind)
+            return BudgetRow(
+                budget=float(budget),
+                rule=rule,
+                loss=loss,
+                full_ratio=sum(shares) / len(shares),
+                gap=gap,
+                behind_prompts=behind,
+            )
 
         with model.disable_adapter():
             loss = _mean_loss(model, seen(), partial(_logits, model), behind)
-            rows = [BudgetRow(1.0, "dense", loss, 1.0, behind_prompts=behind)]
+            rows = [BudgetRow(budget=1.0, rule="dense", loss=loss, full_ratio=1.0, behind_prompts=behind)]
         if not config.takes_budget():
             return [*rows, routed(config.budget, "fixed")]
         for budget in budgets:

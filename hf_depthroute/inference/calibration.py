@@ -107,7 +107,8 @@ def calibrate_budgets(
 
     What earlier layers skip moves the scores of later ones, so the quantiles that `calibrate` measures at one budget
     are off at another. Here every layer's table goes through the thresholds found at each of `budgets`, two passes
-    for each, and is linear in between. The adapter's own budget, and the threshold that it has, stay.
+    for each, and is linear in between. The adapter's own budget, and the threshold that it has, stay; of `budgets`
+    within half a percent of it, thresholds are near those found.
 
     Args:
         model: A calibrated model, see `calibrate`.

@@ -132,10 +132,10 @@ def threshold_table(scores: torch.Tensor) -> torch.Tensor:
 
     A gate on what depends on the token alone, as before a first layer, gives all its occurrences one score, up to
     rounding, which would then decide about each of them. Such a threshold goes half-way to the next score, on the side
-    where the share is nearer.
+    where the share is nearer; the highest group runs in full.
 
     Args:
-        scores: Finite, of any shape.
+        scores: Finite, of any shape, and not empty.
     """
     table = quantile_table(scores)
     ordered = scores.detach().float().reshape(-1).sort().values
@@ -143,10 +143,10 @@ def threshold_table(scores: torch.Tensor) -> torch.Tensor:
     first = torch.searchsorted(ordered, table - near)
     end = torch.searchsorted(ordered, table + near, right=True)  # of the scores like the table's
     wanted = torch.linspace(0, 1, TABLE_SIZE, device=ordered.device) * len(ordered)
-    cut = torch.where(wanted - first <= end - wanted, first, end)
-    inside = (end - first > 1) & (cut > 0) & (cut < len(ordered))
-    cut = cut.clamp(1, max(1, len(ordered) - 1))
-    moved = torch.where(inside, (ordered[cut - 1] + ordered[cut % len(ordered)]) / 2, table)
+    down = (wanted - first <= end - wanted) | (end == len(ordered))
+    cut = torch.where(down, first, end).clamp(max=len(ordered) - 1)
+    lower = torch.where(cut > 0, ordered[(cut - 1).clamp(min=0)], ordered[0] - 20 * near)
+    moved = torch.where(end - first > 1, (lower + ordered[cut]) / 2, table)
     return moved.cummax(0).values  # between two groups, what was interpolated may lie on either side
 
 

@@ -13,6 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from ..base.distributed import sum_over_processes
 from ..base.stack import stack_of
+from ..config.rules import ConfigError
 from ..inference.calibration import active_routings, gated_routings
 from ..routing.routing import Routing
 from ..routing.stack import state_of
@@ -21,7 +22,7 @@ from ..routing.trace import RouteRecord, RouteTrace, record_routes
 from .arguments import LOSSES, RoutingArguments
 from .forks import Prefix, observe_prefix
 from .losses import LossInputs, diagnostics, routing_losses
-from .oracle import LabelScale, prefix_utility
+from .oracle import NO_LABELS, LabelScale, prefix_utility
 from .prompts import of_prompts
 from .trace_statistics import stack
 
@@ -45,6 +46,9 @@ class RoutingObjective:
 
     def __init__(self, arguments: RoutingArguments, model: nn.Module) -> None:
         routings = active_routings(model)
+        labels = arguments.uses_oracle() or arguments.cgs_weight > 0
+        if labels and any(routing.active_config().phases == "prefill" for routing in routings):
+            raise ConfigError(NO_LABELS)
         self.arguments = arguments
         self.model = model
         gates = [] if arguments.train_gates else [h.depth_route_gate[h.active_name()] for h in routings]

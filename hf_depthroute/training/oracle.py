@@ -37,6 +37,10 @@ from .trace_statistics import gate_cross_entropy, gate_logits, stack, token_mean
 if TYPE_CHECKING:
     from .losses import LossInputs
 
+NO_LABELS = (
+    "util, rank and cgs label a token by the loss of the next few, and with phases='prefill' those that have a loss run "
+    "in full; train prompts with distill_weight or the task's loss"
+)
 _RANKED = 256  # positions of a sequence that the rank loss compares with each other
 _DECAY = 0.99  # of `LabelScale`, from one optimizer step to the next
 
@@ -117,10 +121,7 @@ def differences_of(
         raise ValueError(f"oracle {kind!r} is unknown; use one of: {', '.join(ORACLES)}")
     in_full = state_of(prefix.model).settings.in_full
     if in_full is not None and in_full.any():
-        raise ValueError(
-            "util, rank and cgs label a token by the loss of the next few, and with phases='prefill' those that have a "
-            "loss run in full; train prompts with distill_weight or the task's loss"
-        )
+        raise ValueError(NO_LABELS)
     on_policy = kind == "on_policy"  # otherwise the trunk itself is all full
 
     def fork(full_BTd: torch.Tensor, cheap_BTd: torch.Tensor, trunk_BTd: torch.Tensor) -> torch.Tensor:

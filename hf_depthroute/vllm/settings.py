@@ -52,7 +52,7 @@ def tell_apart(hf_config: Any, settings: Settings) -> None:
     """Put into a model's configuration what the adapter's own says now.
 
     vLLM finds a compiled model in its cache by the model's configuration. There an adapter is a folder, and another
-    save into that folder may route other layers.
+    save into that folder may route other layers. What a graph is made of is in `adapter_config.json`.
     """
     text = Path(settings.adapter, CONFIG_NAME).read_bytes()
     setattr(hf_config, f"{FIELD}_version", hashlib.sha256(text).hexdigest())

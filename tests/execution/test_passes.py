@@ -9,7 +9,7 @@ import torch
 from models import build_base, build_routed, routed, tokens
 from peft import PeftModel
 from protocol import gap
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from hf_depthroute import DepthRouteConfig
 from hf_depthroute.config.adapter import ConfigError
@@ -76,5 +76,7 @@ def test_prompts_alone_are_told_from_text_by_the_cache() -> None:
     model, ids = build_routed("llama", "mlp", phases="prefill"), tokens(1, PROMPT)
     with pytest.raises(ConfigError, match="use_cache=False"):
         model.generate(input_ids=ids, max_new_tokens=2, use_cache=False)
+    with pytest.raises(ConfigError, match="use_cache=False"):
+        model.generate(ids, GenerationConfig(max_new_tokens=2, use_cache=False))
     with model.disable_adapter():
         model.generate(input_ids=ids, max_new_tokens=2, use_cache=False)

@@ -16,10 +16,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_depthroute.base import lm_head
+from hf_depthroute.config.adapter import ConfigError
 from hf_depthroute.inference.calibration import use_selection
 from hf_depthroute.routing.stack import routings_of
 from hf_depthroute.routing.trace import RouteRecord, RouteTrace, record_routes, replay_routes
 from hf_depthroute.training.forks import divergence_from_dense, observe_prefix
+from hf_depthroute.training.objective import RoutingArguments, RoutingObjective
 from hf_depthroute.training.oracle import (
     ORACLES,
     UtilityLabels,
@@ -158,6 +160,8 @@ def test_prompts_alone_have_no_labels() -> None:
         model(ids)
         with pytest.raises(ValueError, match="phases='prefill'"):
             prefix_utility(prefix, labels)
+    with pytest.raises(ConfigError, match="phases='prefill'"):
+        RoutingObjective(RoutingArguments(util_weight=1.0), model)
     with observe_prefix(model) as prefix, as_served(model, {"input_ids": ids, "labels": ids}):
         model(ids)  # no row has a prompt
         assert prefix_utility(prefix, ids)
