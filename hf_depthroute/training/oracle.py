@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from .losses import LossInputs
 
 NO_LABELS = (
-    "util, rank and cgs label a token by the loss of the next few, and with phases='prefill' those that have a loss run "
-    "in full; train prompts with distill_weight or the task's loss"
+    "util, rank and cgs label a token by the loss of the next few, and with phases='prefill' those that have a loss "
+    "run in full; train prompts with distill_weight or the task's loss"
 )
 _RANKED = 256  # positions of a sequence that the rank loss compares with each other
 _DECAY = 0.99  # of `LabelScale`, from one optimizer step to the next

@@ -161,7 +161,7 @@ def test_prompts_alone_have_no_labels() -> None:
         with pytest.raises(ValueError, match="phases='prefill'"):
             prefix_utility(prefix, labels)
     with pytest.raises(ConfigError, match="phases='prefill'"):
-        RoutingObjective(RoutingArguments(util_weight=1.0), model)
+        RoutingObjective(RoutingArguments(util_weight=1.0, oracle="all_full"), model)
     with observe_prefix(model) as prefix, as_served(model, {"input_ids": ids, "labels": ids}):
         model(ids)  # no row has a prompt
         assert prefix_utility(prefix, ids)
