@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from peft import PeftModel
 from torch import nn
@@ -21,7 +20,7 @@ from ..config.adapter import check_budget
 from ..data.batches import device_of, model_inputs, token_mask
 from ..parts.gates import GATES
 from ..routing.stack import in_turn, routings_of, state_of
-from ..routing.thresholds import NOT_FITTED, Measured, threshold_table
+from ..routing.thresholds import NOT_FITTED, Measured, table_through, threshold_table
 from ..routing.trace import count_routes, record_routes
 from .restoring import restored_on_error
 
@@ -137,29 +136,9 @@ def calibrate_budgets(
                     table = threshold_table(scores[routing.layer_index]).cpu()
                     position = round((1 - budget) * (len(table) - 1))
                     known |= {0.0: float(table[0]), 1.0: float(table[-1]), 1 - budget: float(table[position])}
-                    routing.active_quantiles().set(_through(known, 1 - own, len(table)))
+                    routing.active_quantiles().set(table_through(known, 1 - own, len(table)))
         for routing, before in zip(routings, measured):
             routing.active_quantiles().measured = before
-
-
-def _through(knots: Mapping[float, float], fixed: float, size: int) -> torch.Tensor:
-    """A table `[size]` through the knots `{level: score}`, linear in between, never falling, exact at level `fixed`."""
-    levels = np.array(sorted(knots))
-    scores, middle = np.array([knots[level] for level in levels]), int(np.searchsorted(levels, fixed))
-    _never_falling(scores, middle, middle)
-    table = np.interp(np.linspace(0, 1, size), levels, scores)
-    position = fixed * (size - 1)
-    low = min(int(position), size - 2)  # what is read at `fixed` lies between these two
-    read = table[low] + (position - low) * (table[low + 1] - table[low])
-    table[low : low + 2] += knots[fixed] - read
-    _never_falling(table, low, low + 1)
-    return torch.from_numpy(table).float()
-
-
-def _never_falling(scores: np.ndarray, low: int, high: int) -> None:
-    """Raise what follows `high` and lower what is before `low`, in place, until nothing falls."""
-    scores[high:] = np.maximum.accumulate(scores[high:])
-    scores[low::-1] = np.minimum.accumulate(scores[low::-1])
 
 
 @in_turn

@@ -1,6 +1,6 @@
-"""`RoutePlan`: how one forward pass of one layer routes, and `decide`: from its scores to what runs in full.
+"""`RoutePlan`: how one forward pass of one layer routes.
 
-Shapes: B batch, T positions, K experts per token.
+Shapes: B batch, T positions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..config.adapter import DepthRouteConfig
 from ..parts.branches import version_key
 from ..parts.gate import Gate
 from ..parts.gates import GATES
-from ..parts.rules import RULES, RuleContext
+from ..parts.rules import RULES
 from ..parts.targets import TARGETS, TargetTraits
 from .misuse import warn_of_thresholds
 from .thresholds import BudgetController, ScoreQuantiles
@@ -244,61 +244,3 @@ def _extras(routing: Routing, name: str, gate: type[Gate], target: TargetTraits,
     if training:
         extras += tuple(routing.state.settings.observed)
     return extras
-
-
-def decide(
-    plan: RoutePlan,
-    layer_index: int,
-    scores: torch.Tensor,
-    token_mask: torch.Tensor | None,
-    predicted: torch.Tensor | None = None,
-    experts: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bool mask of what runs full, and `p`, both in the shape of `scores`: `[B, T]`, or `[B, T, K]` pairs.
-
-    Args:
-        plan: The plan of this forward pass.
-        layer_index: Index of the decoder layer.
-        scores: Float32.
-        token_mask: Bool `[B, T]`, true at real tokens; all are real when it is None.
-        predicted: Logits of the causal predictor, `[B, T]`.
-        experts: Int64 `[B, T, K]`, the expert of each pair.
-
-    Raises:
-        ValueError: The decision to replay has another shape.
-    """
-    last, routed = plan.last_tokens, token_mask
-    if last is not None:
-        routed = ~last if token_mask is None else token_mask & ~last
-    mask, probs = None, torch.sigmoid(scores / plan.temperature)
-    if plan.replayed is not None:
-        if plan.replayed.shape != scores.shape:
-            raise ValueError(
-                f"layer {layer_index}: the replayed mask has shape {tuple(plan.replayed.shape)}, "
-                f"the input {tuple(scores.shape)}"
-            )
-        mask = plan.replayed.to(scores.device)
-    if mask is None or plan.gate.soft:
-        if routed is not None and scores.ndim == 3:
-            routed = routed[..., None].expand_as(scores)
-        context = RuleContext(
-            probs=probs if mask is None else mask,
-            real=routed,
-            budget=plan.budget,
-            threshold=plan.threshold,
-            temperature=plan.temperature,
-            per_sequence=plan.config.granularity == "sequence",
-            weighs=plan.gate.soft,
-            predicted=predicted,
-            experts=experts,
-            dropped=plan.config.experts_dropped_in(layer_index),
-        )
-        rule = "threshold" if plan.rule == "full" else plan.rule  # of a budget of 1, which no score fails to reach
-        mask, probs = RULES[rule].decide(scores, context)
-    if last is None:
-        return mask, probs
-    if scores.ndim == 3:
-        last = last[..., None]
-    if plan.replayed is None:
-        mask = mask | last
-    return mask, probs.masked_fill(last, 1.0)

@@ -23,8 +23,9 @@ from ..parts.gates import GATES, MLPGate, TargetProjection
 from ..parts.memory import NgramMemory
 from ..parts.neurons import NeuronBranch
 from ..parts.targets import TARGETS, TargetTraits
+from .decision import decide
 from .description import routing_summary
-from .plan import RoutePlan, decide, plan_of
+from .plan import RoutePlan, plan_of
 from .state import RunState
 from .thresholds import BudgetController, ScoreQuantiles
 
@@ -248,7 +249,7 @@ class Routing(nn.Module, BaseTunerLayer):
         predicted: torch.Tensor | None = None,
         experts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`plan.decide`; a token that has left early stays out, unless a replay says otherwise."""
+        """`decision.decide`; a token that has left early stays out, unless a replay says otherwise."""
         mask, probs = decide(plan, self.layer_index, scores, token_mask, predicted, experts)
         if not plan.gate.exits:
             return mask, probs

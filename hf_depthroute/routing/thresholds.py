@@ -5,8 +5,10 @@ Shapes: Q table entries, C routed layers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -148,6 +150,26 @@ def threshold_table(scores: torch.Tensor) -> torch.Tensor:
     lower = torch.where(cut > 0, ordered[(cut - 1).clamp(min=0)], ordered[0] - 20 * near)
     moved = torch.where(end - first > 1, (lower + ordered[cut]) / 2, table)
     return moved.cummax(0).values  # between two groups, what was interpolated may lie on either side
+
+
+def table_through(knots: Mapping[float, float], fixed: float, size: int) -> torch.Tensor:
+    """A table `[size]` through the knots `{level: score}`, linear in between, never falling, exact at level `fixed`."""
+    levels = np.array(sorted(knots))
+    scores, middle = np.array([knots[level] for level in levels]), int(np.searchsorted(levels, fixed))
+    _never_falling(scores, middle, middle)
+    table = np.interp(np.linspace(0, 1, size), levels, scores)
+    position = fixed * (size - 1)
+    low = min(int(position), size - 2)  # what is read at `fixed` lies between these two
+    read = table[low] + (position - low) * (table[low + 1] - table[low])
+    table[low : low + 2] += knots[fixed] - read
+    _never_falling(table, low, low + 1)
+    return torch.from_numpy(table).float()
+
+
+def _never_falling(scores: np.ndarray, low: int, high: int) -> None:
+    """Raise what follows `high` and lower what is before `low`, in place, until nothing falls."""
+    scores[high:] = np.maximum.accumulate(scores[high:])
+    scores[low::-1] = np.minimum.accumulate(scores[low::-1])
 
 
 @torch.no_grad()
