@@ -392,7 +392,10 @@ def main() -> None:
                 if args.train:
                     run.routed(f"{part} trained {args.train}", "all", partial(run.trained, part, seed, LENGTH))
     for count in args.static:
-        run.routed(f"static neurons {count}", "all", partial(run.static, count))
+        part = f"static neurons {count}"
+        run.routed(part, "all", partial(run.static, count))
+        if args.train:
+            run.routed(f"{part} trained {args.train}", "all", partial(run.trained, part, 0, LENGTH))
     if args.rounds:
         run.once("times", run.times)
 
