@@ -59,7 +59,10 @@ def describe_base(model: Any, files: Iterable[Path] | None = None, vocabulary: i
     embeddings are sampled where a model with that many rows has them sampled.
     """
     config = text_config(model.config)
-    sampled = sampled_weights(model, vocabulary) if files is None else stored_weights(model, files, vocabulary)
+    if files is None:
+        sampled = sampled_weights(model, vocabulary)
+    else:
+        sampled = stored_weights(model, files, vocabulary)
     file = gguf_file_of(model.config)
     described = {name: field_of(config, name) for name in _SIZES} | ({} if file is None else {GGUF_FILE: file})
     return {**described, SAMPLED: sampled}
@@ -171,7 +174,9 @@ def stored_weights(model: Any, files: Iterable[Path], vocabulary: int | None = N
             for stored in file.keys():  # noqa: SIM118
                 name, shape = wanted.get(stored.removeprefix(prefix), ("", None))
                 part = file.get_slice(stored)
-                position = 0 if shape is None else _position(name, shape, vocabulary)
+                position = 0
+                if shape is not None:
+                    position = _position(name, shape, vocabulary)
                 if shape is None or tuple(part.get_shape()) != tuple(shape) or position >= math.prod(shape):
                     continue
                 place = np.unravel_index(position, tuple(shape))
@@ -184,7 +189,8 @@ def stored_weights(model: Any, files: Iterable[Path], vocabulary: int | None = N
 def _sampled(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """The weights of which one value is looked at, by the names that they have in a description."""
     stack = stack_of(model)
-    family, layers = stack.family, stack.layers
+    family = stack.family
+    layers = stack.layers
     read = [("embeddings", model.get_input_embeddings())]
     read += [(f"{family.layers}.{i}", layers[i]) for i in sorted({0, len(layers) // 2, len(layers) - 1})]
     for prefix, module in read:
@@ -193,7 +199,10 @@ def _sampled(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _position(name: str, shape: torch.Size, vocabulary: int | None) -> int:
     """Which of a weight's values is looked at; of the embeddings, that of a model with a vocabulary of that size."""
-    rows = vocabulary if vocabulary is not None and name.startswith("embeddings.") else shape[0]
+    if vocabulary is not None and name.startswith("embeddings."):
+        rows = vocabulary
+    else:
+        rows = shape[0]
     return int.from_bytes(name.encode()[-6:], "big") % (rows * math.prod(shape[1:]))
 
 
@@ -214,7 +223,9 @@ def _base_weights(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Para
 def _distance(pairs: Sequence[tuple[Any, float]]) -> float:
     """The median of `|a - b| / max(|a|, |b|)`: 0 for equal weights, about 1 for unrelated ones."""
     off = [abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if isinstance(a, float) and (a or b)]
-    return float(np.median(off)) if off else 1.0
+    if off:
+        return float(np.median(off))
+    return 1.0
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -75,7 +75,8 @@ def convert_flexidepth(checkpoint: str | Path, out: str | Path, base: str | None
         ConfigError: `out` is the checkpoint's own folder, or `base` has to be named.
         OSError: The disk is full.
     """
-    folder, target = Path(checkpoint), Path(out)
+    folder = Path(checkpoint)
+    target = Path(out)
     if target.resolve() == folder.resolve():
         raise ConfigError(f"out={str(out)!r}: is the checkpoint's own folder; choose another one")
     given = read_config(folder / "config.json")
@@ -141,7 +142,9 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     if not paths:
         raise _fault(folder, "holds no safetensors file; is it a checkpoint?")
     index = folder / "model.safetensors.index.json"
-    listed = read_config(index).get("weight_map") if index.is_file() else {}
+    listed = {}
+    if index.is_file():
+        listed = read_config(index).get("weight_map")
     if not isinstance(listed, dict):
         raise _fault(folder, f"{index.name}: weight_map is no list of tensors by name; download it again")
     missing = sorted(set(map(str, listed.values())) - {path.name for path in paths})
@@ -165,7 +168,9 @@ def _check_tensors(
     """The routed layers, and the widths `b` and `r`; every tensor's name, dtype and shape is as it must be."""
     found: dict[int, set[str]] = {}
     base = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    tied = "lm_head.weight" if model.config.tie_word_embeddings else None
+    tied = None
+    if model.config.tie_word_embeddings:
+        tied = "lm_head.weight"
     for name in files:
         added = _ADDED.fullmatch(name)
         if added is not None and added[2] in _TENSORS and int(added[1]) < given["num_hidden_layers"]:

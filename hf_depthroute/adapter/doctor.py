@@ -77,7 +77,9 @@ def _examine(folder: Path) -> Iterator[tuple[str, str]]:
         return
     saved_by = config.library_version or "a version before formats were numbered"
     yield "ok", f"{CONFIG_NAME}: format {config.format_version}, saved by hf_depthroute {saved_by}"
-    static = f"; static, without one: {config.static_layers}" if config.static_layers else ""
+    static = ""
+    if config.static_layers:
+        static = f"; static, without one: {config.static_layers}"
     yield "ok", f"routes {' and '.join(config.targets())} of layers {config.layers} with gate {config.gate}{static}"
     sampled = (config.base_architecture or {}).get(SAMPLED, {})
     if not isinstance(sampled, dict):
@@ -141,7 +143,10 @@ def _examine_layers(tensors: dict[str, torch.Tensor], config: SavedAdapter) -> I
         found = _PART.search(name)
         if found is not None and found[2] != "target":  # in the first routed layer only
             parts[int(found[1])][f"{found[2]}.{found[3]}"] = tuple(value.shape)
-    routed = config.layers if isinstance(config.layers, list) else sorted(parts)
+    if isinstance(config.layers, list):
+        routed = config.layers
+    else:
+        routed = sorted(parts)
     if not routed:
         yield "fault", f"{WEIGHTS_NAME}: holds no tensor of any layer; copy it again"
         return
@@ -190,14 +195,19 @@ def _examine_parts(shapes: dict[str, tuple[int, ...]], config: SavedAdapter, wid
     """Whether a layer holds the gate and the memory that the config names, in the sizes that it names."""
     with torch.device("meta"):
         gate, wider = (GATES[config.gate](width, config, scores).state_dict() for scores in (1, 2))
-        memory = NgramMemory(width, config).state_dict() if config.has_memory else {}
+        memory = {}
+        if config.has_memory:
+            memory = NgramMemory(width, config).state_dict()
     wanted = {f"gate.{name}": tuple(value.shape) for name, value in gate.items()}
     wanted |= {f"memory.{name}": tuple(value.shape) for name, value in memory.items()}
     per_expert = {f"gate.{name}" for name in gate if gate[name].shape != wider[name].shape}  # their number is not known
     held = {name: shape for name, shape in shapes.items() if name.startswith(("gate.", "memory."))}
     for name in sorted(wanted.keys() | held.keys()):
         if name not in held or name not in wanted:
-            there = "is missing" if name in wanted else "is not of it"
+            if name in wanted:
+                there = "is missing"
+            else:
+                there = "is not of it"
             yield "fault", f"gate {config.gate!r}: {name} {there}; config and weights do not belong together"
         elif held[name] != wanted[name] and not (TARGETS[config.target].per_pair and name in per_expert):
             yield "fault", f"{name} has shape {held[name]}, the config says {wanted[name]}"
@@ -207,11 +217,14 @@ def _examine_branch(
     shapes: dict[str, tuple[int, ...]], config: SavedAdapter, layer: int, width: int
 ) -> Iterator[tuple[str, str]]:
     """Whether a layer holds the branch that the config names for it, in that size."""
-    branch, rank, up = config.branch_of(layer), config.rank_of(layer), shapes.get("branch.up.weight")
+    branch = config.branch_of(layer)
+    rank = config.rank_of(layer)
+    up = shapes.get("branch.up.weight")
     if bool(shapes) != (branch != "none"):
         yield "fault", f"layer {layer}: branch={branch!r}, and the weights hold {'one' if shapes else 'none'}"
     elif branch == "neurons":
-        chosen, down = shapes.get("branch.neurons"), shapes.get("branch.down.weight")
+        chosen = shapes.get("branch.neurons")
+        down = shapes.get("branch.down.weight")
         if chosen != (rank,) or down != (width, rank):
             yield "fault", f"layer {layer}: the branch has {chosen} neurons and an output {down}, not {rank} neurons"
     elif shapes and up != (rank, width):

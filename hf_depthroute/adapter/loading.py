@@ -56,7 +56,9 @@ def own_tensors(state_dict: Mapping[str, torch.Tensor], adapter_name: str) -> di
 def without_adapter_name(key: str, adapter_name: str) -> str | None:
     """A model key as the checkpoint has it; None when it is not one of ours."""
     found = _OWN_KEY.search(key)
-    return None if found is None else key[: found.end()] + key[found.end() :].removeprefix(f"{adapter_name}.")
+    if found is None:
+        return None
+    return key[: found.end()] + key[found.end() :].removeprefix(f"{adapter_name}.")
 
 
 def match_tensors(
@@ -106,12 +108,17 @@ def match_tensors(
 
 def check_same(config: DepthRouteConfig, saved: DepthRouteConfig) -> None:
     """Raise `AdapterMismatchError` where weights of the adapter `saved` would do something else in that of `config`."""
-    unused = () if config.has_memory and saved.has_memory else ("seed", *MEMORY_FIELDS)
+    if config.has_memory and saved.has_memory:
+        unused = ()
+    else:
+        unused = ("seed", *MEMORY_FIELDS)
     skipped = {*_SETTINGS, *_SEEN_IN_TENSORS, *unused}
     for name in [field.name for field in fields(RoutingFields) if field.name not in skipped]:
-        here, there = getattr(config, name), getattr(saved, name)
+        here = getattr(config, name)
+        there = getattr(saved, name)
         if name == "threshold":  # None is "budget"
-            here, there = config.fixed_threshold, saved.fixed_threshold
+            here = config.fixed_threshold
+            there = saved.fixed_threshold
         if here != there:
             raise AdapterMismatchError(
                 f"the adapter in the files has {name}={there!r}, the one in the model {here!r}; load it under a name "
@@ -121,7 +128,10 @@ def check_same(config: DepthRouteConfig, saved: DepthRouteConfig) -> None:
 
 def discard(model: nn.Module, adapter_name: str) -> None:
     """Take out an adapter that could not be loaded; without another one, the model is as it was before."""
-    base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+    if hasattr(model, "get_base_model"):
+        base: Any = cast(Any, model).get_base_model()
+    else:
+        base = model
     routings = [module for module in base.modules() if isinstance(module, Routing)]
     for routing in routings:
         routing.delete_adapter(adapter_name)

@@ -93,13 +93,18 @@ def _print_trainable_parameters(count: Any, self: Any) -> None:
 def _init_tuner(
     start: Any, self: Any, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> None:
-    config = peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config
+    if isinstance(peft_config, dict):
+        config = peft_config.get(adapter_name)
+    else:
+        config = peft_config
     if not isinstance(config, DepthRouteConfig) and has_adapter(model, adapter_name):
         raise ConfigError(
             f"adapter name {adapter_name!r} is taken by the depth-routed adapter on this model, and PEFT keeps one "
             f"config per name; give the other one another: adapter_name='tuned'"
         )
-    copied = None if isinstance(config, DepthRouteConfig) else _copied_by_routed(model)
+    copied = None
+    if not isinstance(config, DepthRouteConfig):
+        copied = _copied_by_routed(model)
     if copied is not None:
         raise ConfigError(
             f"the depth-routed adapter on this model has modules_to_save={copied}, and PEFT would switch the copies "
@@ -120,8 +125,13 @@ def _from_pretrained(
 
 def _load_adapter(load: Any, self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     # None while `from_pretrained` loads: the adapter has just been injected for this.
-    config = None if current_load() is not None else self.peft_config.get(adapter_name)
-    base = self.base_model.model if isinstance(self.base_model, BaseTuner) else self.base_model
+    config = None
+    if current_load() is None:
+        config = self.peft_config.get(adapter_name)
+    if isinstance(self.base_model, BaseTuner):
+        base = self.base_model.model
+    else:
+        base = self.base_model
 
     def read() -> Any:
         with _kept_where_it_is(base, model_id, kwargs):
@@ -139,7 +149,10 @@ def _load_adapter(load: Any, self: Any, model_id: Any, adapter_name: str, *args:
 def _load_natively(
     load: Any, self: Any, peft_model_id: Any = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    name = "default" if adapter_name is None else adapter_name
+    if adapter_name is None:
+        name = "default"
+    else:
+        name = adapter_name
     asked = (kwargs.get("adapter_kwargs"), getattr(kwargs.get("load_config"), "download_kwargs", None), kwargs)
     hub = {key: value for part in asked for key, value in (part or {}).items()}
     return _loaded(partial(load, self, peft_model_id, adapter_name, *args, **kwargs), self, name, peft_model_id, hub)
@@ -227,7 +240,8 @@ def _is_routed(source: Any, kwargs: Mapping[str, Any]) -> bool:
 @contextmanager
 def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
     """Take a routed adapter out again that was not there before and whose weights could not be read."""
-    before, added = has_adapter(model, adapter_name), False
+    before = has_adapter(model, adapter_name)
+    added = False
     try:
         with unchanged_on_error(model, adapter_name):
             try:
@@ -248,6 +262,8 @@ def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
 def _copied_by_routed(model: Any) -> list[str] | None:
     """`modules_to_save` of a routed adapter of the model; None if there are none."""
     stack = routed_stack(model)
-    routings = () if stack is None else stack.routed
+    routings = ()
+    if stack is not None:
+        routings = stack.routed
     configs = [routing.config(name) for routing in routings for name in routing.depth_route_gate]
     return next((config.modules_to_save for config in configs if config.modules_to_save), None)

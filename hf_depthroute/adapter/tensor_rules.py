@@ -49,10 +49,14 @@ def fault_of_header(header: Mapping[str, Entry], config: Mapping[str, Any]) -> s
     """
     saved_modules = config.get("modules_to_save") or ()
     layers = config.get("layers")
-    routed = set(layers) if isinstance(layers, list) else None
+    routed = None
+    if isinstance(layers, list):
+        routed = set(layers)
     found: Counter[int | None] = Counter()
     for name, entry in header.items():
-        own = _OWN_NAME.fullmatch(name) if len(name) <= _MAX_NAME else None
+        own = None
+        if len(name) <= _MAX_NAME:
+            own = _OWN_NAME.fullmatch(name)
         if own is None and not any(f"{module}." in name.removeprefix(WRAPPER) for module in saved_modules):
             return f"unexpected tensor {name[:100]}; no routed adapter has it"
         if own is not None and routed is not None and int(own[1]) not in routed:
@@ -60,10 +64,15 @@ def fault_of_header(header: Mapping[str, Entry], config: Mapping[str, Any]) -> s
             return f"tensor {name} is of a layer that is not routed; the config says layers={listed}"
         if entry.dtype not in _FLOATS and not (entry.dtype == "I64" and name.endswith((_COUNTER, _NEURONS))):
             return f"tensor {name[:_MAX_NAME]} has dtype {entry.dtype}; use one of: {', '.join(_FLOATS)}"
-        layer = None if own is None else int(own[1])
+        layer = None
+        if own is not None:
+            layer = int(own[1])
         found[layer] += 1
         if found[layer] > (_MOST_OF_SAVED_MODULES if own is None else _MOST_OF_A_LAYER):
-            where = "modules_to_save" if own is None else f"layer {layer}"
+            if own is None:
+                where = "modules_to_save"
+            else:
+                where = f"layer {layer}"
             return f"holds more than {found[layer] - 1:,} tensors of {where}; no routed adapter does"
     return _fault_of_memory(header, config, routed)
 
@@ -81,7 +90,9 @@ def _fault_of_memory(header: Mapping[str, Entry], config: Mapping[str, Any], rou
         return "the config does not list its layers, so their tables cannot be compared; save the adapter again"
     have = {int(own[1]) for name in header if name.endswith(_TABLE) and (own := _OWN_NAME.fullmatch(name))}
     missing = sorted(routed - have, key=str)
-    return f"memory.table of layer {missing[0]} is missing; copy both files again" if missing else None
+    if missing:
+        return f"memory.table of layer {missing[0]} is missing; copy both files again"
+    return None
 
 
 def fault_of_values(name: str, value: torch.Tensor) -> str | None:
@@ -109,7 +120,9 @@ def _fault_of_quantiles(value: torch.Tensor) -> str | None:
         return fault
     flat = value.double().reshape(-1)
     slack = _ROUNDING * flat[1:].abs().clamp(min=1.0)
-    return None if bool((flat.diff() >= -slack).all()) else "falls; quantiles ascend"
+    if bool((flat.diff() >= -slack).all()):
+        return None
+    return "falls; quantiles ascend"
 
 
 def _fault_of_count(value: torch.Tensor) -> str | None:
@@ -123,7 +136,9 @@ def _fault_of_count(value: torch.Tensor) -> str | None:
 def _fault_of_neurons(value: torch.Tensor) -> str | None:
     if value.is_floating_point():
         return f"has dtype {value.dtype}, and is of indices"
-    return "holds a negative index" if value.numel() and int(value.min()) < 0 else None
+    if value.numel() and int(value.min()) < 0:
+        return "holds a negative index"
+    return None
 
 
 # What tensors are held to besides being finite, by the ends of their names.

@@ -69,7 +69,10 @@ def get_depth_routed_model(
             f"get_depth_routed_model takes a DepthRouteConfig, not {type(config).__name__}; "
             "peft.get_peft_model is for other methods"
         )
-    config = DepthRouteConfig() if config is None else copy.deepcopy(config)
+    if config is None:
+        config = DepthRouteConfig()
+    else:
+        config = copy.deepcopy(config)
     return make_for_task(get_peft_model, model, config, adapter_name=adapter_name, **kwargs)
 
 
@@ -112,7 +115,8 @@ class DepthRouteModel(BaseTuner):
             del self.peft_config[adapter_name]
             raise
 
-        family, layers = stack.family, stack.layers
+        family = stack.family
+        layers = stack.layers
         attends = any(TARGETS[target].skips_attention for target in config.targets())
         if attends and config.granularity == "token" and family.queries is None:
             warnings.warn(
@@ -164,8 +168,12 @@ class DepthRouteModel(BaseTuner):
         gate = GATES[config.gate]
         routings: list[Routing] = []
         owner: Routing | None = None
-        family, layers = stack.family, stack.layers
-        state = stack.state if isinstance(stack, RoutedStack) else RunState()
+        family = stack.family
+        layers = stack.layers
+        if isinstance(stack, RoutedStack):
+            state = stack.state
+        else:
+            state = RunState()
         _drop_empty_routings(layers)
         for index in cast("list[int]", config.layers):
             layer = layers[index]
@@ -200,7 +208,10 @@ class DepthRouteModel(BaseTuner):
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         """Activate routed adapters, with their copies of base modules; other methods' copies stay as they are."""
-        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        if isinstance(adapter_name, str):
+            names = [adapter_name]
+        else:
+            names = list(adapter_name)
         for module in self.model.modules():
             if isinstance(module, Routing):
                 module.set_adapter(names, inference_mode=inference_mode)
@@ -240,7 +251,9 @@ class DepthRouteModel(BaseTuner):
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
         """The name follows `depth_route_*` and precedes a nested module, where PEFT does not look for it."""
         bare = without_adapter_name(key, adapter_name)
-        return super()._remove_adapter_name_from_key(key, adapter_name) if bare is None else bare
+        if bare is None:
+            return super()._remove_adapter_name_from_key(key, adapter_name)
+        return bare
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -272,7 +285,9 @@ def _copy_adapter(model: nn.Module, source: str, name: str) -> None:
         if isinstance(module, Routing):
             groups = [getattr(module, group) for group in module.adapter_layer_names + module.other_param_names]
         else:
-            groups = [module.modules_to_save] if isinstance(module, ModulesToSaveWrapper) else []
+            groups = []
+            if isinstance(module, ModulesToSaveWrapper):
+                groups = [module.modules_to_save]
         for group in groups:
             if name in group and source in group:
                 group[name].load_state_dict(group[source].state_dict())

@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 def world_size() -> int:
     """How many processes there are."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1
 
 
 def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
@@ -45,7 +47,9 @@ def _shares() -> bool:
 
 def total(values: torch.Tensor) -> torch.Tensor:
     """The sum of all processes' `values`."""
-    return sum_over_processes(values.clone()) if _shares() else values
+    if _shares():
+        return sum_over_processes(values.clone())
+    return values
 
 
 def each_of_all(value: Any) -> list[Any]:
@@ -59,19 +63,24 @@ def each_of_all(value: Any) -> list[Any]:
 
 def rows_of_all(rows: torch.Tensor) -> torch.Tensor:
     """The rows of all processes `[N, ...]`, one process after the other; how many each has may differ."""
-    return torch.cat([part.to(rows.device) for part in each_of_all(rows.cpu())]) if _shares() else rows
+    if _shares():
+        return torch.cat([part.to(rows.device) for part in each_of_all(rows.cpu())])
+    return rows
 
 
 def own_share(count: int) -> slice:
     """Which of `count` rows this process has: shares lie one after the other, as `rows_of_all` puts them together."""
     if not _shares():
         return slice(0, count)
-    rank, processes = dist.get_rank(), world_size()
+    rank = dist.get_rank()
+    processes = world_size()
     return slice(count * rank // processes, count * (rank + 1) // processes)
 
 
 def own_rows(count: int) -> tuple[slice, int]:
     """Where the `count` rows of this process lie among those of all, and how many there are."""
     counts = each_of_all(count)
-    before = sum(counts[: dist.get_rank()]) if _shares() else 0
+    before = 0
+    if _shares():
+        before = sum(counts[: dist.get_rank()])
     return slice(before, before + count), sum(counts)

@@ -84,8 +84,12 @@ class Family:
         if self.parallel:
             return "parallel"
         if self.ffn_post_norm is not None:
-            return "post-norm" if self.ffn_norm is None else "sandwich"
-        return "sequential" if self.residual_scale is None else "scaled"
+            if self.ffn_norm is None:
+                return "post-norm"
+            return "sandwich"
+        if self.residual_scale is None:
+            return "sequential"
+        return "scaled"
 
     @property
     def dropouts(self) -> tuple[str, ...]:
@@ -229,12 +233,16 @@ def row_of(config: Any) -> Family:
 
 def field_of(config: Any, name: str) -> Any:
     """A field of a configuration, which may be a dictionary; None if it has none of that name."""
-    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+    if isinstance(config, dict):
+        return config.get(name)
+    return getattr(config, name, None)
 
 
 def text_config(config: Any) -> Any:
     """The part of a configuration that describes the language model; all of it, but for models of images and text."""
-    return config if isinstance(config, dict) else getattr(config, "text_config", None) or config
+    if isinstance(config, dict):
+        return config
+    return getattr(config, "text_config", None) or config
 
 
 def find_family(model: nn.Module) -> Family:

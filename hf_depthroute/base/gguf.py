@@ -15,7 +15,9 @@ def gguf_file_of(config: Any) -> str | None:
     quantised = field_of(config, "quantization_config")
     if getattr(quantised, "quant_method", None) != "gguf":
         return None
-    return Path(quantised.gguf_file).name if quantised.gguf_file else None
+    if quantised.gguf_file:
+        return Path(quantised.gguf_file).name
+    return None
 
 
 def load_dequantised(load: Any, folder: str, gguf_file: str, **how: Any) -> Any:
@@ -34,6 +36,7 @@ def load_dequantised(load: Any, folder: str, gguf_file: str, **how: Any) -> Any:
         return load(folder, gguf_file=gguf_file, **how)
     settings = kind(gguf_file=gguf_file, dequantize=True)
     model = load(folder, gguf_file=gguf_file, quantization_config=settings, **how)
-    model.hf_quantizer, model.is_quantized = None, False
+    model.hf_quantizer = None
+    model.is_quantized = False
     model.config.quantization_config = settings  # for `gguf_file_of`
     return model

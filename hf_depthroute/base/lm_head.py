@@ -53,7 +53,9 @@ class LMHead:
         kind, value = self.change
         if kind == "softcap":
             return torch.tanh(logits / value) * value
-        return logits * value if kind == "multiply" else logits / value
+        if kind == "multiply":
+            return logits * value
+        return logits / value
 
     def chunks(self, *rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Tensors of N rows in pieces, of so few rows that a piece's logits have at most `_LOGITS` elements."""
@@ -69,7 +71,10 @@ def check_head(model: nn.Module, wanted: str) -> None:
     """Raise `ValueError` where `model` has no LM head, which `wanted` needs."""
     read = getattr(model, "get_output_embeddings", None)
     if read is None or read() is None:
-        base = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+        if hasattr(model, "get_base_model"):
+            base = cast(Any, model).get_base_model()
+        else:
+            base = model
         raise ValueError(
             f"{wanted} needs a model with an LM head, and {type(base).__name__} has none; use it on a causal language "
             "model"
@@ -105,5 +110,9 @@ def predicting(labels_BT: torch.Tensor, token_mask_BT: torch.Tensor | None) -> t
 def logit_change(model: nn.Module) -> tuple[str, float] | None:
     """The model's change to its LM head's output, `("multiply" | "divide" | "softcap", value)`, or None."""
     row = stack_of(model).family.logits
-    value = None if row is None else getattr(text_config(model.config), row[1], None)
-    return None if row is None or value is None else (row[0], float(value))
+    value = None
+    if row is not None:
+        value = getattr(text_config(model.config), row[1], None)
+    if row is None or value is None:
+        return None
+    return row[0], float(value)

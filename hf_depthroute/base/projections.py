@@ -54,7 +54,9 @@ class Projections:
     def outputs(self, attention: Any, x: torch.Tensor) -> torch.Tensor:
         """The output projection and what comes behind it, `[..., H * k] -> [..., d]`."""
         x = getattr(attention, self.output)(x)
-        return x if self.dropout is None else getattr(attention, self.dropout)(x)
+        if self.dropout is None:
+            return x
+        return getattr(attention, self.dropout)(x)
 
     def keys_values(self, attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`[B, T, d] -> [B, T, G, k]` twice, before the rotary embedding; and, where it came with them, the query's."""
@@ -68,38 +70,54 @@ def _separate(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Ten
 
 def _stacked(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
     """Phi-3's fused projection: queries, then keys, then values."""
-    fused, width = attention.qkv_proj, int(attention.config.num_attention_heads * attention.head_dim)
+    fused = attention.qkv_proj
+    width = int(attention.config.num_attention_heads * attention.head_dim)
     if names == "qkv":
         made = fused(x)
         return made[..., :width], *made[..., width:].chunk(2, dim=-1)
-    rows = slice(0, width) if names == "q" else slice(width, None)
+    if names == "q":
+        rows = slice(0, width)
+    else:
+        rows = slice(width, None)
     part = F.linear(x, fused.weight[rows], None if fused.bias is None else fused.bias[rows])
     return part.chunk(len(names), dim=-1)
 
 
 def _fused(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
     """GPT-2's fused projection, by columns in units of d."""
-    fused, width = attention.c_attn, attention.split_size
+    fused = attention.c_attn
+    width = attention.split_size
     if names == "qkv":
         return fused(x).chunk(3, dim=-1)
-    columns = slice(0, width) if names == "q" else slice(width, 3 * width)
+    if names == "q":
+        columns = slice(0, width)
+    else:
+        columns = slice(width, 3 * width)
     return F.linear(x, fused.weight[:, columns].T, fused.bias[columns]).chunk(len(names), dim=-1)
 
 
 def _by_heads(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Tensor]:
     """GPT-NeoX's fused projection: query, key and value of a head side by side, `[..., H, k]` of each."""
-    fused, width = attention.query_key_value, attention.head_size
+    fused = attention.query_key_value
+    width = attention.head_size
     if names == "qkv":
         queries, keys, values = fused(x).unflatten(-1, (-1, 3, width)).unbind(-2)
         return queries.flatten(-2), keys, values
-    start, stop = (0, 1) if names == "q" else (1, 3)
+    if names == "q":
+        start = 0
+        stop = 1
+    else:
+        start = 1
+        stop = 3
     rows = x.reshape(1, -1, x.shape[-1])
     weight = fused.weight.view(-1, 3 * width, x.shape[-1])[:, start * width : stop * width]  # [H, n k, d], a view
     part = torch.bmm(rows.expand(len(weight), -1, -1), weight.transpose(1, 2)).transpose(0, 1)
     if fused.bias is not None:
         part = part + fused.bias.view(-1, 3 * width)[:, start * width : stop * width]
     part = part.reshape(*x.shape[:-1], -1, stop - start, width)
-    return [part.flatten(-3)] if names == "q" else part.unbind(-2)
+    if names == "q":
+        return [part.flatten(-3)]
+    return part.unbind(-2)
 
 
 def _split(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -107,12 +125,16 @@ def _split(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _queries_split(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
-    return x.unflatten(-1, (-1, attention.head_size)) if name == "q" else x
+    if name == "q":
+        return x.unflatten(-1, (-1, attention.head_size))
+    return x
 
 
 def _head_norm(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:
     x = _split(attention, x, name)
-    return x if name == "v" else getattr(attention, f"{name}_norm")(x)
+    if name == "v":
+        return x
+    return getattr(attention, f"{name}_norm")(x)
 
 
 def _optional_norm(attention: Any, x: torch.Tensor, name: str) -> torch.Tensor:

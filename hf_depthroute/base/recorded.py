@@ -19,7 +19,8 @@ from transformers.utils import output_capturing
 from .contexts import hooked
 
 RECORDER = output_capturing.__name__  # the module of those hooks
-ATTENTIONS, ROUTER_LOGITS = "attentions", "router_logits"
+ATTENTIONS = "attentions"
+ROUTER_LOGITS = "router_logits"
 
 
 _kept: ContextVar[list[torch.Tensor | None] | None] = ContextVar("depth_route_attention_weights", default=None)

@@ -16,8 +16,13 @@ Kwargs = dict[str, Any]
 
 def norm_of(layer: Any, family: Family, part: str) -> Any:
     """The norm before `part`, `"attention"` or `"ffn"`; where there is none, a map that changes nothing."""
-    name = family.ffn_norm if part == "ffn" else family.attention_norm
-    return (lambda x: x) if name is None else getattr(layer, name)
+    if part == "ffn":
+        name = family.ffn_norm
+    else:
+        name = family.attention_norm
+    if name is None:
+        return lambda x: x
+    return getattr(layer, name)
 
 
 def attention_update(layer: Any, family: Family, normed: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
@@ -41,7 +46,9 @@ def ffn_map(layer: Any, family: Family) -> Any:
 def router_of(layer: Any, family: Family) -> Any:
     """The router of a layer's experts, `[N, d] -> (logits [N, E], weights, chosen)`; None if the layer has none."""
     ffn = getattr(layer, family.ffn)
-    return ffn.gate if hasattr(ffn, family.experts) else None
+    if hasattr(ffn, family.experts):
+        return ffn.gate
+    return None
 
 
 def behind(layer: Any, family: Family, part: str, update: torch.Tensor) -> torch.Tensor:
@@ -52,7 +59,9 @@ def behind(layer: Any, family: Family, part: str, update: torch.Tensor) -> torch
     for name in names:
         if name is not None:
             update = getattr(layer, name)(update)
-    return update if family.residual_scale is None else update * getattr(layer, family.residual_scale)
+    if family.residual_scale is None:
+        return update
+    return update * getattr(layer, family.residual_scale)
 
 
 def template_norm(layer: Any, family: Family, part: str) -> tuple[Any, bool]:
@@ -60,10 +69,16 @@ def template_norm(layer: Any, family: Family, part: str) -> tuple[Any, bool]:
 
     Before `part` where there is one. A norm after it is of the right kind, but scales something else.
     """
-    front = family.ffn_norm if part == "ffn" else family.attention_norm
+    if part == "ffn":
+        front = family.ffn_norm
+    else:
+        front = family.attention_norm
     if front is not None:
         return getattr(layer, front), True
-    back = family.ffn_post_norm if part == "ffn" else family.attention_post_norm
+    if part == "ffn":
+        back = family.ffn_post_norm
+    else:
+        back = family.attention_post_norm
     assert back is not None
     return getattr(layer, back), False
 
@@ -77,5 +92,8 @@ def width_of(layer: Any, family: Family) -> int:
 
 def hidden_of(output: Any) -> torch.Tensor:
     """The stream in what a decoder layer returns: some families return attention weights with it."""
-    hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    if isinstance(output, tuple):
+        hidden: torch.Tensor = output[0]
+    else:
+        hidden = output
     return hidden

@@ -67,7 +67,9 @@ class _Runs:
     """Runs a case as any variant in any mode. Caches are filled once, and rewound after each run."""
 
     def __init__(self, variants: Variants, case: Case, input_ids: torch.Tensor) -> None:
-        self.variants, self.case, self.input_ids = variants, case, input_ids
+        self.variants = variants
+        self.case = case
+        self.input_ids = input_ids
         self._caches: dict[Any, Any] = {}
 
     def timer(self, name: str, mode: str) -> Callable[[], float]:
@@ -100,12 +102,16 @@ class _Runs:
         with self.variants.using(name) as model:
             call = as_run(model, mode)
             cache = self._cache(name, mode, model)
-            start = self.case.length if self.case.decoded else 0
+            start = 0
+            if self.case.decoded:
+                start = self.case.length
             tokens = self.input_ids[:, start:].split(1 if self.case.decoded else self.case.length, dim=1)
             kept = self.case.pass_sizes()["logits"]
 
             def run() -> None:
-                kwargs = {"past_key_values": cache} if cache is not None else {}
+                kwargs = {}
+                if cache is not None:
+                    kwargs = {"past_key_values": cache}
                 for part in tokens:
                     new_step(mode)
                     logits = call(part, use_cache=True, logits_to_keep=kept, **kwargs).logits
@@ -144,7 +150,9 @@ class Times:
     """
 
     def __init__(self, variants: Variants, case: Case, modes: Sequence[str], samples: Samples[Key]) -> None:
-        self.variants, self.case, self.samples = variants, case, samples
+        self.variants = variants
+        self.case = case
+        self.samples = samples
         self._modes = modes
         self._calls = case.decoded or 1
         self._tokens = case.batch * (case.decoded or case.length)
@@ -183,7 +191,9 @@ class Times:
 
     def of_dense(self) -> dict[str, Any]:
         """The part of a result about the dense model, and the adapter where nothing is skipped."""
-        case, dense, samples = self.case, self.dense, self.samples
+        case = self.case
+        dense = self.dense
+        samples = self.samples
         error = samples.estimate(dense).error
         found: dict[str, Any] = {
             "batch": case.batch,
@@ -210,7 +220,8 @@ class Times:
 
 
 def _report(times: Times, shares: Shares) -> dict[str, Any]:
-    variants, sizes = times.variants, times.case.pass_sizes()
+    variants = times.variants
+    sizes = times.case.pass_sizes()
     dense_flops = sum(count_flops(variants.model, **sizes).values())
     budgets = {}
     for budget, layers in shares.items():
@@ -229,4 +240,6 @@ def _report(times: Times, shares: Shares) -> dict[str, Any]:
 
 def eta_of(ratio: float, ideal: float) -> float | None:
     """`eta` of a time over dense time and its ideal, 4 digits; None if the ideal saves nothing to speak of."""
-    return round((1 - ratio) / (1 - ideal), 4) if 1 - ideal >= _TELLING else None
+    if 1 - ideal >= _TELLING:
+        return round((1 - ratio) / (1 - ideal), 4)
+    return None

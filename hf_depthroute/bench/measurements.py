@@ -41,7 +41,9 @@ def measurements(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         setting = result["setting"]
         sizes = {"batch": setting["decode_batch" if part == "decode" else "batch"], "length": setting["length"]}
         sizes = {name: result[part].get(name, size) for name, size in sizes.items()}
-        steps = setting["decode_steps"] if part == "decode" else 1
+        steps = 1
+        if part == "decode":
+            steps = setting["decode_steps"]
         label = label_of(Case(case=part, steps=steps, **sizes).sizes(), setting)
         found.append({"case": part, "label": label, "setting": setting, **sizes, **result[part]})
     return found
@@ -75,7 +77,9 @@ def label_of(sizes: str, setting: Mapping[str, Any]) -> str:
     """The label of a measurement from what it ran, as `Case.sizes`, and its setting."""
     model = setting.get("shape", setting["model_type"])
     routed = f"{setting.get('target', 'ffn')} of {len(setting['routed_layers'])} layers"
-    phases = f", phases {setting['phases']}" if "phases" in setting else ""
+    phases = ""
+    if "phases" in setting:
+        phases = f", phases {setting['phases']}"
     return f"{sizes}: {model} {setting['dtype']}, {routed}{phases}"
 
 
@@ -127,7 +131,8 @@ class Comparison:
 def compare_results(old: Mapping[str, Any], new: Mapping[str, Any]) -> Comparison:
     """Compare two results of `bench` or `run_cases`. Measurements are matched by their labels."""
     before, after = ({m["label"]: dict(_figures(m)) for m in measurements(result)} for result in (old, new))
-    was, now = old.get("machine", {}), new.get("machine", {})
+    was = old.get("machine", {})
+    now = new.get("machine", {})
     names = [name for name in dict.fromkeys((*was, *now)) if name != "load_before" and was.get(name) != now.get(name)]
     notes = [f"machine: {name} {was.get(name)} -> {now.get(name)}" for name in names]
     notes += [f"only in the old result: {label}" for label in before if label not in after]
@@ -144,13 +149,17 @@ def compare_results(old: Mapping[str, Any], new: Mapping[str, Any]) -> Compariso
 def _change(label: str, figure: str, old: Figure, new: Figure) -> Change:
     before, error = old
     after, other = new
-    noise = None if error is None or other is None else _ERRORS * math.hypot(error, other)
+    noise = None
+    if error is not None and other is not None:
+        noise = _ERRORS * math.hypot(error, other)
     if abs(after - before) <= (noise or 0.0):
         verdict = "same"
     elif noise is None:
         verdict = "noise unknown"
+    elif after < before:
+        verdict = "lower"
     else:
-        verdict = "lower" if after < before else "higher"
+        verdict = "higher"
     return Change(label, figure, before, after, noise, after / before if before else math.nan, verdict)
 
 

@@ -26,7 +26,9 @@ def check_modes(names: Sequence[str] | None, device: torch.device) -> tuple[str,
         ValueError: A name is unknown, or there is none.
     """
     if names is None:
-        return MODES if device.type == "cuda" else ("eager",)
+        if device.type == "cuda":
+            return MODES
+        return ("eager",)
     unknown = [name for name in names if name not in MODES]
     if unknown or not names:
         raise ValueError(f"baseline {', '.join(unknown) or 'missing'}: use some of: {', '.join(MODES)}")
@@ -39,7 +41,9 @@ def as_run(model: nn.Module, mode: str) -> Callable[..., Any]:
         return model
     if id(model) not in _compiled:
         _raise_recompile_limit()
-        kind = "reduce-overhead" if next(model.parameters()).device.type == "cuda" else None
+        kind = None
+        if next(model.parameters()).device.type == "cuda":
+            kind = "reduce-overhead"
         _compiled[id(model)] = model, torch.compile(model, dynamic=False, fullgraph=True, mode=kind)
     return _compiled[id(model)][1]
 
@@ -97,5 +101,8 @@ def rewind_cache(cache: Any, length: int) -> None:
 def _raise_recompile_limit() -> None:
     # Every budget and executor is a graph of its own; the default limit of 8 would send the rest to eager mode.
     config: Any = torch._dynamo.config
-    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    if hasattr(config, "recompile_limit"):
+        name = "recompile_limit"
+    else:
+        name = "cache_size_limit"
     setattr(config, name, max(64, getattr(config, name)))

@@ -28,7 +28,9 @@ def brief(rows: Sequence[Row]) -> list[Row]:
 
 def comparison_table(comparison: Comparison) -> list[Row]:
     def number(value: float) -> str:
-        return f"{value:,.0f}" if value >= 1e4 else f"{value:.3f}"
+        if value >= 1e4:
+            return f"{value:,.0f}"
+        return f"{value:.3f}"
 
     return [
         {"case": c.label, "figure": c.figure, "old": number(c.old), "new": number(c.new)}
@@ -42,7 +44,10 @@ def _times(m: Mapping[str, Any]) -> Iterator[Row]:
         for budget, row in m.get(kind, {}).items():
             routed = m["budgets"][budget]
             eta = row.get("eta")
-            name = f"{label} {budget}" if m.get("follows_budget", True) else label
+            if m.get("follows_budget", True):
+                name = f"{label} {budget}"
+            else:
+                name = label
             yield {
                 "case": short_label(m), "variant": name, "share full": f"{routed['full_ratio']:.3f}",
                 "ms": f"{row[f'{label}_ms']:.2f}", "dense ms": f"{m['dense_ms']:.2f}",

@@ -24,7 +24,9 @@ from ..routing.stack import state_of
 from ..routing.trace import RouteRecord, full_depth
 from .timing import dtype_name
 
-BASE, DISABLED, FULL = "base", "disabled", "budget 1.0"
+BASE = "base"
+DISABLED = "disabled"
+FULL = "budget 1.0"
 
 
 def budget_name(budget: float) -> str:
@@ -57,7 +59,8 @@ class Variants:
         budgets: Sequence[float],
         input_ids: torch.Tensor | None = None,
     ) -> None:
-        self.model, self.base = model.eval(), base
+        self.model = model.eval()
+        self.base = base
         self.config = active_routings(model)[0].active_config()
         self.follows_budget = self.config.takes_budget()
         self.budgets: tuple[float, ...] = (float(self.config.budget),)
@@ -73,7 +76,10 @@ class Variants:
         self.names = [*dense, *map(budget_name, self.budgets)]
         self.reference = self.names[0]
         # `generate` calls the model without PEFT's wrapper.
-        self.inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if hasattr(model, "get_base_model"):
+            self.inner: nn.Module = model.get_base_model()
+        else:
+            self.inner = model
         self._current: float | None = None
 
     @contextmanager

@@ -30,7 +30,9 @@ def clean(value: object) -> str:
     """One line: no control, invisible or direction-changing character, no Hub token, no end of an HTML comment."""
     text = "".join(" " if unicodedata.category(c)[0] in "CZ" else c for c in str(value)[: 4 * _LONGEST])
     text = without_tokens(" ".join(text.split())).replace("<!--", "<! --").replace("-->", "-- >")
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}..."
 
 
 def code(value: object) -> Safe:
@@ -38,7 +40,10 @@ def code(value: object) -> Safe:
     text = clean(value) or " "
     runs = [len(run) for run in re.findall("`+", text)]
     fence = "`" * next(n for n in range(1, len(runs) + 2) if n not in runs)
-    space = " " if text[0] == "`" or text[-1] == "`" else ""
+    if text[0] == "`" or text[-1] == "`":
+        space = " "
+    else:
+        space = ""
     return Safe(f"{fence}{space}{text}{space}{fence}")
 
 
@@ -68,11 +73,15 @@ def shown_path(name: str) -> str:
     """A name as it may be published: of a path outside the working directory only the last part."""
     if not name.startswith(("/", "~", "..")) and not PureWindowsPath(name).is_absolute():
         return name
-    return PureWindowsPath(name).name if "\\" in name else PurePosixPath(name).name
+    if "\\" in name:
+        return PureWindowsPath(name).name
+    return PurePosixPath(name).name
 
 
 def hub_id(name: object) -> str | None:
     """`name` if the Hub would take it for a repository's id."""
     if not isinstance(name, str) or not _ID.fullmatch(name) or "--" in name or ".." in name:
         return None
-    return None if name.endswith((".", "-", ".git")) else name
+    if name.endswith((".", "-", ".git")):
+        return None
+    return name

@@ -95,7 +95,9 @@ def read_facts(folder: Path, adapter_name: str | None = None, training: Mapping[
     training = understood(training)
     depth = (config.base_architecture or {}).get("num_hidden_layers")
     weights = place / WEIGHTS_NAME
-    tensors = read_tensors(weights, content) if weights.is_file() else None
+    tensors = None
+    if weights.is_file():
+        tensors = read_tensors(weights, content)
     thresholds, calibrated = _thresholds(config, tensors, training)
     if tensors is None:
         parameters = training.get("trainable_parameters")
@@ -136,7 +138,8 @@ def _thresholds(
     if tensors is None:
         recorded = training.get("thresholds") or {}
         return {int(layer): float(value) for layer, value in recorded.items()}, bool(recorded) or None
-    thresholds, calibrated = {}, True
+    thresholds = {}
+    calibrated = True
     for name, value in tensors.items():
         found = _QUANTILES.search(name)
         if found is None or int(found[1]) in (config.static_layers or ()):
@@ -160,7 +163,9 @@ def read_training(folder: Path) -> dict[str, Any]:
     path = folder / TRAINING_NAME
     try:
         text = read_file(path, _MAX_BYTES, folder).decode("utf-8-sig")
-        content = None if nests_deeper(text, _MAX_DEPTH) else json.loads(text)
+        content = None
+        if not nests_deeper(text, _MAX_DEPTH):
+            content = json.loads(text)
     except FileNotFoundError:
         return {}
     except RefusedFileError as error:
@@ -211,11 +216,18 @@ def _is_evaluation(value: Any) -> bool:
 def _is_fit(fit: Any) -> bool:
     """Whether a card can show the record of a fit. Those of older versions have no `loss` and no `share_of_rows`."""
     try:
-        phases, layers = fit.get("phases", "all"), fit["layers"]
+        phases = fit.get("phases", "all")
+        layers = fit["layers"]
         fewest, most = fit.get("share_of_rows", (0, 0))
-        loss = fit["loss"] if "loss" in fit else min(fit["loss_of_rounds"])
+        if "loss" in fit:
+            loss = fit["loss"]
+        else:
+            loss = min(fit["loss_of_rounds"])
         by_layer = [{index: layer[name] for index, layer in layers.items()} for name in _FIT_FIGURES[phases]]
-        targets = {layer["target"] for layer in layers.values()} if phases == "prefill" else set()
+        if phases == "prefill":
+            targets = {layer["target"] for layer in layers.values()}
+        else:
+            targets = set()
         figures = (fit["keep"], fit["tokens"], fit["loss_dense"], loss, fewest, most)
     except (AttributeError, KeyError, TypeError, ValueError):
         return False

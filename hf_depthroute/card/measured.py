@@ -61,7 +61,9 @@ class Score:
     @property
     def condition(self) -> str:
         """The run, and its phases where they need to be said."""
-        return self.run if self.phases is None else f"{self.run}, phases {self.phases}"
+        if self.phases is None:
+            return self.run
+        return f"{self.run}, phases {self.phases}"
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,12 @@ def read_results(sources: Iterable[Any], weights_hash: str | None, phases: str =
     """
     results = Results()
     for number, source in enumerate(sources, 1):
-        name = str(source) if isinstance(source, (str, Path)) else f"result {number}"
-        content = _read_file(Path(source)) if isinstance(source, (str, Path)) else _plain(source)
+        if isinstance(source, (str, Path)):
+            name = str(source)
+            content = _read_file(Path(source))
+        else:
+            name = f"result {number}"
+            content = _plain(source)
         measured = content.get("weights_hash")
         if measured is not None and weights_hash is not None and measured != weights_hash:
             raise ResultError(f"{name}: was measured with other weights than this adapter's; measure it again")
@@ -185,7 +191,9 @@ def _scores(runs: Mapping[str, Mapping[str, Any]], phases: str) -> Iterator[Scor
 
 def _said(measured: Any, phases: str) -> str | None:
     """The phases of a result, where they or the adapter's are not all."""
-    return None if measured is None or measured == phases == "all" else str(measured)
+    if measured is None or measured == phases == "all":
+        return None
+    return str(measured)
 
 
 def _bench(content: Mapping[str, Any], phases: str) -> tuple[dict[str, Any], list[Speed]]:
@@ -217,7 +225,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
-        content = json.loads(text) if len(text) <= _MAX_BYTES else None
+        content = None
+        if len(text) <= _MAX_BYTES:
+            content = json.loads(text)
     except OSError as error:
         raise ResultError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -250,5 +260,10 @@ def _number(value: Any) -> float:
 
 def _optional(value: Any) -> float | None:
     """None for what is not known, which lm-eval writes as "N/A" and a quotient by zero as NaN."""
-    found = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    return float(found) if math.isfinite(found) else None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        found = value
+    else:
+        found = math.nan
+    if math.isfinite(found):
+        return float(found)
+    return None

@@ -57,9 +57,13 @@ def make_metadata(
 ) -> ModelCardData:
     """The metadata of a card. A base or a dataset that is a local path has no id to be indexed by, and is left out."""
     base = base_id(facts)
-    extra: dict[str, Any] = {} if base is None else {"base_model_relation": "adapter"}
+    extra: dict[str, Any] = {}
+    if base is not None:
+        extra = {"base_model_relation": "adapter"}
     indexed = [name for name in map(dataset_id, datasets) if name is not None]
-    by_base = () if base is None else (f"base_model:adapter:{base}",)
+    by_base = ()
+    if base is not None:
+        by_base = (f"base_model:adapter:{base}",)
     evaluations = [*_losses(results.losses), *_scores(results.scores)]
     if evaluations:
         extra |= {"model_name": model_name, "eval_results": evaluations}
@@ -78,13 +82,17 @@ def make_metadata(
 def base_id(facts: Facts) -> str | None:
     """The base's id on the Hub, unless its name is that of a folder here."""
     name = hub_id(facts.config.base_model_name_or_path)
-    return None if name is None or Path(name).is_dir() else name
+    if name is None or Path(name).is_dir():
+        return None
+    return name
 
 
 def dataset_id(name: str | None) -> str | None:
     """A dataset's id on the Hub, unless it is a file or a folder here."""
     found = hub_id(name)
-    return None if found is None or found == PYTHON_STDLIB or is_local_file(found) or Path(found).exists() else found
+    if found is None or found == PYTHON_STDLIB or is_local_file(found) or Path(found).exists():
+        return None
+    return found
 
 
 def _losses(measured: Sequence[Losses]) -> list[EvalResult]:
@@ -122,9 +130,14 @@ def _scores(measured: Sequence[Score]) -> list[EvalResult]:
 
 
 def _condition(score: Score) -> str:
-    parts = [] if score.budget is None else [f"budget {score.budget:g}"]
-    parts += [] if score.phases is None else [f"phases {score.phases}"]
-    return f" ({', '.join(parts)})" if parts else ""
+    parts = []
+    if score.budget is not None:
+        parts = [f"budget {score.budget:g}"]
+    if score.phases is not None:
+        parts += [f"phases {score.phases}"]
+    if parts:
+        return f" ({', '.join(parts)})"
+    return ""
 
 
 def write_entries(folder: Path, scores: Sequence[Score]) -> None:
@@ -133,9 +146,13 @@ def write_entries(folder: Path, scores: Sequence[Score]) -> None:
     for score in scores:
         dataset, task = BENCHMARKS.get((score.task, score.metric), (None, ""))
         if dataset is not None and score.dataset == dataset and score.whole and score.run != "dense":
-            shots = "" if score.shots is None else f", {score.shots}-shot"
+            shots = ""
+            if score.shots is not None:
+                shots = f", {score.shots}-shot"
             kind = score.metric.partition(",")[2]
-            used = f", filter {kind}" if kind else ""
+            used = ""
+            if kind:
+                used = f", filter {kind}"
             name = re.sub(r"[^A-Za-z0-9.]+", "_", f"depth_routing {score.task} {score.condition}")
             wanted[f"{name}.yaml"] = EvalResultEntry(
                 dataset_id=dataset,

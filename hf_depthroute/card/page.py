@@ -79,7 +79,8 @@ def make_card(
                 datasets=datasets,
             )  # fmt: skip
     facts = read_facts(Path(adapter), adapter_name, training)
-    config, record = facts.config, facts.training
+    config = facts.config
+    record = facts.training
     found = read_results(results, facts.weights_hash, config.phases)
     changed = record.get("weights_hash") not in (None, facts.weights_hash)
     if record.get("evaluation") and not changed and not found.losses:
@@ -89,7 +90,10 @@ def make_card(
     trained_on = list(datasets) or ([str(recorded)] if recorded else [])
     hyperparameters = record.get("hyperparameters") or ({} if record.get("command") else arguments)
     base = shown_path(config.base_model_name_or_path or "")
-    of_base = f"Depth-routing adapter of {base.split('/')[-1]}" if base else "Depth-routing adapter"
+    if base:
+        of_base = f"Depth-routing adapter of {base.split('/')[-1]}"
+    else:
+        of_base = "Depth-routing adapter"
     title = model_name or (repo_id or "").split("/")[-1] or of_base
     budget = f"{config.budget:.3g}"
     if facts.depth is not None and isinstance(config.layers, list):
@@ -120,7 +124,9 @@ def make_card(
         version=__version__,
         repository=Safe(REPOSITORY),
     )
-    note = f"\n{MEASURED}" if found.losses or found.scores or found.benches else ""
+    note = ""
+    if found.losses or found.scores or found.benches:
+        note = f"\n{MEASURED}"
     text = f"\n{BEGIN.format(facts.digest)}{note}\n{body.strip()}\n\n{END}\n"
     metadata = make_metadata(
         facts, found, model_name=title, language=language, license=license, tags=tags, datasets=trained_on
@@ -143,7 +149,9 @@ def updated_card(folder: str | Path, results: Sequence[Any] = (), **arguments: A
     """The card that `write_card` writes."""
     old = old_card(Path(folder))
     new = make_card(folder, results, **arguments)
-    return new if old is None else merge(old, new, arguments.get("repo_id"))
+    if old is None:
+        return new
+    return merge(old, new, arguments.get("repo_id"))
 
 
 def put_card(folder: str | Path, card: Card) -> Path:
@@ -167,9 +175,12 @@ def routed_name(model: Any) -> str | None:
 
 def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
     """The evaluation at the end of `hf-depthroute train`, in the form of `eval --out`."""
-    arguments, held_out = record.get("arguments") or {}, record.get("held_out_blocks")
+    arguments = record.get("arguments") or {}
+    held_out = record.get("held_out_blocks")
     length = arguments.get("length")
-    split = f"{arguments.get('split')}, {held_out} blocks held out" if held_out else None
+    split = None
+    if held_out:
+        split = f"{arguments.get('split')}, {held_out} blocks held out"
     return {
         "dataset": arguments.get("eval_dataset") or arguments.get("dataset"),
         "dataset_name": None if arguments.get("eval_dataset") else arguments.get("dataset_name"),

@@ -38,7 +38,8 @@ def _create_or_update_model_card(
     PEFT calls it before the weights, which a card is made of: `save_card` writes that one. A Trainer calls it with
     `card`, more arguments of `make_card`, whether or not the adapter has been saved.
     """
-    name, folder = routed_name(self), Path(output_dir)
+    name = routed_name(self)
+    folder = Path(output_dir)
     if name is None:
         update(self, output_dir)
     elif holds_adapter(folder) and card is None:
@@ -58,7 +59,9 @@ def _push_to_hub(push: Any, self: Any, repo_id: str, *args: Any, results: Sequen
     name = routed_name(self)
     if name is None:
         return push(self, repo_id, *args, **kwargs)
-    tags, private, token = kwargs.pop("tags", None), kwargs.pop("private", None), kwargs.pop("token", None)
+    tags = kwargs.pop("tags", None)
+    private = kwargs.pop("private", None)
+    token = kwargs.pop("token", None)
     kwargs.pop("max_shard_size", None)  # an adapter is one file
     kwargs.setdefault("commit_message", "Upload model")
     run = remembered(self, name)

@@ -19,7 +19,8 @@ from .measured import Score
 
 PLACEHOLDER = "path/to/this/folder"
 MEASURED = "<!-- with results -->"
-BEGIN, END = "<!-- hf_depthroute: generated, {} -->", "<!-- hf_depthroute: end of the generated part -->"
+BEGIN = "<!-- hf_depthroute: generated, {} -->"
+END = "<!-- hf_depthroute: end of the generated part -->"
 _BEGIN = re.compile(re.escape(BEGIN).replace(r"\{\}", r"(\w{1,64})") + r"\n")
 _METADATA = re.compile(r"\s*^---[ \t]*\n(.*?)^---[ \t]*(?:\n|\Z)", re.MULTILINE | re.DOTALL)
 _SET_HERE = (
@@ -38,7 +39,9 @@ class Card(ModelCard):
 
     def __init__(self, data: ModelCardData, text: str, scores: Sequence[Score] | None = None) -> None:
         super().__init__("---\n{}\n---\n")
-        self.data, self.text, self.scores = data, text, scores
+        self.data = data
+        self.text = text
+        self.scores = scores
 
 
 def old_card(folder: Path) -> Card | None:
@@ -57,7 +60,11 @@ def parse_readme(content: bytes) -> Card:
     """A README's metadata and text."""
     text = re.sub("\r\n?", "\n", content.decode("utf-8-sig", errors="replace"))
     found = _METADATA.match(text)
-    metadata, text = (found[1], text[found.end() :]) if found else ("", text)
+    if found:
+        metadata = found[1]
+        text = text[found.end() :]
+    else:
+        metadata = ""
     if len(metadata) > _MAX_METADATA:
         raise AdapterMismatchError(f"{CARD_NAME}: its metadata is larger than {_MAX_METADATA:,} characters")
     try:
@@ -112,8 +119,13 @@ def merge(old: ModelCard, new: Card, repo_id: str | None) -> Card:
 def generated_part(text: str) -> tuple[slice, str] | None:
     """Where the generated part of a card is, its two comments included, and the digest that it names."""
     begin = _BEGIN.search(text)
-    end = -1 if begin is None else text.find(END, begin.end())
-    return None if begin is None or end < 0 else (slice(begin.start(), end + len(END)), begin[1])
+    if begin is None:
+        end = -1
+    else:
+        end = text.find(END, begin.end())
+    if begin is None or end < 0:
+        return None
+    return slice(begin.start(), end + len(END)), begin[1]
 
 
 def _is_template(text: str) -> bool:

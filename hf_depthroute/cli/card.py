@@ -49,7 +49,9 @@ def card(options: CardOptions) -> None:
       hf-depthroute bench routed --out bench.json
       hf-depthroute card routed --results eval.json --results bench.json --push-to me/my-router
     """
-    adapter, out, push_to = options.adapter, options.out, options.push_to
+    adapter = options.adapter
+    out = options.out
+    push_to = options.push_to
     if push_to is None and (options.private or options.revision is not None):
         raise CliError(f"card: {'--private' if options.private else '--revision'} goes with --push-to")
     if push_to is not None and out is not None:

@@ -34,7 +34,8 @@ def doctor(adapter: o.Adapter = "", adapter_option: o.OldAdapter = None, debug: 
     fault = None
     for finding in examine(folder):
         say(f"{finding.state:5}  {finding.text}")
-        fault = finding.text if finding.state == "fault" else fault
+        if finding.state == "fault":
+            fault = finding.text
     if fault is not None:
         raise CliError(f"adapter {adapter}: {fault}", ADAPTER)
 

@@ -75,7 +75,10 @@ def evaluate(options: EvalOptions) -> None:
     from . import loading
 
     source = loading.find_source(options)
-    measure = _by_loss if options.tasks is None else _by_tasks
+    if options.tasks is None:
+        measure = _by_loss
+    else:
+        measure = _by_tasks
     content, header, rows = measure(source, options, budgets)
     if not write_result(options.json_file, content):
         print_table(header, rows)
@@ -87,9 +90,12 @@ def _by_loss(source: Source, options: EvalOptions, budgets: list[float]) -> Meas
     from . import loading
 
     loading.check_length(options.length, source.base_config)
-    tokenizer, on = source.tokenizer(), options.calibrate_on
+    tokenizer = source.tokenizer()
+    on = options.calibrate_on
     batches = source.batches(tokenizer, options.split, options.blocks)
-    calibration = None if on is None else source.batches(tokenizer, on, options.calibration_blocks)
+    calibration = None
+    if on is not None:
+        calibration = source.batches(tokenizer, on, options.calibration_blocks)
     routed = source.routed(source.base_model())
     if calibration is None:
         source.check_fitted(routed, budgets)
@@ -130,11 +136,14 @@ def _by_tasks(source: Source, options: EvalOptions, budgets: list[float]) -> Mea
     parts = {run.name: {n: getattr(run, n) for n in figures} | {"lm_eval": run.results} for run in runs}
     content = json.loads(json.dumps(source.origin(routed) | {"runs": parts}, default=handle_non_serializable))
     header = ("task", "metric", "run", "value", "stderr", "delta", "full ratio")
-    cells, dense = [], scores(runs[0])
+    cells = []
+    dense = scores(runs[0])
     for key in dense:
         for run in runs:
             value, spread = scores(run)[key]
-            delta = "" if run is runs[0] else f"{value - dense[key][0]:+.4f}"
+            delta = ""
+            if run is not runs[0]:
+                delta = f"{value - dense[key][0]:+.4f}"
             numbers = f"{value:.4f}", "" if spread is None else f"{spread:.4f}", delta, f"{run.full_ratio:.3f}"
             cells.append((*key, run.name, *numbers))
     return content, header, cells

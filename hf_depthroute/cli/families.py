@@ -30,8 +30,14 @@ def families(json_file: ResultFile = None, debug: o.Debug = False) -> None:
     header = ("family", "layout", "ffn", "attention", "block", "experts", "sequence")
     lines = [header]
     for row in table:
-        name = f"{row.family} ({row.variant})" if row.variant else row.family
-        sequence = row.sequence if row.sliding in (row.sequence, "-") else f"{row.sequence}*"
+        if row.variant:
+            name = f"{row.family} ({row.variant})"
+        else:
+            name = row.family
+        if row.sliding in (row.sequence, "-"):
+            sequence = row.sequence
+        else:
+            sequence = f"{row.sequence}*"
         lines.append((name, row.layout, row.ffn, row.attention, row.block, row.experts, sequence))
     widths = [max(len(line[at]) for line in lines) for at in range(len(header))]
     for line in lines:

@@ -129,7 +129,9 @@ def fit(options: FitOptions) -> None:
         else:
             say(f"layer {index}: {layer['share']:.1%} of the tokens run full")
     spread = found["loss_over_dense_error"]
-    between = "" if spread is None else f" (difference ± {spread:.4f}, the standard error over rows)"
+    between = ""
+    if spread is not None:
+        between = f" (difference ± {spread:.4f}, the standard error over rows)"
     prompts = options.phases == "prefill"
     say(
         f"loss {'behind prompts of' if prompts else 'on'} {found['held_out_tokens']} held-out tokens: dense "

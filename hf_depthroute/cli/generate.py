@@ -94,7 +94,10 @@ def generate(options: GenerateOptions) -> None:
         set_budget(routed, options.budget)
 
     transformers.set_seed(options.seed)
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if tokenizer.pad_token_id is None:
+        pad = tokenizer.eos_token_id
+    else:
+        pad = tokenizer.pad_token_id
     settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if options.sample:
         settings = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
@@ -103,12 +106,18 @@ def generate(options: GenerateOptions) -> None:
         draft = {"budget": options.draft_budget, "drop": dropped, "num_tokens": options.draft_tokens or 5}
         ids, report = _lossless(routed, inputs, draft, settings)
     else:
-        dense = routed.disable_adapter() if options.full else nullcontext()
+        if options.full:
+            dense = routed.disable_adapter()
+        else:
+            dense = nullcontext()
         with dense, torch.no_grad(), finite_logits(routed):
             start = time.perf_counter()
             ids = routed.generate(**inputs, **settings)
             seconds = time.perf_counter() - start
-        new, share = ids.shape[1] - length, 1.0 if options.full else _full_ratio(routed, ids, length)
+        new = ids.shape[1] - length
+        share = 1.0
+        if not options.full:
+            share = _full_ratio(routed, ids, length)
         report = f"{new} tokens, {new / seconds:.1f} tokens/s, full ratio {share:.3f}"
         if not options.full:
             report += f" of the routed layers, {_of_all(source, share):.3f} of all {depth}"
@@ -159,7 +168,10 @@ def _prompt(given: str | None) -> str:
             raise CliError('no prompt; pass --prompt "..." or pipe text in')
         raw = getattr(sys.stdin, "buffer", None)  # None: a stream of text
         try:
-            given = sys.stdin.read() if raw is None else raw.read().decode("utf-8")
+            if raw is None:
+                given = sys.stdin.read()
+            else:
+                given = raw.read().decode("utf-8")
         except UnicodeDecodeError as error:
             byte = error.object[error.start]
             raise CliError(f"the prompt on stdin is not UTF-8: byte {byte:#x} at position {error.start}") from error
@@ -171,7 +183,9 @@ def _prompt(given: str | None) -> str:
 
 def _layer_list(text: str | None) -> list[int]:
     """`"4,3"` -> `[3, 4]`."""
-    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    parts = []
+    if text is not None:
+        parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(map(int, parts))) < len(parts):
         raise CliError(f"--draft-drop {text!r}: write layer numbers, each once, such as 3,4")
     return sorted(map(int, parts))
@@ -185,12 +199,16 @@ def _lossless(
 
     from ..inference.drafting import DraftCounter, draft_view, lossless_generate
 
-    draft, counter = draft_view(routed, **arguments), DraftCounter()
+    draft = draft_view(routed, **arguments)
+    counter = DraftCounter()
     start = time.perf_counter()
     with torch.no_grad():
         ids = lossless_generate(routed, **inputs, draft=draft, counter=counter, **settings)
     speed = counter.new_tokens / (time.perf_counter() - start)
-    budget = "the adapter's" if arguments["budget"] is None else arguments["budget"]
+    if arguments["budget"] is None:
+        budget = "the adapter's"
+    else:
+        budget = arguments["budget"]
     left_out = ", ".join(map(str, arguments["drop"])) or "none"
     return ids, (
         f"{counter.new_tokens} tokens, {speed:.1f} tokens/s, {counter.acceptance_rate:.3f} of the draft accepted, "

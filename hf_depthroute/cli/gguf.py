@@ -23,16 +23,23 @@ def find_gguf_file(model: str | None, given: str | None, config: DepthRouteConfi
         raise CliError(f"model {base}: is a GGUF file; pass --model {base.parent} --gguf-file {base.name}")
     found = given
     there = base.is_dir() and not (base / "config.json").is_file()
-    files = sorted(path.name for path in base.glob("*.gguf")) if there else []
+    files = []
+    if there:
+        files = sorted(path.name for path in base.glob("*.gguf"))
     if found is None:
         remembered = (config.base_architecture or {}).get("gguf_file")
         if isinstance(remembered, str) and (model is None or remembered in files):
             found = remembered
     if found is None and files:
-        others = f" (or {', '.join(files[1:4])})" if len(files) > 1 else ""
+        others = ""
+        if len(files) > 1:
+            others = f" (or {', '.join(files[1:4])})"
         raise CliError(f"model {base}: has no config.json, but a GGUF file; pass --gguf-file {files[0]}{others}")
     if given is not None and base.is_dir() and not (base / given).is_file():
-        listed = f"it has {', '.join(files[:4])}" if files else "it has no such file"
+        if files:
+            listed = f"it has {', '.join(files[:4])}"
+        else:
+            listed = "it has no such file"
         raise CliError(f"--gguf-file {given}: is not in {base}; {listed}")
     if found is not None and importlib.util.find_spec("gguf") is None:
         raise CliError(f"--gguf-file {found}: reading it needs the package gguf; install it with: pip install gguf")

@@ -35,7 +35,8 @@ def lm_eval(context: typer.Context, debug: o.Debug = False) -> None:
 
     words = o.passed_on(context)
     _refuse_padding(words)
-    before, sys.argv = sys.argv, ["lm-eval", *words]
+    before = sys.argv
+    sys.argv = ["lm-eval", *words]
     try:
         cli_evaluate()
     except SystemExit as ended:
@@ -47,14 +48,18 @@ def lm_eval(context: typer.Context, debug: o.Debug = False) -> None:
 
 def _refuse_padding(words: Sequence[str]) -> None:
     """Refuse an adapter of `--model hf` whose decisions would read the padding that its batches have no mask for."""
-    found, model = _PEFT.search(" ".join(words)), _value(words, "--model", "hf")
+    found = _PEFT.search(" ".join(words))
+    model = _value(words, "--model", "hf")
     if found is None or model == "depthroute" or _value(words, "--batch_size", "1") == "1":
         return
     from .loading import load_adapter_config
 
     config = load_adapter_config(found[1])
     if config.granularity == "sequence" or config.phases == "prefill":
-        field = "granularity='sequence'" if config.granularity == "sequence" else "phases='prefill'"
+        if config.granularity == "sequence":
+            field = "granularity='sequence'"
+        else:
+            field = "phases='prefill'"
         raise CliError(
             f"--model {model}: its batches pad without a mask, which {field} of {found[1]} would read; "
             f"use --model depthroute --model_args adapter={found[1]}, or --batch_size 1"

@@ -44,7 +44,9 @@ def load_config(model: str, gguf_file: str | None = None) -> Any:
         if trusts_remote_code():
             names = ", ".join(code_repositories(model))
             say(f"--trust-remote-code: code of {names} may run", sys.stderr)
-        how = {} if gguf_file is None else {"gguf_file": gguf_file}
+        how = {}
+        if gguf_file is not None:
+            how = {"gguf_file": gguf_file}
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trusts_remote_code(), **how)
     with refused(f"model {model}: ", UnsupportedModelError):
         row_of(config)
@@ -166,9 +168,12 @@ class Source:
         """The base's tokenizer."""
         import transformers
 
-        what, size = f"tokenizer of {self.base}", self.base_config.vocab_size
+        what = f"tokenizer of {self.base}"
+        size = self.base_config.vocab_size
         with explained(what, self.base):
-            how = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+            how = {}
+            if self.gguf_file is not None:
+                how = {"gguf_file": self.gguf_file}
             trust = trusts_remote_code()
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.base, trust_remote_code=trust, **how)
         if len(tokenizer) == 0:
@@ -209,7 +214,10 @@ class Source:
         from .output import noted
 
         adapter = self.options.adapter
-        mismatch = allow_base_mismatch() if getattr(self.options, "allow_base_mismatch", False) else nullcontext()
+        if getattr(self.options, "allow_base_mismatch", False):
+            mismatch = allow_base_mismatch()
+        else:
+            mismatch = nullcontext()
         with explained(f"adapter {adapter}", adapter, code=ADAPTER), mismatch, noted(BaseDiffersWarning):
             routed = peft.PeftModel.from_pretrained(base, adapter, is_trainable=is_trainable).eval()
         if self.phases is not None:
@@ -255,7 +263,10 @@ def to_batches(packed: Any, batch_size: int, blocks: int | None) -> list[dict[st
     import torch
 
     if hasattr(packed, "__len__"):
-        count = len(packed) if blocks is None else min(blocks, len(packed))
+        if blocks is None:
+            count = len(packed)
+        else:
+            count = min(blocks, len(packed))
         rows = packed.select([i * len(packed) // count for i in range(count)])
     else:
         rows = itertools.islice(packed, blocks)

@@ -37,7 +37,10 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         name = str(key).replace("-", "_")
         if name not in options:
             close = closest(name, options)
-            hint = f"did you mean {close!r}?" if close else f"see {context.command_path} --help for the options"
+            if close:
+                hint = f"did you mean {close!r}?"
+            else:
+                hint = f"see {context.command_path} --help for the options"
             raise CliError(f"{path}: unknown key {key!r}; {hint}")
         if value is None:
             continue
@@ -55,7 +58,10 @@ def _as_typed(path: Path, key: str, value: Any, option: Any) -> Any:
     """A YAML file's values as command-line arguments, so that both are checked alike."""
     flag = bool(getattr(option, "is_flag", False))
     if flag != isinstance(value, bool):
-        hint = "true or false" if flag else "a value, not true or false (quote it if you mean the word)"
+        if flag:
+            hint = "true or false"
+        else:
+            hint = "a value, not true or false (quote it if you mean the word)"
         raise CliError(f"{path}: {key}={value!r} must be {hint}")
     if flag:
         return value
@@ -80,7 +86,10 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     order = [name for part in owner.__mro__ for name in inspect.get_annotations(part)]
     parameters = []
     for field in sorted(fields(owner), key=lambda field: order.index(field.name)):
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        if field.default is MISSING:
+            default = inspect.Parameter.empty
+        else:
+            default = field.default
         annotation = _annotation(field, kinds[field.name])
         parameters.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -106,7 +115,9 @@ def _annotation(field: Field[Any], kind: Any) -> Any:
     types = set(get_args(kind) or (kind,)) - {type(None)}
     if len(types) > 1 or not types <= {str, int, float, bool}:
         kind = str | None
-    words = [f"--{option_name(field.name)}"] if kind is not bool or field.default is False else []
+    words = []
+    if kind is not bool or field.default is False:
+        words = [f"--{option_name(field.name)}"]
     low, high = _RANGES.get(field.name, (None, None))
     return Annotated[kind, typer.Option(*words, help=text, min=low, max=high)]
 
@@ -139,15 +150,20 @@ def refuse_unused(context: typer.Context, names: Iterable[str], why: str) -> Non
 def _word(context: typer.Context, option: Any) -> str:
     """The word of an option on the command line, of a flag the one that gives it the value it has: `"--no-speed"`."""
     off = context.params.get(option.name) is False
-    names: list[str] = option.secondary_opts if off and option.secondary_opts else option.opts
+    if off and option.secondary_opts:
+        names: list[str] = option.secondary_opts
+    else:
+        names = option.opts
     return names[0]
 
 
 def command_words(context: typer.Context, leave_out: Sequence[str] = ()) -> list[str]:
     """The command line that repeats this call without its YAML file: every option that is not at its default."""
-    words, set_here = ["hf-depthroute", str(context.info_name)], given(context)
+    words = ["hf-depthroute", str(context.info_name)]
+    set_here = given(context)
     for parameter in context.command.params:
-        name, value = parameter.name or "", context.params.get(parameter.name or "")
+        name = parameter.name or ""
+        value = context.params.get(parameter.name or "")
         if name in (*_NOT_IN_YAML, *leave_out) or name not in set_here or value is None:
             continue
         if getattr(parameter, "is_flag", False):
@@ -227,7 +243,9 @@ def either(context: typer.Context, value: str | None) -> str | None:
 def _one(context: typer.Context, value: str) -> str:
     adapter = either(context, value) or ""
     if (not adapter or adapter.startswith("-")) and not context.resilient_parsing:
-        before = f" before {adapter}" if adapter else ""
+        before = ""
+        if adapter:
+            before = f" before {adapter}"
         words = f"{context.command_path} ADAPTER {adapter}".strip()
         raise CliError(f"no adapter; name its folder or Hub id{before}: {words}")
     return adapter

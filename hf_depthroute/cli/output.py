@@ -33,7 +33,9 @@ def check_out(out: Path, overwrite: bool, resume: bool = False) -> Path:
     resolved = out.expanduser().resolve()
     if resolved.is_file():
         raise CliError(f"--out {out}: is a file; name a folder")
-    held = sorted(entry.name for entry in resolved.iterdir()) if resolved.is_dir() else []
+    held = []
+    if resolved.is_dir():
+        held = sorted(entry.name for entry in resolved.iterdir())
     checkpoints = [name for name in held if _CHECKPOINT.fullmatch(name)]
     if checkpoints and not resume:
         what = "pass --resume to go on with it, or remove its checkpoints"
@@ -63,7 +65,9 @@ def check_space(folder: Path, needed: int) -> None:
 def short_name(source: str) -> str:
     """A Hub id as it is; of a path its last part, since the rest means nothing on other machines."""
     path = Path(source)
-    return path.resolve().name if path.exists() or path.is_absolute() else source
+    if path.exists() or path.is_absolute():
+        return path.resolve().name
+    return source
 
 
 @contextlib.contextmanager
@@ -133,7 +137,11 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], wide: bool
     table = Table(*header, box=box.SIMPLE_HEAD if wide else box.HEAVY_HEAD, collapse_padding=wide, pad_edge=not wide)
     for number, column in enumerate(table.columns):
         text = wide and (number == 0 or not any(row[number][:1].isdigit() for row in rows))
-        column.justify, column.no_wrap = "left" if text else "right", not wide
+        if text:
+            column.justify = "left"
+        else:
+            column.justify = "right"
+        column.no_wrap = not wide
     for row in rows:
         table.add_row(*(Text(shown(cell)) for cell in row))
     console.print(table)

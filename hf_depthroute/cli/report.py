@@ -70,9 +70,15 @@ def report(options: ReportOptions) -> None:
 def _report_adapter(given: ReportOptions) -> Path:
     """Measure, and write the page; its path. What can be refused is refused before the weights are loaded."""
     path = _page_path(given)
-    known = None if given.eval_file is None else read_losses(given.eval_file)
-    rows = None if known is None else known["rows"]
-    timed = None if given.bench_file is None else read_bench(given.bench_file)
+    known = None
+    if given.eval_file is not None:
+        known = read_losses(given.eval_file)
+    rows = None
+    if known is not None:
+        rows = known["rows"]
+    timed = None
+    if given.bench_file is not None:
+        timed = read_bench(given.bench_file)
     wanted = _wanted_budgets(given, rows)
     from . import loading
 
@@ -81,7 +87,10 @@ def _report_adapter(given: ReportOptions) -> Path:
         check_origin(f"{option} {file}", result or {}, source.config.weights_hash, given.allow_base_mismatch)
     behind = source.config.phases == "prefill"
     if rows and bool(rows[0].get("behind_prompts")) != behind:
-        counted = "the text behind prompts, which alone are routed" if behind else "whole texts"
+        if behind:
+            counted = "the text behind prompts, which alone are routed"
+        else:
+            counted = "whole texts"
         raise CliError(f"--eval {given.eval_file}: its losses are not of {counted}; measure them again")
     loading.check_length(given.length, source.base_config)
     tokenizer = source.tokenizer()
@@ -101,13 +110,18 @@ def _report_adapter(given: ReportOptions) -> Path:
     routed = source.routed(base)
     source.check_fitted(routed, wanted)
     follows = source.config.takes_budget()
-    budgets = wanted if follows else [float(source.config.budget)]
+    if follows:
+        budgets = wanted
+    else:
+        budgets = [float(source.config.budget)]
     if rows is None:
         say("losses ...", sys.stderr)
         rows = [asdict(row) for row in evaluate_budgets(routed, batches, None, budgets)]
         check_losses(routed, [row["loss"] for row in rows], batches)
     _check_rows(given, rows, budgets, follows)
-    notes = [f"{BEHIND_PROMPTS[0].upper()}{BEHIND_PROMPTS[1:]}."] if behind else []
+    notes = []
+    if behind:
+        notes = [f"{BEHIND_PROMPTS[0].upper()}{BEHIND_PROMPTS[1:]}."]
     if timed is None and given.speed:
         say("speed ...", sys.stderr)
         try:
@@ -142,8 +156,14 @@ def _page_path(given: ReportOptions) -> Path:
         if given.out.is_dir():
             raise CliError(f"--out {given.out}: is a folder, not a file")
         return given.out
-    default = Path(given.adapter) / "report" if Path(given.adapter).is_dir() else Path("report")
-    folder = default if given.out is None else given.out
+    if Path(given.adapter).is_dir():
+        default = Path(given.adapter) / "report"
+    else:
+        default = Path("report")
+    if given.out is None:
+        folder = default
+    else:
+        folder = given.out
     if folder.exists() and not folder.is_dir():
         raise CliError(f"--out {folder}: is a file, not a folder; name a folder or a .html file")
     return folder / "report.html"
@@ -164,10 +184,16 @@ def _wanted_budgets(given: ReportOptions, rows: list[dict[str, Any]] | None) -> 
 
 def _check_rows(given: ReportOptions, rows: list[dict[str, Any]], budgets: list[float], follows: bool) -> None:
     """One dense row, and one of the inference rule per budget, all with a loss that is a number."""
-    rule = "threshold" if follows else "fixed"
+    if follows:
+        rule = "threshold"
+    else:
+        rule = "fixed"
     if not budgets:
         raise CliError(f"--eval {given.eval_file}: has no row of the threshold rule")
-    source = f"--eval {given.eval_file}" if given.eval_file else f"adapter {given.adapter}"
+    if given.eval_file:
+        source = f"--eval {given.eval_file}"
+    else:
+        source = f"adapter {given.adapter}"
     for budget in budgets:
         if not any(row["rule"] == rule and row["budget"] == budget for row in rows):
             raise CliError(f"{source}: no {rule} row of budget {budget:g}")
@@ -223,7 +249,9 @@ def _facts(
     config = source.config
     adapter = f"{short_name(given.adapter)}: gate {config.gate}, target {config.target}, per {config.granularity}"
     size = sum(p.numel() for name, p in routed.named_parameters() if ".routing." not in name)
-    trained = "" if soft else f", branch {config.branch}, trained at budget {config.budget:g}"
+    trained = ""
+    if not soft:
+        trained = f", branch {config.branch}, trained at budget {config.budget:g}"
     facts = [
         ("Base model", f"{short_name(source.base)}, {routed.config.model_type}, {size:,} parameters"),
         ("Adapter", adapter + trained),

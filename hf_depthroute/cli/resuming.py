@@ -43,7 +43,11 @@ _TRAINERS = {  # arguments of a Trainer, and the options that set them
 def checkpoint_to_resume(out: Path) -> Path | None:
     """The last whole checkpoint in `out`; None if there is none at all."""
     with refused("--resume: ", CheckpointError):
-        found, skipped = last_complete(out) if out.is_dir() else (None, [])
+        if out.is_dir():
+            found, skipped = last_complete(out)
+        else:
+            found = None
+            skipped = []
     for line in skipped:
         say(f"passed over {line}")
     if found is None:
@@ -67,7 +71,8 @@ def check_same_run(checkpoint: Path, config: DepthRouteConfig, arguments: Mappin
     """
     saved = loading.load_adapter_config(str(checkpoint))
     for field in fields(RoutingFields):
-        before, now = getattr(saved, field.name), getattr(config, field.name)
+        before = getattr(saved, field.name)
+        now = getattr(config, field.name)
         if before != now:
             raise CliError(f"--resume: {checkpoint} was trained with {field.name}={before}, not {now}; give it again")
     adapter = {o.key_of(field.name) for field in fields(RoutingFields)} - {"seed"}

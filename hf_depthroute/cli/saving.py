@@ -51,7 +51,11 @@ def _at_best(folder: Path, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         for path in set(folder.iterdir()) - before:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()  # half of what was to be written
+            # half of what was to be written
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         say(f"note: {what} was not written: {reason(error)}", file=sys.stderr)
 
 

@@ -75,7 +75,8 @@ def serve(options: ServeOptions) -> None:
     if not is_serve_available():
         raise CliError('serve needs more packages; install them with: pip install "transformers[serving]"')
     loading.quiet(options.debug)
-    adapter, trusted = options.adapter, options.trust_remote_code
+    adapter = options.adapter
+    trusted = options.trust_remote_code
     config = loading.load_adapter_config(adapter)
     changed = loading.changed_fields(config, options.budget, options.phases)
     base, base_config, gguf_file = loading.find_base(adapter, config, options.model)
@@ -99,7 +100,9 @@ def serve(options: ServeOptions) -> None:
         say(f"serving {adapter} on {base} as model {name!r}", sys.stderr)
         # The server calls the model by the path that it was given.
         with contextlib.chdir(root), _one_model(name, limits):
-            words = ["--trust-remote-code"] if trusted else []
+            words = []
+            if trusted:
+                words = ["--trust-remote-code"]
             app(["serve", name, *words, *o.passed_on(options.context)], standalone_mode=False)
 
 
@@ -132,7 +135,9 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
     from .serve_generation import limited_managers
     from .serve_limits import Guard, error_body
 
-    owner = name.split("/")[0] if "/" in name else ""
+    owner = ""
+    if "/" in name:
+        owner = name.split("/")[0]
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": owner}
     build: Any = server.build_server
     managers = utils.GenerateManager, utils.CBGenerateManager

@@ -43,8 +43,14 @@ def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> Non
     from fastapi import HTTPException
 
     ids = inputs["input_ids"]
-    length = len(ids) if isinstance(ids, list) else ids.shape[-1]
-    room = limits.output_tokens if limits.positions is None else limits.positions - length
+    if isinstance(ids, list):
+        length = len(ids)
+    else:
+        length = ids.shape[-1]
+    if limits.positions is None:
+        room = limits.output_tokens
+    else:
+        room = limits.positions - length
     if length == 0:
         raise HTTPException(400, "the prompt has no tokens")
     if length > limits.prompt_tokens:
@@ -56,7 +62,10 @@ def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> Non
             raise HTTPException(400, f"{name} is not served; a request has one answer")
     wanted = generation_config.max_new_tokens
     most = min(limits.output_tokens, room)
-    generation_config.max_new_tokens = most if wanted is None else max(1, min(wanted, most))
+    if wanted is None:
+        generation_config.max_new_tokens = most
+    else:
+        generation_config.max_new_tokens = max(1, min(wanted, most))
     generation_config.max_length = None
 
 
@@ -74,8 +83,10 @@ def check_shared(wanted: Any, shared: Any) -> None:
 
     sampled = wanted.do_sample or shared.do_sample
     for name, (said, nothing) in _SHARED.items():
-        asked, held = getattr(wanted, name, None), getattr(shared, name, None)
-        held = nothing if held is None else held
+        asked = getattr(wanted, name, None)
+        held = getattr(shared, name, None)
+        if held is None:
+            held = nothing
         if asked is None or asked == held or (name in _SAMPLING and not sampled):
             continue
         why = f"{said} is {asked!r}; with --continuous-batching all requests share the model's own, {held!r}"
@@ -95,7 +106,8 @@ def limited_managers(limits: Limits) -> tuple[type, type]:
         """`generate` of a model, which ends when its client is gone, and does not begin then."""
 
         def __init__(self, model: Any, gone: threading.Event) -> None:
-            self.model, self.gone = model, gone
+            self.model = model
+            self.gone = gone
 
         def stop(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             return torch.full(input_ids.shape[:1], self.gone.is_set(), device=input_ids.device)

@@ -49,7 +49,10 @@ class Guard:
     """
 
     def __init__(self, app: Any, model: str, limits: Limits, tokenizer: Callable[[], Any] | None = None) -> None:
-        self.app, self.model, self.limits, self.tokenizer = app, model, limits, tokenizer
+        self.app = app
+        self.model = model
+        self.limits = limits
+        self.tokenizer = tokenizer
         self.requests = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

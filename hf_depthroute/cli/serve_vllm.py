@@ -130,5 +130,6 @@ def vllm_words(options: Any, others: list[str]) -> list[str]:
         raise CliError(f"model {base}: vLLM routes no GGUF file; save {gguf_file} as safetensors and pass --model")
     check_base_config(base_config)
     folder = loading.folder_of("adapter", options.adapter, loading.ADAPTER_FILES).resolve()
-    base = str(Path(base).resolve()) if Path(base).is_dir() else base
+    if Path(base).is_dir():
+        base = str(Path(base).resolve())
     return Settings(str(folder), **changed).serve_words(base, short_name(options.adapter), others)

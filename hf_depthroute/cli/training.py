@@ -67,10 +67,13 @@ class Run:
 
 def train_adapter(options: TrainOptions) -> None:
     """Everything that `train` does once the libraries are loaded; what can be refused is, before the weights load."""
-    run, out = _prepared(options), options.out
+    run = _prepared(options)
+    out = options.out
     transformers.set_seed(options.seed)
     base = run.source.base_model()
-    checkpoint = checkpoint_to_resume(out) if options.resume else None
+    checkpoint = None
+    if options.resume:
+        checkpoint = checkpoint_to_resume(out)
     if options.adapter is not None:
         model: Any = run.source.routed(base, is_trainable=True)
     elif options.init == "fit":
@@ -91,8 +94,11 @@ def train_adapter(options: TrainOptions) -> None:
         record = _record_of(run, model, log_history, full_ratio, rows)
         save_adapter(out, model, run.tokenizer, record)
     if rows:
-        dense, routed = rows[0], rows[-1]
-        gap = "" if routed.gap is None else f", threshold - top-k {routed.gap:+.4f}"
+        dense = rows[0]
+        routed = rows[-1]
+        gap = ""
+        if routed.gap is not None:
+            gap = f", threshold - top-k {routed.gap:+.4f}"
         share = f"{routed.full_ratio:.1%} of the tokens run full"
         say(f"validation loss: dense {dense.loss:.4f}, routed {routed.loss:.4f} ({share}){gap}")
     say(f"saved {out} in {record['seconds']} s")
@@ -100,7 +106,9 @@ def train_adapter(options: TrainOptions) -> None:
 
 def _prepared(options: TrainOptions) -> Run:
     given = o.given(options.context)
-    row = None if options.preset is None else find_preset(options.preset)
+    row = None
+    if options.preset is not None:
+        row = find_preset(options.preset)
     adapter_values, training_values = (
         {field: copy.deepcopy(value) for field, value in values.items() if not given & {field, o.key_of(field)}}
         for values in ((row.adapter, row.training) if row else ({}, {}))
@@ -123,13 +131,15 @@ def _prepared(options: TrainOptions) -> Run:
     config.routed_layers(depth)
     loading.check_length(options.length, source.base_config)
     tokenizer = source.tokenizer()
-    text, preset = _packed_text(options, tokenizer), adapter_values | training_values
+    text = _packed_text(options, tokenizer)
+    preset = adapter_values | training_values
     return Run(options, preset, source, arguments, tokenizer, *text, started=time.monotonic())
 
 
 def _new_or_saved_config(options: TrainOptions, given: set[str], preset: dict[str, Any]) -> DepthRouteConfig:
     """The configuration that the options and the preset describe, or that of the adapter that ADAPTER names."""
-    adapter, names = options.adapter, [field.name for field in fields(RoutingFields)]
+    adapter = options.adapter
+    names = [field.name for field in fields(RoutingFields)]
     if adapter is None:
         if options.model is None:
             raise CliError("Missing option '--model' (see hf-depthroute train --help)")
@@ -172,7 +182,10 @@ _READ: dict[str, Callable[[str], Any]] = {  # fields that are given as text
 
 def _training_arguments(options: TrainOptions, preset: dict[str, Any]) -> DepthRouteTrainingArguments:
     """The Trainer's arguments; `CliError` where it cannot use them, `ConfigError` for a loss weight out of range."""
-    warmup = options.steps // 20 if options.warmup_steps is None else options.warmup_steps
+    if options.warmup_steps is None:
+        warmup = options.steps // 20
+    else:
+        warmup = options.warmup_steps
     values = {
         "output_dir": str(options.out),
         "learning_rate": options.lr,
@@ -206,7 +219,10 @@ def hold_out(packed: Any, share: float, most: int) -> tuple[Any, Any]:
         most: No more blocks than that.
     """
     whole = hasattr(packed, "__len__")
-    length = len(packed) if whole else sum(1 for _ in itertools.islice(packed, round(most / share) if share else 0))
+    if whole:
+        length = len(packed)
+    else:
+        length = sum(1 for _ in itertools.islice(packed, round(most / share) if share else 0))
     if share == 0 or length < 2:
         return packed, None
     count = min(most, max(1, round(share * length)), length - 1)
@@ -221,10 +237,13 @@ def _packed_text(options: TrainOptions, tokenizer: Any) -> tuple[Any, list[Any] 
     packed = loading.read_blocks(options, tokenizer, options.split)
     if options.validation_split or options.eval_dataset:
         split = options.validation_split or "train"
-        blocks, held_out = loading.read_blocks(options, tokenizer, split, options.eval_dataset), 0
+        blocks = loading.read_blocks(options, tokenizer, split, options.eval_dataset)
+        held_out = 0
     else:
         packed, blocks = hold_out(packed, options.hold_out, most)
-        held_out = 0 if blocks is None else sum(1 for _ in blocks)
+        held_out = 0
+        if blocks is not None:
+            held_out = sum(1 for _ in blocks)
     if blocks is None:
         say("nothing to evaluate on: pass --validation-split, --eval-dataset or --hold-out to compare with the base")
         return packed, None, 0
@@ -235,8 +254,10 @@ def _packed_text(options: TrainOptions, tokenizer: Any) -> tuple[Any, list[Any] 
 
 def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
     """The model that `fit_router` makes of `base`; where there is a checkpoint of it, with the layers of that."""
-    config, depth = run.source.config, run.source.base_config.num_hidden_layers
-    keep, layers = config.share_of_all(depth, config.budget), config.routed_layers(depth)
+    config = run.source.config
+    depth = run.source.base_config.num_hidden_layers
+    keep = config.share_of_all(depth, config.budget)
+    layers = config.routed_layers(depth)
     if checkpoint is None:
         batches = loading.to_batches(run.blocks, run.options.batch_size, run.options.calibration_blocks)
         with refused("--init fit: "), noted(FitWarning):
@@ -248,7 +269,8 @@ def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
             f"text held out of them {found['loss']:.4f} (dense {found['loss_dense']:.4f})"
         )
         return model
-    saved, record = loading.load_adapter_config(str(checkpoint)), read_training(checkpoint)
+    saved = loading.load_adapter_config(str(checkpoint))
+    record = read_training(checkpoint)
     fit = understood(record).get("fit")
     if fit is None or fit["keep"] != keep or sorted(map(int, fit["layers"])) != layers:
         raise CliError(f"--resume: {checkpoint} was not trained from a fit of this --budget and --layers")
@@ -262,9 +284,14 @@ def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, An
     remember_training(model, record_of(model) | {ARGUMENTS: _arguments_of(run)})  # checkpoints are saved with it
     with refused("training arguments: ", _ARGUMENT_ERRORS):
         prompts_alone = model.active_peft_config.phases == "prefill"
-        collator = collate_behind_prompts if prompts_alone else transformers.default_data_collator
+        if prompts_alone:
+            collator = collate_behind_prompts
+        else:
+            collator = transformers.default_data_collator
         trainer = DepthRouteTrainer(model=model, args=run.arguments, train_dataset=run.blocks, data_collator=collator)
-    state = None if checkpoint is None else trainer.state.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    state = None
+    if checkpoint is not None:
+        state = trainer.state.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     if state is not None and state.global_step >= run.arguments.max_steps:  # the Trainer would take another step
         model.load_adapter(str(checkpoint), model.active_adapter, is_trainable=True)
         trainer.state = state
@@ -278,7 +305,8 @@ def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, An
 
 def _measured(run: Run, model: Any) -> tuple[dict[int, float], list[BudgetRow]]:
     """Calibrate; the share that each layer then ran in full, and the losses on the text to evaluate on."""
-    config, full_ratio = model.active_peft_config, {}
+    config = model.active_peft_config
+    full_ratio = {}
     if config.takes_budget():
         blocks = loading.to_batches(run.blocks, run.options.batch_size, run.options.calibration_blocks)
         full_ratio = calibration.calibrate(model, blocks)

@@ -34,7 +34,10 @@ def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str,
     device = device_of(model)
     for number, batch in enumerate([batches] if isinstance(batches, Mapping) else batches):
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
-            held = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+            if isinstance(batch, Mapping):
+                held = ", ".join(map(str, batch))
+            else:
+                held = type(batch).__name__
             raise ValueError(
                 f"batch {number} holds no input_ids, but {held}; batches are dicts of what a tokenizer returns"
             )
@@ -63,14 +66,18 @@ def device_of(*modules: nn.Module) -> torch.device:
     for part in (part for module in modules for part in module.modules()):
         for weight in part.parameters(recurse=False):
             execution = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
-            return weight.device if weight.device.type != "meta" or execution is None else torch.device(execution)
+            if weight.device.type != "meta" or execution is None:
+                return weight.device
+            return torch.device(execution)
     return torch.device("cpu")
 
 
 def token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Bool `[B, T]`, true at real tokens: where `attention_mask` is set, and everywhere without one."""
     mask = batch.get("attention_mask")
-    return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
+    if mask is None:
+        return torch.ones_like(batch["input_ids"], dtype=torch.bool)
+    return mask.bool()
 
 
 def prompts_of(batch: Mapping[str, torch.Tensor], tail: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +92,8 @@ def prompts_of(batch: Mapping[str, torch.Tensor], tail: int = 0) -> tuple[torch.
         the prompt.
     """
     real = token_mask(batch)
-    place, count = real.cumsum(1), real.sum(1, keepdim=True)
+    place = real.cumsum(1)
+    count = real.sum(1, keepdim=True)
     last = (count * PROMPT_SHARE).long()  # the prompt's last token is the `last`-th real one
     return real & (place <= last - tail), real & (place >= last) & (place < count)
 
@@ -100,7 +108,8 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
 
     None without them, and with an `attention_mask` `[B, T]`, with which transformers takes a row for one document.
     """
-    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    positions = batch.get("position_ids")
+    mask = batch.get("attention_mask")
     if positions is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2):
         return None
     return breaks_of(positions).expand_as(batch["input_ids"])
@@ -113,8 +122,11 @@ def labels_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """
     if (labels := batch.get("labels")) is not None:
         return labels
-    ids, starts = batch["input_ids"], document_starts(batch)
-    return ids if starts is None else ids.masked_fill(starts, -100)
+    ids = batch["input_ids"]
+    starts = document_starts(batch)
+    if starts is None:
+        return ids
+    return ids.masked_fill(starts, -100)
 
 
 def _rows(name: str, value: Any) -> torch.Tensor:
@@ -127,7 +139,9 @@ def _rows(name: str, value: Any) -> torch.Tensor:
     if _is_ragged(value):
         return pad_sequence([torch.as_tensor(row) for row in value], batch_first=True)
     found = torch.as_tensor(value)
-    return found[None] if found.ndim == 1 else found
+    if found.ndim == 1:
+        return found[None]
+    return found
 
 
 def _is_ragged(value: Any) -> bool:

@@ -101,12 +101,14 @@ def load_text(
 
     if source == PYTHON_STDLIB:
         dataset: Any = _stdlib(split)
-        dataset = dataset.to_iterable_dataset() if streaming else dataset
+        if streaming:
+            dataset = dataset.to_iterable_dataset()
     else:
         with _progress(verbose):
             dataset = _load(source, split, name, streaming)
 
-    columns, features = dataset.column_names, dataset.features
+    columns = dataset.column_names
+    features = dataset.features
     if columns is None:  # a stream of unknown columns
         first = next(iter(dataset), None)
         if first is None:
@@ -140,7 +142,9 @@ def pack(
     """
     if length < 2:
         raise DataError(f"block length {length} must be at least 2 tokens: the loss is on the next token")
-    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    end = []
+    if tokenizer.eos_token_id is not None:
+        end = [tokenizer.eos_token_id]
 
     def to_blocks(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
         texts = [text for text in batch["text"] if text]
@@ -178,7 +182,9 @@ def _load(source: str, split: str, name: str | None, streaming: bool) -> Any:
             raise
         if not path.exists() and (hub := _hub_error(error, source)) is not None:
             raise DataError(str(hub)) from hub
-        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        cause = None
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            cause = error.__cause__
         raise DataError(f"dataset {source}: {reason(cause or error)}") from error
 
 
@@ -206,7 +212,9 @@ def _from_disk(path: Path, split: str, streaming: bool) -> Any:
 
     saved = datasets.load_from_disk(str(path))
     dataset = _sliced(saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}, split)
-    return dataset.to_iterable_dataset() if streaming else dataset
+    if streaming:
+        return dataset.to_iterable_dataset()
+    return dataset
 
 
 def _sliced(splits: dict[str, Any], split: str) -> Any:

@@ -90,7 +90,8 @@ def route_cost(
     """
     routings = active_routings(model)
     stack = stack_of(model)
-    family, layers = stack.family, stack.layers
+    family = stack.family
+    layers = stack.layers
     config = text_config(model.config)
     if full_ratio is None:
         full_ratio = {}
@@ -152,10 +153,19 @@ def _remark(routing: Routing, saved: float, gates: float, branches: float, ratio
     if saved == 0 or saved > gates + branches:
         return None
     config = routing.active_config()
-    branch = ("branch_rank", "memory_width") if config.branch == "memory" else ("branch_rank",)
-    names = GATES[config.gate].sizes if gates >= branches else branch
+    if config.branch == "memory":
+        branch = ("branch_rank", "memory_width")
+    else:
+        branch = ("branch_rank",)
+    if gates >= branches:
+        names = GATES[config.gate].sizes
+    else:
+        names = branch
     smaller = ", ".join(f"{name} (now {getattr(config, name)})" for name in names)
-    advice = f"make {smaller} smaller" if smaller else "take a gate with fewer weights, such as gate='linear'"
+    if smaller:
+        advice = f"make {smaller} smaller"
+    else:
+        advice = "take a gate with fewer weights, such as gate='linear'"
     return (
         f"this adapter cannot pay for itself: {ratio:.3g} of the dense FLOPs. Per token its layers save "
         f"{saved:,.0f} FLOPs and spend {gates:,.0f} on gates and {branches:,.0f} on cheap branches; "
@@ -166,7 +176,9 @@ def _remark(routing: Routing, saved: float, gates: float, branches: float, ratio
 def _share(routing: Routing, config: DepthRouteConfig, budget: float | None) -> float:
     """The share that runs full when nothing was measured."""
     if budget is not None:
-        return check_budget(budget) if config.gate_of(routing.layer_index) == config.gate else 0.0
+        if config.gate_of(routing.layer_index) == config.gate:
+            return check_budget(budget)
+        return 0.0
     if not routing.active_gate().static:
         return routing.budget()
     if config.dropped_experts is None:

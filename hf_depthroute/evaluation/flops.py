@@ -57,22 +57,29 @@ def matrices(layer: Any, config: Any, family: Family | None = None, routing: Rou
         family: The base's family, to tell the attention from the rest.
         routing: The layer's router, where one is on.
     """
-    parts: dict[str, float] = {} if routing is None else _left_out(layer, config, routing)
+    parts: dict[str, float] = {}
+    if routing is not None:
+        parts = _left_out(layer, config, routing)
     found = []
     for name, weight in layer.named_parameters():
         if name.startswith(f"{ROUTING}.") or "norm" in name or weight.ndim not in (2, 3):  # a norm of heads is 2-d
             continue
         left_out = max((share for prefix, share in parts.items() if name.startswith(f"{prefix}.")), default=0.0)
         inside = family is not None and name.startswith(f"{family.attention}.")
-        chosen = config.num_experts_per_tok if weight.ndim == 3 else 1
+        chosen = 1
+        if weight.ndim == 3:
+            chosen = config.num_experts_per_tok
         found.append(Matrix("attention projections" if inside else "ffn", weight, chosen, left_out))
     return found
 
 
 def _left_out(layer: Any, config: Any, routing: Routing) -> dict[str, float]:
     """By the name of a child, how much of it the cheap path leaves out."""
-    family, target = routing.family, routing.active_target()
-    parts = {family.ffn: 1.0} if target.skips_ffn else {}
+    family = routing.family
+    target = routing.active_target()
+    parts = {}
+    if target.skips_ffn:
+        parts = {family.ffn: 1.0}
     if target.per_pair:
         parts[f"{family.ffn}.{family.experts}"] = 1.0
     if skips_attention(routing, config):
@@ -104,27 +111,36 @@ def runs_full(routing: Routing, length: int) -> bool:
 def in_full(routing: Routing, length: int) -> float:
     """The share of `length` new tokens that run in full whatever their scores: the last ones of `phases="prefill"`."""
     config = routing.active_config()
-    return min(1.0, config.last_in_full / length) if config.phases == "prefill" else 0.0
+    if config.phases == "prefill":
+        return min(1.0, config.last_in_full / length)
+    return 0.0
 
 
 def skips_attention(routing: Routing, config: Any) -> bool:
     """Whether the cheap path saves the attention: per token only where the family's projections are known."""
-    target, queries_known = routing.active_target(), routing.family.queries is not None
+    target = routing.active_target()
+    queries_known = routing.family.queries is not None
     return target.skips_attention and (queries_known or skips_sequences(routing, config))
 
 
 def gate_weights(routing: Routing, length: int) -> float:
     """Weights that the gate and the exits' predictor multiply a token with, in sequences of `length`."""
-    name, config = routing.active_name(), routing.active_config()
+    name = routing.active_name()
+    config = routing.active_config()
     gates = [group[name] for group in (routing.depth_route_gate, routing.depth_route_predictor) if name in group]
     weights = float(sum(cast(Gate, gate).weights_per_token() for gate in gates))
-    return weights / length if config.granularity == "sequence" else weights
+    if config.granularity == "sequence":
+        return weights / length
+    return weights
 
 
 def branch_weights(routing: Routing, config: Any) -> float:
     """Weights of the cheap branch, its memory's included; `config` is the base model's."""
-    name, recalls = routing.active_name(), routing.active_config().branch == "memory"
-    branches = [routing.depth_route_branch[name]] if name in routing.depth_route_branch else []
+    name = routing.active_name()
+    recalls = routing.active_config().branch == "memory"
+    branches = []
+    if name in routing.depth_route_branch:
+        branches = [routing.depth_route_branch[name]]
     weights = sum(matrix.per_token for branch in branches for matrix in matrices(branch, config))
     weights += sum(branch.borrowed_weights() for branch in branches if isinstance(branch, NeuronBranch))
     return weights + (_memory_weights(routing) if recalls else 0.0)
@@ -132,7 +148,9 @@ def branch_weights(routing: Routing, config: Any) -> float:
 
 def memory_weights(routing: Routing) -> float:
     """Weights that the memory of target memory multiplies a token with, without its gate's; 0 of another target."""
-    return 0.0 if routing.active_config().branch == "memory" else _memory_weights(routing)
+    if routing.active_config().branch == "memory":
+        return 0.0
+    return _memory_weights(routing)
 
 
 def _memory_weights(routing: Routing) -> float:
@@ -155,7 +173,9 @@ def attention_sizes(config: Any) -> tuple[float, int]:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if config.model_type == "falcon":
         shared = config.multi_query and not config.new_decoder_architecture
-        kv_heads = 1 if shared else heads
+        kv_heads = 1
+        if not shared:
+            kv_heads = heads
     return 4.0 * heads * head_dim, 2 * kv_heads * head_dim
 
 
@@ -190,7 +210,9 @@ def count_flops(
         shares: Per routed layer, the share of rows that run full. None: the dense model, without an adapter.
     """
     stack = stack_of(model)
-    routings = {} if shares is None else {h.layer_index: h for h in active_routings(model) if not runs_full(h, length)}
+    routings = {}
+    if shares is not None:
+        routings = {h.layer_index: h for h in active_routings(model) if not runs_full(h, length)}
     config = text_config(model.config)
     flops = dict.fromkeys(PARTS, 0.0)
     tokens = batch * length
@@ -198,11 +220,15 @@ def count_flops(
     windows = windows_of(config, cached + length)
     for index, layer in enumerate(stack.layers):
         routing = routings.get(index)
-        full = 1.0 if routing is None or shares is None else shares[index]
+        full = 1.0
+        if routing is not None and shares is not None:
+            full = shares[index]
         for matrix in matrices(layer, config, stack.family, routing):
             rows = tokens * (1 - matrix.left_out * (1 - full))
             flops[matrix.part] += 2.0 * rows * matrix.per_token
-        attending = full if routing is not None and skips_attention(routing, config) else 1.0
+        attending = 1.0
+        if routing is not None and skips_attention(routing, config):
+            attending = full
         flops["attention core"] += attending * batch * query_key_pairs(length, cached, windows[index]) * per_pair
         if routing is not None:
             weights = gate_weights(routing, length) + memory_weights(routing)

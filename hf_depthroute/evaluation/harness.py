@@ -75,7 +75,11 @@ class DepthRouteLM(HFLM):
                 raise ValueError("the model depthroute needs adapter=HUB_ID_OR_FOLDER")
             base, model = _load(pretrained, adapter, allow_base_mismatch, dtype, trust_remote_code)
             if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
-                device = "cuda" if torch.cuda.is_available() else "cpu"  # lm-eval's program asks for a GPU by default
+                # lm-eval's program asks for a GPU by default
+                if torch.cuda.is_available():
+                    device = "cuda"
+                else:
+                    device = "cpu"
             model = model.to(device)
             kwargs.setdefault("tokenizer", base)
         else:
@@ -124,7 +128,9 @@ class DepthRouteLM(HFLM):
         return ids
 
     def _counting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.counter is None else state_of(self.model).override(recorders=(self.counter,))
+        if self.counter is None:
+            return nullcontext()
+        return state_of(self.model).override(recorders=(self.counter,))
 
     def _timed(self, run: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -196,10 +202,18 @@ def evaluate_tasks(
             lm = DepthRouteLM(model, budget=budget, tokenizer=tokenizer, batch_size=batch_size)
             with model.disable_adapter() if name == "dense" else nullcontext():
                 _warm_up(lm)
-                lm.counter = None if name == "dense" else RouteCounter()
+                if name == "dense":
+                    lm.counter = None
+                else:
+                    lm.counter = RouteCounter()
                 results = lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager, **settings)
-            ratios = [1.0] if lm.counter is None else list(lm.counter.full_ratio().values())
-            phases = None if name == "dense" else config.phases
+            if lm.counter is None:
+                ratios = [1.0]
+            else:
+                ratios = list(lm.counter.full_ratio().values())
+            phases = None
+            if name != "dense":
+                phases = config.phases
             runs.append(TaskRun(name, budget, sum(ratios) / len(ratios), lm.seconds, dict(results or {}), phases))
     return runs
 
@@ -222,7 +236,9 @@ def _manager(tasks: Sequence[str], include_path: str | Path | None) -> TaskManag
     if include_path is None:
         return TaskManager()
     own = TaskManager(include_path=str(include_path), include_defaults=False)
-    return own if set(tasks) <= set(own.all_subtasks) else TaskManager(include_path=str(include_path))
+    if set(tasks) <= set(own.all_subtasks):
+        return own
+    return TaskManager(include_path=str(include_path))
 
 
 def _load(base: str | None, adapter: str, mismatch: bool, dtype: str, trust: bool) -> tuple[str, Any]:

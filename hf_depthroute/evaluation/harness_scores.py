@@ -18,6 +18,9 @@ def read_scores(results: Mapping[str, Any]) -> dict[tuple[str, str], tuple[float
             metric, _, kind = name.partition(",")
             if isinstance(value, (int, float)) and kind and not metric.endswith("_stderr"):
                 error = values.get(f"{metric}_stderr,{kind}")
-                shown = metric if metrics.count(metric) == 1 else name
+                if metrics.count(metric) == 1:
+                    shown = metric
+                else:
+                    shown = name
                 found[task, shown] = float(value), error if isinstance(error, (int, float)) else None
     return found

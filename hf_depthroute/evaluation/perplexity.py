@@ -59,7 +59,11 @@ class BudgetRow:
     behind_prompts: bool = False
 
     def __post_init__(self) -> None:
-        perplexity = math.exp(self.loss) if self.loss < 700 else math.inf  # exp overflows a float above 709
+        # exp overflows a float above 709
+        if self.loss < 700:
+            perplexity = math.exp(self.loss)
+        else:
+            perplexity = math.inf
         object.__setattr__(self, "perplexity", perplexity)
 
 
@@ -122,7 +126,9 @@ def evaluate_budgets(
     for budget in budgets:
         check_budget(budget)
     kept = list(batches)
-    calibration = None if calibration_batches is None else list(calibration_batches)
+    calibration = None
+    if calibration_batches is not None:
+        calibration = list(calibration_batches)
     rounds = 1 + 2 * len(budgets)
     config = active_routings(model)[0].active_config()
     behind = config.phases == "prefill"
@@ -141,7 +147,9 @@ def evaluate_budgets(
                 with count_routes(model) as counter:
                     loss = mean_loss(model, seen())
             shares = counter.full_ratio().values()
-            gap = None if topk_loss is None else loss - topk_loss
+            gap = None
+            if topk_loss is not None:
+                gap = loss - topk_loss
             return BudgetRow(
                 budget=float(budget),
                 rule=rule,

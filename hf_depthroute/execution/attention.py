@@ -69,9 +69,10 @@ def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: d
     row_N, time_N = mask.nonzero(as_tuple=True)
     if row_N.numel() == 0:
         return x.new_zeros(0, x.shape[-1])
-    chosen = (
-        make.project(attention, x[row_N, time_N][None], "q")[0][0] if projected is None else projected[row_N, time_N]
-    )
+    if projected is None:
+        chosen = make.project(attention, x[row_N, time_N][None], "q")[0][0]
+    else:
+        chosen = projected[row_N, time_N]
     queries = make.heads(attention, chosen, "q")  # [N, H, k]
     if embeddings is not None:
         cos, sin = (part.expand(len(x), -1, -1)[row_N, time_N] for part in embeddings)
@@ -80,9 +81,11 @@ def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: d
     count_B = mask.sum(dim=1)
     used_R = count_B.nonzero().squeeze(-1)
     if used_R.numel() < len(x):
-        keys, values = keys[used_R], values[used_R]
+        keys = keys[used_R]
+        values = values[used_R]
     # A chosen query's sequence, 0..R-1, and its slot there, 0..Q-1.
-    row_N, slot_N = (count_B > 0).cumsum(0)[row_N] - 1, (mask.cumsum(dim=1) - 1)[mask]
+    row_N = (count_B > 0).cumsum(0)[row_N] - 1
+    slot_N = (mask.cumsum(dim=1) - 1)[mask]
     padded = queries.new_zeros(len(used_R), int(count_B.max()), *queries.shape[1:])
     padded[row_N, slot_N] = queries  # [R, Q, H, k]
     padded = padded.transpose(1, 2)
@@ -96,7 +99,10 @@ def attended_rows(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: d
         if allowed is not None:  # the rows of the chosen queries, free where padded
             allowed = allowed[..., : keys.shape[2]].expand(len(mask), -1, -1, -1).transpose(1, 2)[mask]
             shape = (len(used_R), padded.shape[2], *allowed.shape[1:])  # [R, Q, 1 or H, S]
-            free = allowed.new_ones(shape) if allowed.dtype == torch.bool else allowed.new_zeros(shape)
+            if allowed.dtype == torch.bool:
+                free = allowed.new_ones(shape)
+            else:
+                free = allowed.new_zeros(shape)
             free[row_N, slot_N] = allowed
             allowed = free.transpose(1, 2)
         out = _run(attention, make, padded, keys, values, allowed)
@@ -113,9 +119,11 @@ def write_keys_values(attention: Any, style: str | None, x: Tensor, kwargs: dict
 
 def attended_update(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """`attended_rows` by row ops: `[B, T, d]`, zeros where not `mask`; its shapes do not depend on the mask."""
-    make, flat = STYLES[style], mask.reshape(-1)
+    make = STYLES[style]
+    flat = mask.reshape(-1)
     keys, values, _, embeddings = _keys_values(attention, make, x, kwargs)
-    project, output = attention.q_proj, attention.o_proj
+    project = attention.q_proj
+    output = attention.o_proj
     queries = linear_rows(x.reshape(-1, x.shape[-1]), flat, project.weight, project.bias)
     queries = make.heads(attention, queries.view(*x.shape[:-1], -1), "q")  # [B, T, H, k]
     if embeddings is not None:
@@ -124,7 +132,9 @@ def attended_update(attention: Any, style: str, x: Tensor, mask: Tensor, kwargs:
     if allowed is not None:
         allowed = allowed[..., : keys.shape[2]]
     # Without a mask, one query sees every key; several are the first positions of the cache.
-    past = keys.shape[2] - 1 if x.shape[1] == 1 else 0
+    past = 0
+    if x.shape[1] == 1:
+        past = keys.shape[2] - 1
     out = attend_rows(queries, keys, values, mask, allowed, past, attention.scaling)
     return linear_rows(out.flatten(0, 1).flatten(1), flat, output.weight, output.bias).view(*x.shape[:-1], -1)
 
@@ -138,11 +148,14 @@ def _keys_values(
     if the attention does not rotate.
     """
     cache = cache_of(kwargs)
-    embeddings = kwargs.get("position_embeddings") if make.rotates(attention) else None
+    embeddings = None
+    if make.rotates(attention):
+        embeddings = kwargs.get("position_embeddings")
     keys, values, projected = make.keys_values(attention, x)  # [B, T, G, k]
     if embeddings is not None:
         keys = _rotated(attention, make, keys, *embeddings)
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    keys = keys.transpose(1, 2)
+    values = values.transpose(1, 2)
     if cache is not None:
         keys, values = cache.update(keys, values, attention.layer_idx)
     return keys, values, projected, embeddings
@@ -158,7 +171,9 @@ def _run(
     kernel: Any = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
     if allowed is not None and allowed.dtype == torch.bool and attention.config._attn_implementation == "eager":
         allowed = torch.where(allowed, 0.0, torch.finfo(queries.dtype).min).to(queries.dtype)
-    more = {"softcap": attention.attn_logit_softcapping} if make.softcap else {}
+    more = {}
+    if make.softcap:
+        more = {"softcap": attention.attn_logit_softcapping}
     out: Tensor = kernel(attention, queries, keys, values, allowed, dropout=0.0, scaling=attention.scaling, **more)[0]
     return out
 
@@ -177,12 +192,16 @@ def _causal(
 
 def _rotated(attention: Any, make: Projections, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries or keys `[..., H, k]` turned by `cos`, `sin` `[..., r]`; `k - r` dimensions of a head stay."""
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    turned = x[..., : cos.shape[-1]]
+    rest = x[..., cos.shape[-1] :]
     if make.halves:
-        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        cos = cos.unsqueeze(-2)
+        sin = sin.unsqueeze(-2)
         first, second = turned.chunk(2, dim=-1)
         turned = (turned * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
     else:  # the model's own, which takes queries and keys together: here, no key
         rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
         turned = rotate(turned, turned[..., :0, :], cos, sin, unsqueeze_dim=-2)[0]
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    if rest.shape[-1]:
+        return torch.cat((turned, rest), dim=-1)
+    return turned

@@ -107,7 +107,9 @@ class RoutedCall:
     def memory(self) -> Any:
         """The `NgramMemory` of the cheap path; None if it has none."""
         has_one = self.plan.config.branch == "memory"
-        return self.routing.depth_route_memory[self.plan.adapter] if has_one else None
+        if has_one:
+            return self.routing.depth_route_memory[self.plan.adapter]
+        return None
 
     @property
     def mask(self) -> Tensor:
@@ -122,22 +124,30 @@ class RoutedCall:
     @property
     def scale(self) -> Tensor | None:
         """The factor of the full path's update, `[B, T]`."""
-        return self.probs if self.plan.mix == "scaled" else None
+        if self.plan.mix == "scaled":
+            return self.probs
+        return None
 
     @property
     def attention_scale(self) -> Tensor | None:
         """The factor of the attention's update, `[B, T]`."""
-        return self.probs if self.plan.mix == "scaled_sublayers" else None
+        if self.plan.mix == "scaled_sublayers":
+            return self.probs
+        return None
 
     @property
     def ffn_scale(self) -> Tensor | None:
         """The factor of the FFN's update, `[B, T]`."""
-        return self.probs if self.plan.mix in ("scaled_sublayers", "scaled_ffn") else None
+        if self.plan.mix in ("scaled_sublayers", "scaled_ffn"):
+            return self.probs
+        return None
 
     @property
     def cheap_scale(self) -> Tensor | None:
         """The factor of the branch's update, `[B, T]`."""
-        return 1 - self.probs if self.plan.mix == "scaled_ffn" else None
+        if self.plan.mix == "scaled_ffn":
+            return 1 - self.probs
+        return None
 
     @property
     def needs_both_paths(self) -> bool:
@@ -146,7 +156,9 @@ class RoutedCall:
 
     def norm(self) -> Tensor:
         """The full path's input, `[B, T, d]`."""
-        return self.target.norm(self.layer, self.family, self.stream) if self.normed is None else self.normed
+        if self.normed is None:
+            return self.target.norm(self.layer, self.family, self.stream)
+        return self.normed
 
     def full(self) -> Tensor:
         """The stream after the full path of every token, `[B, T, d]`."""
@@ -158,7 +170,9 @@ class RoutedCall:
         recalled = self.recalled()
         if self.branch is not None:
             after = after + scaled(self.branch(after), self.cheap_scale)
-        return after if recalled is None else after + recalled
+        if recalled is None:
+            return after
+        return after + recalled
 
     def recalled(self) -> Tensor | None:
         """The memory's update for every token, `[B, T, d]` in the stream's dtype; None without a memory."""
@@ -181,21 +195,30 @@ class RoutedCall:
             return after
         update = self.memory.update(self.ngrams.flatten(0, 1)[index.to(self.ngrams.device)], after.dtype)
         rows = after.reshape(-1, after.shape[-1])
-        add = rows.index_add if torch.is_grad_enabled() else rows.index_add_
+        if torch.is_grad_enabled():
+            add = rows.index_add
+        else:
+            add = rows.index_add_
         return add(0, index, update.to(rows.dtype)).view(after.shape)  # autocast may have made it another dtype
 
     def finish(self, after: Tensor) -> Tensor:
         """The layer's output, from the stream after the routed part, each `[B, T, d]`."""
-        return self.target.finish(self, after) if self.finishes else after
+        if self.finishes:
+            return self.target.finish(self, after)
+        return after
 
     def of(self, rows: Any, kwargs: Kwargs) -> RoutedCall:
         """The call for the sequences `rows`, an index or a slice, and their `kwargs`."""
 
         def part(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[rows]
+            if x is None:
+                return None
+            return x[rows]
 
         made = self.decision
-        decision = None if made is None else Decision(made.scores[rows], {}, part(made.mask), part(made.probs))
+        decision = None
+        if made is not None:
+            decision = Decision(made.scores[rows], {}, part(made.mask), part(made.probs))
         return replace(
             self,
             stream=self.stream[rows],

@@ -58,7 +58,9 @@ class ForwardContext:
         """The context with `change` of the tensors that it was made with."""
 
         def changed(x: Tensor | None) -> Tensor | None:
-            return None if x is None else change(x)
+            if x is None:
+                return None
+            return change(x)
 
         return replace(
             self,
@@ -73,4 +75,6 @@ class ForwardContext:
 def unpack(kwargs: dict[str, Any]) -> ForwardContext:
     """Take the context out of a layer's keyword arguments; an empty one where the layer was called alone."""
     context: ForwardContext | None = kwargs.pop(CONTEXT, None)
-    return ForwardContext() if context is None else context
+    if context is None:
+        return ForwardContext()
+    return context

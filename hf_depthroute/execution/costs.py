@@ -52,8 +52,12 @@ def gather_costs_of(few: tuple[float, float], many: tuple[float, float]) -> Gath
         few: FLOPs of the chosen rows of a layer, and the seconds that gathering them saves.
         many: The same of more rows.
     """
-    saved = (many[1] - few[1]) / (many[0] - few[0]) if many[0] > few[0] else 0.0
-    return GatherCosts(wait=many[0] * saved - many[1], saved=saved) if saved > 0 else None
+    saved = 0.0
+    if many[0] > few[0]:
+        saved = (many[1] - few[1]) / (many[0] - few[0])
+    if saved > 0:
+        return GatherCosts(wait=many[0] * saved - many[1], saved=saved)
+    return None
 
 
 def is_launched(stream: Tensor) -> bool:
@@ -125,7 +129,8 @@ def _bytes_per_second(device: torch.device) -> float:
     if device.type != "cuda":
         return BYTES_PER_SECOND
     card = torch.cuda.get_device_properties(device)
-    kilohertz, bits = getattr(card, "memory_clock_rate", 0), getattr(card, "memory_bus_width", 0)
+    kilohertz = getattr(card, "memory_clock_rate", 0)
+    bits = getattr(card, "memory_bus_width", 0)
     return 2e3 * kilohertz * bits / 8 or BYTES_PER_SECOND
 
 

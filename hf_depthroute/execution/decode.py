@@ -54,19 +54,24 @@ class DecodeStep:
 
     def __init__(self, routing: Routing, plan: RoutePlan, weights: StepWeights) -> None:
         family = routing.family
-        self.plan, self.weights = plan, weights
+        self.plan = plan
+        self.weights = weights
         assert family.attention_norm is not None and family.ffn_norm is not None
         self.names = family.attention_norm, family.attention, family.ffn_norm, family.ffn
         self.reads_stream = plan.config.gate_input == "residual"
         self.layer_index = routing.layer_index
-        threshold = 0.0 if plan.rule == "predictor" else plan.threshold
+        threshold = 0.0
+        if plan.rule != "predictor":
+            threshold = plan.threshold
         self.threshold = torch.as_tensor(threshold, dtype=torch.float32).item()
 
     def __call__(self, layer: nn.Module, h: Tensor, kwargs: dict[str, Any], context: ForwardContext) -> Tensor | None:
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
         ngrams = self._ngrams(context, kwargs)
-        folds = _folds(modules[ffn_norm]) if self.weights.joins else None
+        folds = None
+        if self.weights.joins:
+            folds = _folds(modules[ffn_norm])
         made = self.weights.prepared(h.dtype, modules[ffn_norm], folds)
         a = h + modules[attention](modules[attention_norm](h), **kwargs)[0]
         if self.plan.rule == "static":
@@ -116,9 +121,13 @@ class AttentionStep(DecodeStep):
         modules: Any = layer._modules
         attention_norm, attention, ffn_norm, ffn = self.names
         ngrams = self._ngrams(context, kwargs)
-        folds = _folds(modules[attention_norm]) if self.weights.joins else None
+        folds = None
+        if self.weights.joins:
+            folds = _folds(modules[attention_norm])
         made = self.weights.prepared(h.dtype, modules[attention_norm], folds)
-        normed, maps, p = modules[attention_norm](h), None, None
+        normed = modules[attention_norm](h)
+        maps = None
+        p = None
         if made.joint is not None:
             (score,), maps = made.joint.scores(h)
             full = score >= self.threshold
@@ -126,7 +135,9 @@ class AttentionStep(DecodeStep):
             assert made.score is not None
             score_1 = made.score(h if self.reads_stream else normed)
             full = score_1.item() >= self.threshold
-            p = torch.sigmoid(score_1 / self.plan.temperature) if self.plan.mix == "scaled_ffn" else None
+            p = None
+            if self.plan.mix == "scaled_ffn":
+                p = torch.sigmoid(score_1 / self.plan.temperature)
         if full:
             a = h + modules[attention](normed, **kwargs)[0]
         else:
@@ -134,7 +145,8 @@ class AttentionStep(DecodeStep):
             a = h.clone()  # the layer's input is not the step's to change
             if maps is not None and made.joint is not None:
                 update = made.joint.cheap(maps, a)
-                a = a if update is None else a.add_(update)
+                if update is not None:
+                    a = a.add_(update)
             else:
                 a = _cheap(made, a, ngrams, None if p is None else 1 - p)
             if self.plan.target.skips_ffn:
@@ -189,7 +201,9 @@ def _cheap(made: Prepared, a: Tensor, ngrams: Tensor | None, scale: Tensor | Non
     if made.branch is not None:
         update = made.branch(a)
         a = a.add_(update if scale is None else update * scale.to(update.dtype))
-    return a if ngrams is None or made.recall is None else a.add_(made.recall(ngrams))
+    if ngrams is None or made.recall is None:
+        return a
+    return a.add_(made.recall(ngrams))
 
 
 def _folds(norm: nn.Module) -> tuple[int, int, int] | None:
@@ -218,5 +232,8 @@ def supports_decode(plan: RoutePlan, family: Family) -> bool:
     """Whether the step of its target computes what `plan` says, in a layer of `family`."""
     if not family.plain:
         return False
-    mixes = ("hard", "scaled_ffn") if plan.target.skips_attention else ("hard",)
+    if plan.target.skips_attention:
+        mixes = ("hard", "scaled_ffn")
+    else:
+        mixes = ("hard",)
     return plan.by_token and plan.mix in mixes and not plan.gate.exits

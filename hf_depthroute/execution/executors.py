@@ -156,7 +156,10 @@ def prepare(layer: nn.Module, plan: RoutePlan, batch: int) -> Step | None:
         ValueError: There is no such row.
     """
     check_executor(plan.executor)
-    names = tuple(EXECUTORS) if plan.executor == "auto" else (plan.executor,)
+    if plan.executor == "auto":
+        names = tuple(EXECUTORS)
+    else:
+        names = (plan.executor,)
     for name in names:
         step = EXECUTORS[name].prepare(layer, plan, batch)
         if step is not None:
@@ -175,7 +178,10 @@ def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Ste
     steps: dict[nn.Module, Step] = {}
     for layer in layers:
         routing = cast("Routing | None", layer._modules.get(ROUTING))
-        step = run_base if routing is None else _step_of(layer, routing, batch)
+        if routing is None:
+            step = run_base
+        else:
+            step = _step_of(layer, routing, batch)
         if step is not None:
             steps[layer] = step
     return steps
@@ -191,5 +197,9 @@ def _step_of(layer: nn.Module, routing: Routing, batch: int) -> Step | None:
     if plan.rule == "full":
         # The KV cache has to learn of the token, or knows what was decided about its sequence.
         remembers = plan.adapter in routing.depth_route_memory
-        return None if remembers or plan.config.granularity == "sequence" else run_base
-    return None if plan.replayed is not None else prepare(layer, plan, batch)
+        if remembers or plan.config.granularity == "sequence":
+            return None
+        return run_base
+    if plan.replayed is not None:
+        return None
+    return prepare(layer, plan, batch)

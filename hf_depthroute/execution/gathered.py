@@ -46,17 +46,28 @@ def gathered_update(
     """
     if mask.numel() == 1 and not torch.is_grad_enabled():  # one token: a choice between two calls, no indexing
         if not mask:
-            return a if cheap is None else a.add_(cheap(a))
+            if cheap is None:
+                return a
+            return a.add_(cheap(a))
         return a.add_(full(x) if weight is None else full(x) * weight.view(*a.shape[:-1], 1).to(a.dtype))
     width = a.shape[-1]
-    rows, x_rows, flat = a.reshape(-1, width), x.reshape(-1, width), mask.reshape(-1)  # [N, d], [N, d], [N]
-    weight_N = None if weight is None else weight.reshape(-1, 1).to(a.dtype)
+    rows = a.reshape(-1, width)  # [N, d]
+    x_rows = x.reshape(-1, width)  # [N, d]
+    flat = mask.reshape(-1)  # [N]
+    weight_N = None
+    if weight is not None:
+        weight_N = weight.reshape(-1, 1).to(a.dtype)
     full_index = flat.nonzero().squeeze(-1)  # [F]
     if full_index.numel() == rows.shape[0]:  # nothing is skipped: no gather, and bit for bit what the base computes
-        return a + full(x) if weight_N is None else a + full(x) * weight_N.view(*a.shape[:-1], 1)
+        if weight_N is None:
+            return a + full(x)
+        return a + full(x) * weight_N.view(*a.shape[:-1], 1)
     if full_index.numel() == 0 and cheap is not None:  # everything is skipped: no gather either
         return a + cheap(a)
-    out = rows.clone() if torch.is_grad_enabled() else rows
+    if torch.is_grad_enabled():
+        out = rows.clone()
+    else:
+        out = rows
     if cheap is not None:
         out = add_rows(out, rows, _others(flat, len(full_index)), cheap, slice_rows, None)
     return add_rows(out, x_rows, full_index, full, slice_rows, weight_N).view(a.shape)

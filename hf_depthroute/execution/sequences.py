@@ -36,11 +36,16 @@ def decide_sequences(
     """
     routing: Routing = layer._modules[ROUTING]
     batch, length = gate_input.shape[:2]
-    made = None if plan.training else remembered(cache_of(kwargs), routing.layer_index)
+    made = None
+    if not plan.training:
+        made = remembered(cache_of(kwargs), routing.layer_index)
     if made is not None and plan.replayed is None:
         keep, probs = (part[:, None].expand(-1, length) for part in made)
         return without_scores(routing, plan, gate_input, keep, probs)
-    real = gate_input.new_ones(batch, length, dtype=torch.bool) if token_mask is None else token_mask
+    if token_mask is None:
+        real = gate_input.new_ones(batch, length, dtype=torch.bool)
+    else:
+        real = token_mask
     # In float32: the sum over a long prompt leaves the range of float16.
     total = gate_input.masked_fill(~real[..., None], 0).sum(1, keepdim=True, dtype=torch.float32)
     pooled = (total / real.sum(1)[:, None, None].clamp(min=1)).to(gate_input.dtype)
@@ -51,7 +56,9 @@ def decide_sequences(
 
 def remember_sequences(call: RoutedCall, skips_attention: bool) -> None:
     """Keep the decision with the KV cache, if there is one that has none yet; see `cache.remember`."""
-    cache = None if call.plan.training else cache_of(call.kwargs)
+    cache = None
+    if not call.plan.training:
+        cache = cache_of(call.kwargs)
     if cache is not None and remembered(cache, call.routing.layer_index) is None:
         remember(cache, call.routing.layer_index, call.mask[:, 0], call.probs[:, 0], skips_attention)
 
@@ -70,7 +77,8 @@ def skips_sequences(call: RoutedCall) -> bool:
     static = call.plan.rule == "static" and call.plan.last_tokens is None and call.plan.replayed is None
     if not (call.plan.config.granularity == "sequence" or static):
         return False
-    cache, attended = cache_of(call.kwargs), call.kwargs.get("attention_mask")
+    cache = cache_of(call.kwargs)
+    attended = call.kwargs.get("attention_mask")
     held = cache_layer(cache, call.routing.layer_index)
     if records_attention(call.kwargs) or call.target.hides(call):
         if isinstance(held, SkippingLayer):
@@ -91,7 +99,8 @@ def skip_sequences(call: RoutedCall) -> Tensor:
     stream = call.stream
     keep = call.mask[:, 0]
     remember_sequences(call, skips_attention=True)
-    rows, others = keep.nonzero().squeeze(-1), (~keep).nonzero().squeeze(-1)
+    rows = keep.nonzero().squeeze(-1)
+    others = (~keep).nonzero().squeeze(-1)
     if len(rows):
         kwargs = {name: whole_sequences(value, rows, len(keep)) for name, value in call.kwargs.items()}
         after = call.of(rows, kwargs).full()

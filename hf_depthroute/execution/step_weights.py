@@ -58,7 +58,10 @@ class StepWeights:
         if plan.rule == "predictor":  # it stands in for the gate
             gate = cast(Gate, routing.depth_route_predictor[plan.adapter])
             parts.append(gate)
-        self._gate = gate if scores else None
+        if scores:
+            self._gate = gate
+        else:
+            self._gate = None
         self._branch: Any = branch
         modules = [module for part in parts if part is not None for module in part.modules()]
         if isinstance(branch, NeuronBranch):
@@ -87,10 +90,15 @@ class StepWeights:
         return held
 
     def _prepare(self, dtype: torch.dtype, norm: nn.Module, folds: Any) -> Prepared:
-        gate, branch = self._gate, self._branch
-        recall = None if self.memory is None else self.memory.for_decoding(dtype)
+        gate = self._gate
+        branch = self._branch
+        recall = None
+        if self.memory is not None:
+            recall = self.memory.for_decoding(dtype)
         if folds is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
-            joint = None if gate is None else fuse(rms_of(norm), gate, branch, dtype)
+            joint = None
+            if gate is not None:
+                joint = fuse(rms_of(norm), gate, branch, dtype)
             if joint is not None:
                 return Prepared(dtype, folds, joint, None, None, recall)
         if branch is not None:

@@ -33,13 +33,17 @@ def explain(error: BaseException, what: str | None = None, access: str = "read")
         access: `"read"`, or `"write"` for what is sent to the Hub.
     """
     said = next((said for cause in causes(error) if (said := _said(cause, access)) is not None), None)
-    return None if said is None else HubError(f"{what or _dataset_in(error) or 'download'}: {said}")
+    if said is None:
+        return None
+    return HubError(f"{what or _dataset_in(error) or 'download'}: {said}")
 
 
 def _dataset_in(error: BaseException) -> str | None:
     """`"dataset me/texts"`, where the package `datasets` said so: lm-eval's tasks download what no option names."""
     found = next(filter(None, (_DATASET.match(str(cause)) for cause in causes(error))), None)
-    return None if found is None else f"dataset {found[1]}"
+    if found is None:
+        return None
+    return f"dataset {found[1]}"
 
 
 def _said(cause: BaseException, access: str) -> str | None:
@@ -65,9 +69,14 @@ def _said(cause: BaseException, access: str) -> str | None:
             return f"the Hub answered with HTTP status {status}; try again later"
     # The HTTP client's own error, which `huggingface_hub` passes on where it has no cache to look in.
     if any(base.__name__ == "TransportError" for base in type(cause).__mro__):
-        remedy = "" if access == "write" else ", or set HF_HUB_OFFLINE=1 to use what has been downloaded"
+        if access == "write":
+            remedy = ""
+        else:
+            remedy = ", or set HF_HUB_OFFLINE=1 to use what has been downloaded"
         return f"the Hub cannot be reached; check the network{remedy}"
-    return f"{unfetched} the Hub cannot be reached; check the network, or give a local path" if nowhere else None
+    if nowhere:
+        return f"{unfetched} the Hub cannot be reached; check the network, or give a local path"
+    return None
 
 
 @contextmanager

@@ -62,5 +62,10 @@ def refused_code(error: BaseException, model: str) -> str | None:
 def _references(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    else:
+        parts = ()
     return [reference for part in parts for reference in _references(part)]

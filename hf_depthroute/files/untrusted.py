@@ -33,7 +33,10 @@ def read_file(path: Path, limit: int, folder: Path | None = None) -> bytes:
         FileNotFoundError: There is no such file.
         RefusedFileError: It cannot be read, is no regular file, is larger than `limit`, or links out of `folder`.
     """
-    place = path if folder is None else place_of(path, folder)
+    if folder is None:
+        place = path
+    else:
+        place = place_of(path, folder)
     try:
         # Do not wait for a writer to a pipe. What was looked at is not exchanged for a link meanwhile.
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | (getattr(os, "O_NOFOLLOW", 0) if folder else 0)
@@ -70,7 +73,8 @@ def place_of(path: Path, folder: Path) -> Path:
         RefusedFileError: Out of the folder.
     """
     try:
-        place, root = path.resolve(strict=True), folder.resolve(strict=True)
+        place = path.resolve(strict=True)
+        root = folder.resolve(strict=True)
     except FileNotFoundError:
         if path.is_symlink():
             raise RefusedFileError(f"{path}: is a link that leads nowhere") from None

@@ -24,8 +24,14 @@ class FitBar:
     def __init__(self, layers: nn.ModuleList, passes: int, text: int, shown: bool | None) -> None:
         self._handles: list[Any] = []
         self._text = text
-        disable = (None if is_progress_bar_enabled() else True) if shown is None else not shown
-        self.total, self.done = passes * len(layers), 0
+        if shown is None:
+            disable = True
+            if is_progress_bar_enabled():
+                disable = None
+        else:
+            disable = not shown
+        self.total = passes * len(layers)
+        self.done = 0
         self._bar = tqdm(total=self.total, disable=disable, unit="", unit_scale=True, bar_format=_FORMAT)
         if not self._bar.disable:
             called = of_this_thread(self._called)
@@ -50,7 +56,10 @@ class FitBar:
         self._move(self._text)
 
     def _called(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        h = args[0] if args else kwargs["hidden_states"]
+        if args:
+            h = args[0]
+        else:
+            h = kwargs["hidden_states"]
         self._move(h.shape[0] * h.shape[1])
 
     def _move(self, positions: int) -> None:

@@ -58,7 +58,8 @@ class Fits:
     """The state of a fit over its rounds."""
 
     def __init__(self, model: PeftModel, text: Batches, held_out: Batches, bar: Any) -> None:
-        self.model, self.bar = model, bar
+        self.model = model
+        self.bar = bar
         self.walk = LayerWalk(model, text + held_out)
         self._fitted = len(text)  # the batches before this one are fitted on, by the others a layer's scores are scaled
         self.routings = {routing.layer_index: routing for routing in active_routings(model)}
@@ -71,7 +72,8 @@ class Fits:
         self.metrics = stream_metrics(self._gradients, real, next(iter(self.routings.values())).width)
         self.threshold = 0.0  # of the gates as they are
         self.next_threshold = 0.0  # the same, of the gates that a round has fitted so far
-        self._factor, self._middle = 1.0, 0.0
+        self._factor = 1.0
+        self._middle = 0.0
         self._predicted: dict[int, torch.Tensor] = {}  # scores `[N]`, of the rows of all processes
 
     def round(self, first: bool) -> None:
@@ -79,11 +81,14 @@ class Fits:
 
         def visit(index: int, calls: list[RoutedCall]) -> list[torch.Tensor]:
             rows = _Rows(calls[: self._fitted], self.walk.real[: self._fitted])
-            cheap_N = None if first else self._scores(index, rows) < self.threshold
+            cheap_N = None
+            if not first:
+                cheap_N = self._scores(index, rows) < self.threshold
             self._fit_layer(index, rows, cheap_N)
             held_out = _Rows(calls[self._fitted :], self.walk.real[self._fitted :])
             self._scale_layer(index, held_out, None if first else self.next_threshold)
-            scores_N, others_N = self._scores(index, rows), self._scores(index, held_out)
+            scores_N = self._scores(index, rows)
+            others_N = self._scores(index, held_out)
             self._predicted[index] = rows_of_all(others_N[~held_out.sinks].cpu())
             self.bar.layer_done()
             if first:
@@ -94,7 +99,8 @@ class Fits:
         pooled = self._pooled()
         middle = pooled.kthvalue(max(1, round((1 - self.config.budget) * len(pooled)))).values
         spread = (pooled - middle).abs().mean().clamp(min=1e-30)
-        self._factor, self._middle = float(self.config.gate_temperature or 1.0) / float(spread), float(middle)
+        self._factor = float(self.config.gate_temperature or 1.0) / float(spread)
+        self._middle = float(middle)
         table = quantile_table((pooled - self._middle) * self._factor)
         for index, routing in self.routings.items():  # one map for all: 0 at the threshold, as wide as the temperature
             _rescale(self._gate(index), self._factor, self._middle)
@@ -112,7 +118,8 @@ class Fits:
 
     def _fit_layer(self, index: int, rows: _Rows, cheap_N: torch.Tensor | None) -> None:
         """Branch, then gate; without a decision yet, the cheaper half by a linear prediction stands in for it."""
-        found, gate = self.layers[index], self._gate(index)
+        found = self.layers[index]
+        gate = self._gate(index)
         if cheap_N is None:
             cheap_N = _cheaper_half(rows, self._fit_cheap_path(index, rows, ~rows.sinks).norm(dim=-1))
         taken_N = cheap_N & ~rows.sinks
@@ -121,13 +128,19 @@ class Fits:
             total((part[taken_N] / rows.norms[taken_N, None]).double().square().sum())
             for part in (missed_Nd, rows.update)
         )
-        found.branch_r2 = float(1 - missed / update) if update > 0 else 0.0
+        if update > 0:
+            found.branch_r2 = float(1 - missed / update)
+        else:
+            found.branch_r2 = 0.0
         found.sinks = sum(each_of_all(int(rows.sinks.sum())))
-        always_Sd = rows.gate[rows.sinks] if found.sinks else None
+        always_Sd = None
+        if found.sinks:
+            always_Sd = rows.gate[rows.sinks]
         nats_N = (missed_Nd @ self.metrics[index].to(missed_Nd)).square().sum(-1)
         wanted_N = nats_N[~rows.sinks].sqrt().sqrt()
         of_all_N = rows_of_all(wanted_N)
-        mean, spread = of_all_N.mean(), of_all_N.std().clamp(min=1e-30)
+        mean = of_all_N.mean()
+        spread = of_all_N.std().clamp(min=1e-30)
         gate.fit(rows.gate[~rows.sinks], (wanted_N - mean) / spread, self.config.seed + index, always_Sd)
         wanted_N = (of_all_N - mean) / spread
         predicted_N = rows_of_all(self._scores(index, rows)[~rows.sinks])
@@ -141,12 +154,14 @@ class Fits:
         The metric knows neither what a token's gradient has to do with its error nor what the errors of several tokens
         do together, and the branch was fitted to the errors that the gate was: this measures all of it.
         """
-        scores_N, nothing = self._scores(index, rows), rows.update.new_zeros(())
+        scores_N = self._scores(index, rows)
+        nothing = rows.update.new_zeros(())
         if threshold is None:  # none is known yet: at the share of all
             others_N = rows_of_all(scores_N[~rows.sinks])
             threshold = float(others_N.kthvalue(max(1, round((1 - self.config.budget) * len(others_N)))).values)
         cheap_N = (scores_N < threshold) & ~rows.sinks
-        together, alone = nothing.double(), nothing.double()
+        together = nothing.double()
+        alone = nothing.double()
         start = 0
         for call, full, real, gradients in zip(rows.calls, rows.fulls, rows.real, self._gradients, strict=True):
             count = int(real.sum())
@@ -156,7 +171,8 @@ class Fits:
             change = (call.finish(call.cheap()) - call.finish(full)).float()
             slopes_DBT = (gradients[index].to(change.device).float() * change).sum(-1).double()
             slopes_DBT = slopes_DBT.masked_fill(~cheap, 0.0)
-            together, alone = together + slopes_DBT.sum(2).square().sum(), alone + slopes_DBT.square().sum()
+            together = together + slopes_DBT.sum(2).square().sum()
+            alone = alone + slopes_DBT.square().sum()
         found = float(total(together + alone)) / 4 / _DRAWS
         predicted = float(total(scores_N[cheap_N].clamp(min=0).double().pow(4).sum()))
         self.layers[index].nats = found / sum(each_of_all(len(scores_N)))
@@ -199,10 +215,17 @@ class _Rows:
         after = self._of(self.fulls)
         self.norms, self.sinks = norms_and_sinks(after)
         self.update = after - streams
-        self.gate = streams if residual else self._of([call.norm() for call in calls])
+        if residual:
+            self.gate = streams
+        else:
+            self.gate = self._of([call.norm() for call in calls])
         self.normed: torch.Tensor = branch.normed(streams).float()
         ngrams = [c.ngrams.to(mask.device)[mask] for c, mask in zip(calls, self.real) if c.ngrams is not None]
-        self.ngrams = torch.cat(ngrams) if ngrams else torch.empty(0)  # of a branch with a memory
+        # of a branch with a memory
+        if ngrams:
+            self.ngrams = torch.cat(ngrams)
+        else:
+            self.ngrams = torch.empty(0)
 
     def _of(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part[mask] for part, mask in zip(parts, self.real)]).float()
@@ -215,7 +238,8 @@ class _Rows:
         """The layer's outputs; with `full_N`, bool `[N]`, the other tokens take the cheap path."""
         if full_N is None:
             return [call.finish(full) for call, full in zip(self.calls, self.fulls)]
-        parts, out = full_N.split([int(mask.sum()) for mask in self.real]), []
+        parts = full_N.split([int(mask.sum()) for mask in self.real])
+        out = []
         for call, full, mask, part in zip(self.calls, self.fulls, self.real, parts):
             chosen = torch.ones_like(mask)
             chosen[mask] = part
@@ -232,14 +256,17 @@ def _fit_branch(branch: Any, rows: _Rows, chosen_N: torch.Tensor, metric_dd: tor
     if sum(each_of_all(int(chosen_N.sum()))) < max(FEWEST, 2 * branch.down.in_features):
         chosen_N = ~rows.sinks
     x_Nd = rows.normed[chosen_N]
-    of_cost = metric_dd if isinstance(branch, NeuronBranch) else None
+    of_cost = None
+    if isinstance(branch, NeuronBranch):
+        of_cost = metric_dd
     ridge = ridge_of(branch, sum(each_of_all(len(x_Nd))), x_Nd.shape[1])
     fit_branch(branch, x_Nd, rows.update[chosen_N], ridge, rows.norms[chosen_N], metric_dd=of_cost)
 
 
 def _cheaper_half(rows: _Rows, missed_N: torch.Tensor) -> torch.Tensor:
     """Bool `[N]`: where a linear prediction of what is missed is low."""
-    x, others_N = F.pad(rows.gate, (0, 1), value=1.0), ~rows.sinks
+    x = F.pad(rows.gate, (0, 1), value=1.0)
+    others_N = ~rows.sinks
     predicted_N = x @ ridge_weights(*moments(x[others_N], missed_N[others_N, None]), _PENALTY).to(x).squeeze(1)
     of_all_N = rows_of_all(predicted_N[others_N])
     return predicted_N <= of_all_N.kthvalue((len(of_all_N) + 1) // 2).values

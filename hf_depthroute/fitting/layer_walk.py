@@ -60,7 +60,10 @@ class LayerWalk:
     def _note(self, index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
         unpack(given)  # what it says is not needed here, or made anew
-        h = args[0] if args else given.pop("hidden_states")
+        if args:
+            h = args[0]
+        else:
+            h = given.pop("hidden_states")
         if index == 0:
             self._first.append(h)
         self._given[-1].append(given)
@@ -98,7 +101,9 @@ def _passed_through(layers: Sequence[nn.Module]) -> Iterator[None]:
 
     def passed(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         (first,) = outputs
-        return (hidden_states, *first[1:]) if isinstance(first, tuple) else hidden_states
+        if isinstance(first, tuple):
+            return hidden_states, *first[1:]
+        return hidden_states
 
     before = [layer.__dict__.get("forward") for layer in layers]
     with hooked([layers[0].register_forward_hook(of_this_thread(note))]):
@@ -128,7 +133,9 @@ def walk_layers(walk: LayerWalk, visit: Visit) -> None:
     states = walk.first()
     for index in range(len(walk.layers)):
         routing = walk.routing(index)
-        plan = None if routing is None else routing.plan(False)
+        plan = None
+        if routing is not None:
+            plan = routing.plan(False)
         if plan is None:
             states = [walk.run(index, batch, h) for batch, h in enumerate(states)]
         else:

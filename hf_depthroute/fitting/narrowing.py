@@ -112,12 +112,15 @@ def without_gates(model: PeftModel, found: Trial, static: Sequence[int], text: B
     """The model with the layers in `static` static, unless that costs more than noise."""
     if not static or len(static) == len(found.shares):
         return model, found
-    config, state = active_routings(model)[0].active_config(), layer_states(model)
+    config = active_routings(model)[0].active_config()
+    state = layer_states(model)
     fewer = narrowed(model, static=static)
     set_thresholds(fewer, text)
     without = trial_of(fewer, text)
     rise_R = without.loss_R - found.loss_R
-    error = float(rise_R.std()) / len(rise_R) ** 0.5 if len(rise_R) > 1 else 0.0
+    error = 0.0
+    if len(rise_R) > 1:
+        error = float(rise_R.std()) / len(rise_R) ** 0.5
     if float(rise_R.mean()) <= error:
         return fewer, without
     return _injected(fewer, config, state), found

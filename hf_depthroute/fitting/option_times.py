@@ -88,7 +88,10 @@ def time_savings(
     for number in range(_rounds(found)):
         taken = _options_of(found, number)
         chosen = {index: option for index, option in taken.items() if option is not None}
-        routed: Any = get_depth_routed_model(base, config_of(chosen, given)).eval() if chosen else base
+        if chosen:
+            routed: Any = get_depth_routed_model(base, config_of(chosen, given)).eval()
+        else:
+            routed = base
         passes.append((taken, _seconds(routed, ids).layers))
         if chosen:
             routed.unload()
@@ -132,7 +135,9 @@ def time_left(base: nn.Module, chosen: Mapping[int, Option], ids: torch.Tensor, 
         routed.unload()
     warm = {is_routed: times[1:] for is_routed, times in seconds.items()}
     uneven = any(max(times) > _BUSY * min(times) for times in warm.values())
-    left = None if uneven else min(warm[True]) / min(warm[False])
+    left = None
+    if not uneven:
+        left = min(warm[True]) / min(warm[False])
     found: float | None = each_of_all(left)[0]  # every process has to choose alike
     return found
 
@@ -146,7 +151,8 @@ def _times_of_options(
     machine may be as fast as it is just then. Layers that have no options tell the pass's speed, too.
     """
     rows = [(i, taken.get(i), number) for number, (taken, seconds) in enumerate(passes) for i in seconds]
-    layers, options = sorted({row[0] for row in rows}), list(dict.fromkeys(row[1] for row in rows))
+    layers = sorted({row[0] for row in rows})
+    options = list(dict.fromkeys(row[1] for row in rows))
     design = torch.zeros(len(rows), len(layers) + len(options) + len(passes), dtype=torch.float64)
     wanted = torch.empty(len(rows), 1, dtype=torch.float64)
     for row, (index, option, number) in enumerate(rows):

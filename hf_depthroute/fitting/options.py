@@ -97,7 +97,8 @@ class Search:
     def _layer(self, routing: Routing, states: list[torch.Tensor], saved: Any) -> list[torch.Tensor]:
         index = routing.layer_index
         paths: dict[str, list[tuple[RoutedCall, torch.Tensor]]] = {}
-        self.found[index], self.branches[index] = {}, {}
+        self.found[index] = {}
+        self.branches[index] = {}
         for target in ("ffn", "attention", "block"):
             paths[target] = [self._path(routing, target, batch, h, paths) for batch, h in enumerate(states)]
         outputs = [call.finish(full) for call, full in paths["ffn"]]
@@ -147,7 +148,8 @@ class Search:
         The first is right on average, and noisy: `_DRAWS` samples for each row. The second misses what errors do
         together, and takes its scale from all of them.
         """
-        together, alone = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        together = torch.zeros((), dtype=torch.float64)
+        alone = torch.zeros((), dtype=torch.float64)
         for (call, _), out, gradients, cheap in zip(
             paths, outputs, self._gradients, self._cheap[self._fitted :], strict=True
         ):
@@ -172,7 +174,9 @@ class Rows:
 
 def rows_of(branch: Any, paths: list[tuple[RoutedCall, torch.Tensor]], real: list[torch.Tensor]) -> Rows:
     """The rows of all real tokens, of the prompt or behind it, without the sinks."""
-    x, update, after = [], [], []
+    x = []
+    update = []
+    after = []
     for (call, full), mask in zip(paths, real, strict=True):
         x.append(branch.normed(call.stream)[mask].float())
         update.append((full - call.stream)[mask].float())
@@ -196,7 +200,8 @@ def real_rows(streams: list[torch.Tensor], walk: LayerWalk) -> torch.Tensor:
 
 def options_of(routing: Routing) -> list[Option]:
     """Options of a layer: FFN, attention or both, by low-rank branches and by parts of the FFN's neurons."""
-    ffn, width = routing.ffn, routing.width
+    ffn = routing.ffn
+    width = routing.width
     low = max(1, width // 8)
     found = [Option("block", "lowrank", low)]
     if (neurons := neurons_of(ffn)) is None:
@@ -249,12 +254,21 @@ def choose(found: Mapping[int, Mapping[Option, StaticFit]], wanted: float) -> di
     def saved(taken: Mapping[int, Option]) -> float:
         return sum(found[index][option].saved for index, option in taken.items())
 
-    low, high = 0.0, 1e6
+    low = 0.0
+    high = 1e6
     if saved(at(high)) < wanted:
         return {}
     for _ in range(100):
-        middle = (low + high) / 2 if low else high / 16 if high > 1e-12 else 0.0
-        low, high = (low, middle) if saved(at(middle)) >= wanted else (middle, high)
+        if low:
+            middle = (low + high) / 2
+        elif high > 1e-12:
+            middle = high / 16
+        else:
+            middle = 0.0
+        if saved(at(middle)) >= wanted:
+            high = middle
+        else:
+            low = middle
         if high - low <= 1e-9 * high:
             break
     return at(high)
@@ -271,7 +285,8 @@ def _savings(model: PeftModel, length: int, tail: int) -> Any:
         key = routing.layer_index, option.target
         config = routing.active_config()
         if key not in known:
-            before, config.target = config.target, option.target
+            before = config.target
+            config.target = option.target
             try:
                 shares = full | {routing.layer_index: in_full}
                 left = sum(count_flops(model, batch=1, length=length, shares=shares).values())
@@ -280,7 +295,8 @@ def _savings(model: PeftModel, length: int, tail: int) -> Any:
             known[key] = (dense - left) / dense
         branch = routing.make_branch(option.target, option.branch, option.rank)
         weights = sum(p.numel() for p in branch.parameters() if p.ndim == 2)
-        weights += branch.borrowed_weights() if isinstance(branch, NeuronBranch) else 0
+        if isinstance(branch, NeuronBranch):
+            weights += branch.borrowed_weights()
         return known[key] - 2.0 * weights * length * (1 - in_full) / dense
 
     return saved

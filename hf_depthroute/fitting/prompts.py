@@ -101,7 +101,10 @@ def fit_prompts(
     if length is not None and length < 1:
         raise ConfigError(f"length={length} must be at least 1, the tokens of a prompt")
     check_head(model, "fit_prompts")
-    given = DepthRouteConfig(layers="all", phases="prefill") if config is None else config
+    if config is None:
+        given = DepthRouteConfig(layers="all", phases="prefill")
+    else:
+        given = config
     for name in _FOUND:
         if (value := getattr(given, name)) != getattr(RoutingFields, name):
             raise ConfigError(f"{name}={value!r}: of prompts it is found for every layer; leave it out")
@@ -118,9 +121,11 @@ def fit_prompts(
     routed = get_depth_routed_model(model, first)
     with torch.no_grad(), evaluating(routed), sharing(), _bar(routed, text, held_out, progress) as bar:
         bar.phase("options of every layer")
-        length = prompt_length(text) if length is None else length
+        if length is None:
+            length = prompt_length(text)
         search = Search(routed, own_part(text), own_part(first_tokens(held_out, PRICED)), length, tail, given.seed, bar)
-        found, base = search.found, routed.unload()
+        found = search.found
+        base = routed.unload()
         if keep_of == "time":
             bar.phase("times")
             ids = torch.cat([batch["input_ids"].flatten() for batch in text])
@@ -165,7 +170,8 @@ def fit_prompts(
 
 
 def _bar(model: PeftModel, text: Batches, held_out: Batches, shown: bool | None) -> FitBar:
-    fitted, held = positions(own_part(text)), positions(own_part(held_out))
+    fitted = positions(own_part(text))
+    held = positions(own_part(held_out))
     searched = _OPTIONS * (fitted + held)
     return FitBar(stack_of(model).layers, searched + 2 * fitted + 2 * held, searched, shown)
 
@@ -175,15 +181,22 @@ def _refit(model: PeftModel, text: Batches, tail: int, metrics: list[torch.Tenso
 
     So a branch makes up for its own layer, and for as much of what those before it have lost as can be told.
     """
-    walk, cheap = LayerWalk(model, text), [prompts_of(batch, tail)[0] for batch in text]
-    states, dense = walk.first(), walk.first()
+    walk = LayerWalk(model, text)
+    cheap = [prompts_of(batch, tail)[0] for batch in text]
+    states = walk.first()
+    dense = walk.first()
     r2: dict[int, float] = {}
     for index in range(len(walk.layers)):
         routing = walk.routing(index)
-        plan = None if routing is None else routing.plan(False)
+        plan = None
+        if routing is not None:
+            plan = routing.plan(False)
         if routing is None or plan is None:
             states = [walk.run(index, batch, h) for batch, h in enumerate(states)]
-            dense = states if not r2 else [walk.run(index, batch, h) for batch, h in enumerate(dense)]
+            if not r2:
+                dense = states
+            else:
+                dense = [walk.run(index, batch, h) for batch, h in enumerate(dense)]
             continue
         calls = [walk.call(index, batch, h, plan) for batch, h in enumerate(states)]
         wanted = [walk.call(index, batch, h, plan) for batch, h in enumerate(dense)]

@@ -131,7 +131,8 @@ def fit_router(
     seen = ": on 3,000 a router lost twice to five times what it lost on 16,000"
     warn_if_few(tokens, stacklevel=3, seen=seen)  # past `restoring`
     routed = get_depth_routed_model(model, config)
-    rated, last = first_tokens(held_out, PRICED), first_tokens(held_out, _BUDGET_TOKENS)
+    rated = first_tokens(held_out, PRICED)
+    last = first_tokens(held_out, _BUDGET_TOKENS)
     with torch.no_grad(), evaluating(routed), sharing(), ExitStack() as stack:
         bar = stack.enter_context(_bar(routed, rounds, progress, text, rated, held_out, last))
         fit = Fits(routed, own_part(text), own_part(rated), bar)
@@ -198,7 +199,10 @@ def config_to_fit(depth: int, keep: float, config: DepthRouteConfig | None) -> D
     """A copy of `config` as `fit_router` begins with it, for a model of `depth` layers; `ConfigError` as there."""
     if not 0 < keep < 1:
         raise ConfigError(f"keep={keep!r} must be between 0 and 1, the share of all calls that runs in full")
-    given = DepthRouteConfig(layers="all") if config is None else config
+    if config is None:
+        given = DepthRouteConfig(layers="all")
+    else:
+        given = config
     if TARGETS[given.target].per_pair or given.granularity != "token":
         raise ConfigError(
             f"target={given.target!r} per {given.granularity} is not fitted; use ffn, attention or block per token"

@@ -45,7 +45,9 @@ def stream_gradients(
 
     def enter(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         h = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_()
-        return ((h, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": h})
+        if args:
+            return (h, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": h}
 
     def leave(layer: Any, args: tuple[Any, ...], output: Any) -> None:
         streams.append(hidden_of(output))

@@ -63,7 +63,8 @@ def first_tokens(batches: Batches, count: int) -> Batches:
     for batch in batches:
         rows, length = batch["input_ids"].shape
         taken = min(rows, -(-count // length))
-        found += [{name: value[:taken] for name, value in batch.items()}] if taken > 0 else []
+        if taken > 0:
+            found += [{name: value[:taken] for name, value in batch.items()}]
         count -= taken * length
     return found
 

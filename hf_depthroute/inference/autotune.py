@@ -159,7 +159,10 @@ def _gather_costs(
     """The cost model from the whole prompts and the last eighth of them; None if the two ways take the same time."""
     points = []
     for length in (-(-input_ids.shape[1] // 8), input_ids.shape[1]):
-        ids, mask = input_ids[:, -length:], None if attention_mask is None else attention_mask[:, -length:]
+        ids = input_ids[:, -length:]
+        mask = None
+        if attention_mask is not None:
+            mask = attention_mask[:, -length:]
         gained = []
         for _ in range(repeats + 1):  # the first one warms up
             spent = {}
@@ -180,12 +183,19 @@ def _supported(
 
     def look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         routing: Routing = layer._modules[ROUTING]
-        plan, stream = routing.plan(False), args[0] if args else kwargs["hidden_states"]
+        plan = routing.plan(False)
+        if args:
+            stream = args[0]
+        else:
+            stream = kwargs["hidden_states"]
         assert plan is not None
         call = RoutedCall(layer, routing, plan, target_of(plan), stream, None, None, kwargs)
         for name, executor in EXECUTORS.items():
             # By name on a GPU, where "auto" leaves out what it expects to be the slower way.
-            asked = replace(call, plan=replace(plan, executor=name)) if stream.is_cuda else call
+            if stream.is_cuda:
+                asked = replace(call, plan=replace(plan, executor=name))
+            else:
+                asked = call
             if executor.supports(asked):
                 found.add(name)
 

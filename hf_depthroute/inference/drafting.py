@@ -107,7 +107,10 @@ class _Draft:
         """Up to `count` tokens after `ids` `[1, T]`, and for each the scores `[1, V]` that it was drawn from."""
         if cache is None:
             cache = DynamicCache()  # also of sliding windows it keeps everything, so that it can be cropped
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list | tuple) else [config.eos_token_id]
+        if isinstance(config.eos_token_id, list | tuple):
+            ends = config.eos_token_id
+        else:
+            ends = [config.eos_token_id]
         last_only = {"logits_to_keep": 1} if self._supports_logits_to_keep() else {}  # type: ignore[attr-defined]
         scores: list[torch.Tensor] = []
         new = ids[:, cache.get_seq_length() :]
@@ -117,7 +120,10 @@ class _Draft:
             for process in processors:
                 score = process(ids, score)
             sampled = config.do_sample
-            new = torch.multinomial(score.softmax(-1), 1) if sampled else score.argmax(-1, keepdim=True)
+            if sampled:
+                new = torch.multinomial(score.softmax(-1), 1)
+            else:
+                new = score.argmax(-1, keepdim=True)
             scores.append(score)
             ids = torch.cat([ids, new], dim=1)
             if int(new) in ends or (self.confidence and float(score.softmax(-1)[0, int(new)]) < self.confidence):
@@ -181,7 +187,8 @@ def draft_view(
         set_budget(draft, budget)
     if drop:
         _leave_out(draft, drop)
-    draft.confidence, draft._target = confidence, weakref.ref(base)
+    draft.confidence = confidence
+    draft._target = weakref.ref(base)
     draft.generation_config.num_assistant_tokens = num_tokens
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0  # ours is `confidence`, which stays as it is set
@@ -204,13 +211,17 @@ def _view_of(base: nn.Module) -> Any:
 
 def _routed(model: nn.Module) -> tuple[Routing, ...]:
     stack = routed_stack(model)
-    return () if stack is None else stack.routed
+    if stack is None:
+        return ()
+    return stack.routed
 
 
 def _leave_out(model: Any, drop: Sequence[int]) -> None:
     """Take the decoder layers `drop` out of a view, and number the others, their caches and their adapters anew."""
     stack = stack_of(model)
-    family, layers, decoder = stack.family, stack.layers, cast(Any, stack.decoder)
+    family = stack.family
+    layers = stack.layers
+    decoder = cast(Any, stack.decoder)
     kept = [index for index in range(len(layers)) if index not in drop]
     setattr(decoder, family.layers, nn.ModuleList(layers[index] for index in kept))
     config = decoder.config
@@ -273,7 +284,10 @@ def lossless_generate(
         out = cast(Any, model).generate(*args, assistant_model=draft, **kwargs)
     if counter is not None:
         given = next(x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")) if x is not None)
-        sequences = out if isinstance(out, torch.Tensor) else out.sequences
+        if isinstance(out, torch.Tensor):
+            sequences = out
+        else:
+            sequences = out.sequences
         counter.new_tokens += sequences.shape[1] - given.shape[1]
         counter.target_passes += passes
         counter.drafted += draft.drafted - drafted
@@ -281,7 +295,9 @@ def lossless_generate(
 
 
 def _transformers_model(model: Any) -> Any:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(model, PeftModel):
+        return model.get_base_model()
+    return model
 
 
 @functools.cache

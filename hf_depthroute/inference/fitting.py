@@ -33,7 +33,8 @@ from .restoring import weights_restored_on_error
 
 # On 4 layers of SmolLM2-135M and 13,000 tokens, held-out text is explained best at these, and hardly worse at a fifth
 # or five times as much.
-_RIDGE, _RIDGE_OF_NEURONS = 0.02, 0.1
+_RIDGE = 0.02
+_RIDGE_OF_NEURONS = 0.1
 _SHRINK = (1.0, 4.0, 16.0)
 _SPREAD = 0.1  # of the branch's inputs to SiLU, which is nearly linear there: far inputs are not blown up
 
@@ -70,9 +71,13 @@ def fit_branch(
     Returns:
         `sum |y - branch(x)|^2 / sum |y|^2`, both divided so; 0 where there is nothing to imitate.
     """
-    scale_N1 = x_Nd.new_ones(len(x_Nd), 1) if norms_N is None else 1 / norms_N[:, None]
+    if norms_N is None:
+        scale_N1 = x_Nd.new_ones(len(x_Nd), 1)
+    else:
+        scale_N1 = 1 / norms_N[:, None]
     y_Nd = y_Nd * scale_N1
-    rank, count = branch.down.in_features, sum(each_of_all(len(x_Nd)))
+    rank = branch.down.in_features
+    count = sum(each_of_all(len(x_Nd)))
     if isinstance(branch, NeuronBranch):
         if energy_m is None:
             energy_m = branch.energy(x_Nd, scale_N1.squeeze(1).square(), metric_dd)
@@ -98,12 +103,17 @@ def fit_branch(
         branch.down.bias.copy_(weights[rank])
     square = total(y_Nd.double().square().sum())
     missed = square + (weights * (gram @ weights - 2 * cross)).sum()
-    return float((missed / square).clamp(min=0)) if square > 0 else 0.0
+    if square > 0:
+        return float((missed / square).clamp(min=0))
+    return 0.0
 
 
 def ridge_of(branch: Any, tokens: int, width: int) -> float:
     """The penalty of `fit_branch` for text that was not fitted on, from `tokens` tokens of `width` features."""
-    least = _RIDGE_OF_NEURONS if isinstance(branch, NeuronBranch) else _RIDGE
+    if isinstance(branch, NeuronBranch):
+        least = _RIDGE_OF_NEURONS
+    else:
+        least = _RIDGE
     return max(least, 0.1 * width / tokens)
 
 
@@ -112,11 +122,14 @@ def _start(branch: Any, gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor
 
     For neurons it is that of the FFN itself, times the factor that fits best; otherwise zero.
     """
-    own_rd = branch.own_output() if isinstance(branch, NeuronBranch) else None
+    own_rd = None
+    if isinstance(branch, NeuronBranch):
+        own_rd = branch.own_output()
     if own_rd is None:
         return torch.zeros_like(cross)
     own = F.pad(own_rd.to(cross), (0, 0, 0, len(cross) - len(own_rd)))  # of the bias nothing
-    agreeing, square = (own * cross).sum(), (own * (gram @ own)).sum()
+    agreeing = (own * cross).sum()
+    square = (own * (gram @ own)).sum()
     return own * (agreeing / square.clamp(min=1e-30))
 
 
@@ -140,8 +153,12 @@ def fit_memory(
         What is still missing, `[N, d]`, where each token is predicted from the others alone: an n-gram that the text
         holds once is not known because of it.
     """
-    slots_NS, (count, width) = memory.slots(ngrams_NO), memory.table.shape
-    chosen = torch.ones(len(missed_Nd), dtype=torch.bool, device=missed_Nd.device) if chosen_N is None else chosen_N
+    slots_NS = memory.slots(ngrams_NO)
+    count, width = memory.table.shape
+    if chosen_N is None:
+        chosen = torch.ones(len(missed_Nd), dtype=torch.bool, device=missed_Nd.device)
+    else:
+        chosen = chosen_N
     counted_N1 = chosen[:, None].to(missed_Nd)
     moment_dd, _ = moments(missed_Nd[chosen], missed_Nd[chosen][:, :1])
     basis_dw = torch.linalg.eigh(moment_dd).eigenvectors.flip(1)[:, :width].to(missed_Nd)
@@ -152,7 +169,8 @@ def fit_memory(
     for slots_N in slots_NS.T:
         hits = total(torch.zeros(count, 1, device=left_Nw.device).index_add_(0, slots_N, counted_N1))
         sums = total(left_Nw.new_zeros(count, width).index_add_(0, slots_N, left_Nw * counted_N1))
-        others_N1, others_Nw = hits[slots_N] - counted_N1, sums[slots_N] - left_Nw * counted_N1
+        others_N1 = hits[slots_N] - counted_N1
+        others_Nw = sums[slots_N] - left_Nw * counted_N1
         results = [left_Nw - others_Nw / (others_N1 + constant) for constant in _SHRINK]
         squares = total(torch.stack([(result * counted_N1).double().square().sum() for result in results]))
         best = int(squares.argmin())
@@ -220,11 +238,17 @@ def _fit_layer(model: nn.Module, routing: Routing, batches: list[dict[str, torch
     def look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = without_cache(kwargs | dict(zip(layer._argument_names, args[1:])))
         context = unpack(kwargs)
-        h = args[0] if args else kwargs.pop("hidden_states")
+        if args:
+            h = args[0]
+        else:
+            h = kwargs.pop("hidden_states")
         plan = routing.plan(layer.training)
         assert plan is not None
         call = routed_call(layer, plan, h, context, kwargs, decides=False)
-        grams = call.stream[..., :0] if call.ngrams is None else call.ngrams.to(call.stream.device)
+        if call.ngrams is None:
+            grams = call.stream[..., :0]
+        else:
+            grams = call.ngrams.to(call.stream.device)
         full = call.full()
         seen[:] = branch.normed(call.stream).float(), (full - call.stream).float(), full.float(), grams
 
@@ -239,7 +263,10 @@ def _fit_layer(model: nn.Module, routing: Routing, batches: list[dict[str, torch
             rows.append([part[real] for part in seen] + [cheap[real]])
     x_Nd, y_Nd, after_Nd, ngrams_NO, cheap_N = (torch.cat(parts) for parts in zip(*rows))
     norms_N, sinks_N = norms_and_sinks(after_Nd)
-    taken_N = torch.ones_like(sinks_N) if routing.active_gate().static else ~sinks_N
+    if routing.active_gate().static:
+        taken_N = torch.ones_like(sinks_N)
+    else:
+        taken_N = ~sinks_N
     fixed = routing.active_gate().static or routing.config(name).fixed_threshold is not None
     decided = fixed or routing.active_quantiles().fitted()
     if decided and int((cheap_N & taken_N).sum()) >= branch.down.in_features + (branch.down.bias is not None):
@@ -252,4 +279,6 @@ def _fit_layer(model: nn.Module, routing: Routing, batches: list[dict[str, torch
     missed_Nd = y_Nd - branch.down(branch.features(x_Nd))
     left_Nd = fit_memory(memory, ngrams_NO, missed_Nd)
     left, square = ((part / norms_N[:, None]).double().square().sum() for part in (left_Nd, y_Nd))
-    return float(left / square) if square > 0 else 0.0
+    if square > 0:
+        return float(left / square)
+    return 0.0

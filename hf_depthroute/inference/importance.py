@@ -52,7 +52,10 @@ def layer_importance(model: nn.Module, batches: Iterable[Batch], target: str) ->
     totals = _Totals()
 
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        streams["h"] = args[0] if args else kwargs["hidden_states"]
+        if args:
+            streams["h"] = args[0]
+        else:
+            streams["h"] = kwargs["hidden_states"]
 
     def attend(attention: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         streams["a"] = streams["h"] + behind(owners[attention], family, "attention", output[0])

@@ -48,7 +48,9 @@ def finite_logits(model: Any) -> Iterator[None]:
 
     with base.register_forward_hook(of_this_thread(look), with_kwargs=True):
         yield
-    wrong = torch.stack([flag for _, flag in passes]).tolist() if passes else []
+    wrong = []
+    if passes:
+        wrong = torch.stack([flag for _, flag in passes]).tolist()
     if any(wrong):
         raise NonFiniteError(_where(model, [{"input_ids": _up_to([ids for ids, _ in passes], wrong.index(True))}]))
 
@@ -69,7 +71,10 @@ def check_losses(model: Any, losses: Sequence[float], batches: Iterable[Mapping[
 
 def _where(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> str:
     found = first_non_finite_layer(model, batches)
-    place = "the logits are not finite, and no layer's output is the first" if found is None else found
+    if found is None:
+        place = "the logits are not finite, and no layer's output is the first"
+    else:
+        place = found
     return f"{place}; train the adapter again, or use --dtype float32 if the base is loaded in a narrower one"
 
 
@@ -94,6 +99,9 @@ def first_non_finite_layer(model: Any, batches: Iterable[Mapping[str, torch.Tens
             base(**given, use_cache=False)
         for index, layer in enumerate(layers):
             if layer in finite and not bool(finite[layer]):
-                kind = "routed: look at its gate and branch" if hasattr(layer, ROUTING) else "not routed"
+                if hasattr(layer, ROUTING):
+                    kind = "routed: look at its gate and branch"
+                else:
+                    kind = "not routed"
                 return f"layer {index} ({kind}) is the first whose output is not finite"
     return None

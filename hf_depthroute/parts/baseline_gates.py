@@ -95,7 +95,8 @@ class SinkGate(Gate):
     def set_bound(self, stream_Nd: torch.Tensor) -> None:
         """Half-way, on a logarithmic scale, between the sinks in the stream and its other tokens."""
         sizes_N, sinks_N = norms_and_sinks(stream_Nd)
-        sizes_N, sinks_N = rows_of_all(sizes_N), rows_of_all(sinks_N)
+        sizes_N = rows_of_all(sizes_N)
+        sinks_N = rows_of_all(sinks_N)
         if sinks_N.any():
             self.log_bound.copy_((sizes_N[sinks_N].min().log() + sizes_N[~sinks_N].max().log()) / 2)
 
@@ -112,5 +113,8 @@ class StaticGate(Gate):
         self._scores = scores
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
-        shape = a.shape[:-1] if self._scores == 1 else (*a.shape[:-1], self._scores)
+        if self._scores == 1:
+            shape = a.shape[:-1]
+        else:
+            shape = (*a.shape[:-1], self._scores)
         return {"scores": a.new_zeros(shape, dtype=torch.float32)}

@@ -84,14 +84,16 @@ class MixedLinear(Deriving, nn.Linear):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight, self.bias
+        weight = self.weight
+        bias = self.bias
         if weight.dtype != x.dtype:
             weight, bias = self.cast(x.dtype)
         return F.linear(x, weight, bias)
 
     def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         """Weight and bias in `dtype`."""
-        weight, bias = self.weight, self.bias
+        weight = self.weight
+        bias = self.bias
 
         def made() -> tuple[torch.Tensor, Any]:
             return weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -146,8 +148,12 @@ class LowRankBranch(nn.Module):
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         """The branch with its weights as they are now, for decoding: `[B, 1, d] -> [B, 1, d]`, in few operators."""
-        (up, up_bias), (down, down_bias) = self.up.cast(dtype), self.down.cast(dtype)
-        norm = self.norm.for_decoding() if isinstance(self.norm, RMSNorm) else self.normed
+        up, up_bias = self.up.cast(dtype)
+        down, down_bias = self.down.cast(dtype)
+        if isinstance(self.norm, RMSNorm):
+            norm = self.norm.for_decoding()
+        else:
+            norm = self.normed
         return lambda a: F.linear(F.silu(F.linear(norm(a).to(dtype), up, up_bias)), down, down_bias)
 
 
@@ -165,7 +171,9 @@ class RMSNorm(nn.Module):
 
     def for_decoding(self) -> TensorMap:
         """The norm with its weight as it is now, `[..., d] -> [..., d]` in float32."""
-        weight, shape, eps = self.weight.detach().float(), self.weight.shape, self.eps
+        weight = self.weight.detach().float()
+        shape = self.weight.shape
+        eps = self.eps
         return lambda x: F.rms_norm(x.float(), shape, weight, eps)
 
 
@@ -197,7 +205,10 @@ def copy_norm(norm: Any) -> nn.Module:
 def _known_values(name: str, parameter: torch.Tensor) -> torch.Tensor:
     """A float32 copy; of a parameter without values (on the meta device), a norm's usual starting values."""
     if parameter.is_meta:
-        start = 0.0 if name == "bias" else 1.0
+        if name == "bias":
+            start = 0.0
+        else:
+            start = 1.0
         return torch.full(parameter.shape, start, dtype=torch.float32)
     return parameter.detach().clone().float()
 

@@ -82,7 +82,10 @@ class SwiGLUBranch(LowRankBranch):
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         (gate, gate_bias), (up, up_bias), (down, down_bias) = (m.cast(dtype) for m in (self.gate, self.up, self.down))
-        norm = self.norm.for_decoding() if isinstance(self.norm, RMSNorm) else self.normed
+        if isinstance(self.norm, RMSNorm):
+            norm = self.norm.for_decoding()
+        else:
+            norm = self.normed
 
         def update(a: torch.Tensor) -> torch.Tensor:
             y = norm(a).to(dtype)

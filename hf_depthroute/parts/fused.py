@@ -48,13 +48,16 @@ class FusedGateBranch:
     ) -> None:
         self._neurons = neurons
         width = gate.weight.shape[1]
-        self._eps, self._eps_111 = width * eps, scale.new_full((1, 1, 1), width * eps, dtype=torch.float32)
+        self._eps = width * eps
+        self._eps_111 = scale.new_full((1, 1, 1), width * eps, dtype=torch.float32)
         self._activated = gate.out is not None
         self._split = len(gate.weight)
-        rows, biases = [gate.weight.float() * scale.float()], [_or_zeros(gate.bias, gate.weight)]
+        rows = [gate.weight.float() * scale.float()]
+        biases = [_or_zeros(gate.bias, gate.weight)]
         self._down: tuple[Tensor, Tensor] | None = None
         if branch is not None:
-            up, down = branch.up, branch.down
+            up = branch.up
+            down = branch.down
             assert isinstance(branch.norm, RMSNorm)
             rows.append(up.weight.float() * branch.norm.weight.float())
             biases.append(_or_zeros(up.bias, up.weight))
@@ -62,8 +65,14 @@ class FusedGateBranch:
         # With the root of d in the weights, the sum of squares stands for their mean.
         self._weight = (torch.cat(rows) * width**0.5).detach().contiguous()
         self._bias = torch.cat(biases).detach()
-        self._out = None if gate.out is None else _copied(gate.out)
-        self._out_bias = 0.0 if gate.out_bias is None else float(gate.out_bias)
+        if gate.out is None:
+            self._out = None
+        else:
+            self._out = _copied(gate.out)
+        if gate.out_bias is None:
+            self._out_bias = 0.0
+        else:
+            self._out_bias = float(gate.out_bias)
 
     def run(
         self, a: Tensor, threshold: float | Sequence[float], ffn: TensorMap, normed: Tensor | None = None
@@ -80,8 +89,14 @@ class FusedGateBranch:
             The stream, `[B, 1, d]`, and the rows that ran the FFN.
         """
         scores, maps = self.scores(a)
-        read = a if normed is None else normed
-        bars = [threshold] * len(scores) if isinstance(threshold, float) else threshold
+        if normed is None:
+            read = a
+        else:
+            read = normed
+        if isinstance(threshold, float):
+            bars = [threshold] * len(scores)
+        else:
+            bars = threshold
         chosen = [row for row, score in enumerate(scores) if score >= bars[row]]
         if len(chosen) == len(scores):
             return a + ffn(read), chosen
@@ -102,7 +117,11 @@ class FusedGateBranch:
         if len(x) == 1:  # three calls without a matrix, whose operators cost more than their arithmetic
             row = x.view(-1)
             squares = torch.dot(row, row).item()
-            scale = (squares + self._eps) ** -0.5 if squares < math.inf else math.nan  # as a norm gives
+            # as a norm gives
+            if squares < math.inf:
+                scale = (squares + self._eps) ** -0.5
+            else:
+                scale = math.nan
             y = torch.addmv(self._bias, self._weight, row, alpha=scale)[None]
         else:
             squares_B11 = torch.baddbmm(self._eps_111, x[:, None], x[..., None])
@@ -111,7 +130,10 @@ class FusedGateBranch:
         if self._out is None:
             return y[:, 0].tolist(), y
         hidden = y[:, : self._split]
-        found = [torch.dot(hidden[0], self._out).item()] if len(y) == 1 else torch.mv(hidden, self._out).tolist()
+        if len(y) == 1:
+            found = [torch.dot(hidden[0], self._out).item()]
+        else:
+            found = torch.mv(hidden, self._out).tolist()
         return [score + self._out_bias for score in found], y
 
     def cheap(self, y: Tensor, a: Tensor) -> Tensor | None:
@@ -120,7 +142,8 @@ class FusedGateBranch:
             return self._neurons(a)
         if self._down is None:
             return None
-        (weight, bias), hidden = self._down, y[:, self._split :]
+        weight, bias = self._down
+        hidden = y[:, self._split :]
         if len(y) == 1:
             return torch.addmv(bias, weight, hidden[0]).view(1, 1, -1)
         return torch.addmm(bias, hidden, weight.t())[:, None]
@@ -144,7 +167,9 @@ def fuse(
         return FusedGateBranch(*rms, maps, None)
     if isinstance(branch, NeuronBranch):
         step = branch.for_decoding(dtype)
-        return FusedGateBranch(*rms, maps, None, step) if isinstance(step, NeuronStep) else None
+        if isinstance(step, NeuronStep):
+            return FusedGateBranch(*rms, maps, None, step)
+        return None
     if type(branch) is not LowRankBranch or not isinstance(branch.norm, RMSNorm) or branch.norm.eps != rms[1]:
         return None
     return FusedGateBranch(*rms, maps, branch)
@@ -155,7 +180,9 @@ def _copied(weight: Tensor) -> Tensor:
 
 
 def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
-    return weight.new_zeros(len(weight), dtype=torch.float32) if bias is None else _copied(bias)
+    if bias is None:
+        return weight.new_zeros(len(weight), dtype=torch.float32)
+    return _copied(bias)
 
 
 @functools.lru_cache(maxsize=1024)

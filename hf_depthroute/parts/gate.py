@@ -59,7 +59,8 @@ class ScoreHead(nn.Linear):
     def _score(self, x: torch.Tensor) -> torch.Tensor:
         if self.out_features > 1:
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
-        rows, weight = x.float().reshape(-1, x.shape[-1]), self.weight.float().squeeze(0)
+        rows = x.float().reshape(-1, x.shape[-1])
+        weight = self.weight.float().squeeze(0)
         if self.bias is None:
             return torch.mv(rows, weight).view(x.shape[:-1])
         # Not `len(rows)`: an exported program of any length must not take this one for the only length.

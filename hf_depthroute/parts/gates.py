@@ -46,7 +46,8 @@ class MLPGate(Gate):
         return {"scores": self.score(F.silu(self.hidden(a)))}
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
-        (weight, bias), score = self.hidden.cast(dtype), self.score.for_decoding()
+        weight, bias = self.hidden.cast(dtype)
+        score = self.score.for_decoding()
         return lambda a: score(F.silu(F.linear(a, weight, bias)))
 
     def score_maps(self) -> ScoreMaps:
@@ -120,7 +121,8 @@ class JEPAGate(Deriving, Gate):
             return F.linear(self.context(x), context_map.to(x.dtype))[..., None, :]
         # No nonlinearity in between: over the many tokens of a training batch, one map is cheaper than two.
         with torch.autocast(x.device.type, enabled=False):
-            weight, bias = context_map @ self.context.weight, context_map @ self.context.bias
+            weight = context_map @ self.context.weight
+            bias = context_map @ self.context.bias
         return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))[..., None, :]
 
     def _parts(self, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -130,7 +132,9 @@ class JEPAGate(Deriving, Gate):
             The context's part of P's first map; the actions' part, `[2, summary_dim]`, row 0 full, row 1 cheap; D's
             first map, linear in the difference: `W1 q_full + W2 q_cheap + W3 (q_full - q_cheap)`, and its bias.
         """
-        predict, decide, actions = self.predict_hidden, self.decide_hidden, self.actions.weight
+        predict = self.predict_hidden
+        decide = self.decide_hidden
+        actions = self.actions.weight
         autocast = torch.is_autocast_enabled(a.device.type)
         casts = not (autocast or self.training or torch.is_grad_enabled())
 
@@ -139,7 +143,9 @@ class JEPAGate(Deriving, Gate):
             w1, w2, w3 = decide.weight.chunk(3, dim=1)
             offsets = F.linear(actions, action_map, predict.bias).to(a.dtype)
             parts = context_map, offsets, torch.cat([w1 + w3, w2 - w3], dim=1), decide.bias
-            return tuple(part.to(a.dtype) for part in parts) if casts else parts
+            if casts:
+                return tuple(part.to(a.dtype) for part in parts)
+            return parts
 
         weights = predict.weight, predict.bias, actions, decide.weight, decide.bias
         return self.derived(made, a.dtype, *weights, keeps=not autocast)

@@ -48,7 +48,9 @@ class MemorySizes(Protocol):
 
 def shortest_order(config: MemorySizes) -> int:
     """The fewest tokens that are looked up: 1 for a cheap branch, 2 before the attention."""
-    return 1 if config.branch == "memory" else 2
+    if config.branch == "memory":
+        return 1
+    return 2
 
 
 def hash_count(config: MemorySizes) -> int:
@@ -79,7 +81,10 @@ def suffixes(
     cut = starts_BT
     if real_BT is not None:
         newest = newest.masked_fill(~real_BT, MISSING)
-        cut = ~real_BT if cut is None else cut | ~real_BT
+        if cut is None:
+            cut = ~real_BT
+        else:
+            cut = cut | ~real_BT
     columns = [newest]
     for _ in range(order - 1):
         before = F.pad(columns[-1][:, :-1], (1, 0), value=EARLIER)
@@ -218,7 +223,8 @@ class MemoryGate(Gate):
 
 def _hashes(config: MemorySizes, layer_index: int) -> tuple[list[list[int]], list[int], list[int]]:
     """Multipliers `[N][S]`, primes `[S]` and offsets `[S]`; order by order, head by head."""
-    count, order = hash_count(config), config.ngram_order
+    count = hash_count(config)
+    order = config.ngram_order
     share = config.memory_slots // count
     multipliers = [
         [

@@ -56,15 +56,20 @@ class NeuronBranch(Deriving):
 
     def normed(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
         norm = self._base[0]
-        return a if norm is None else norm(a)
+        if norm is None:
+            return a
+        return norm(a)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., r]
-        ffn, maps = self._base[1], self._maps()
+        ffn = self._base[1]
+        maps = self._maps()
         if not self._may_read(x.device):
             return self._whole(x)[..., self.neurons]
         projected = F.linear(x.to(maps[0].weight.dtype), *self.rows()).chunk(len(maps), -1)
         hidden: torch.Tensor = ffn.act_fn(projected[0])
-        return hidden if len(maps) == 1 else hidden * projected[1]
+        if len(maps) == 1:
+            return hidden
+        return hidden * projected[1]
 
     def for_decoding(self, dtype: torch.dtype) -> TensorMap:
         """The branch for decoding, `[B, 1, d] -> [B, 1, d]`, from what `borrowed` names as it is now.
@@ -90,10 +95,13 @@ class NeuronBranch(Deriving):
     def rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of the base's weights of the chosen neurons, `[2 r, d]`, or without a gate `[r, d]`; and of biases."""
         maps = self._maps()
-        weights, biases = [linear.weight for linear in maps], [linear.bias for linear in maps]
+        weights = [linear.weight for linear in maps]
+        biases = [linear.bias for linear in maps]
 
         def made() -> tuple[torch.Tensor, torch.Tensor | None]:
-            bias = None if biases[0] is None else torch.cat([part[self.neurons] for part in biases])
+            bias = None
+            if biases[0] is not None:
+                bias = torch.cat([part[self.neurons] for part in biases])
             return torch.cat([part[self.neurons] for part in weights]), bias
 
         return self.derived(made, "rows", *weights, *biases, self.neurons)
@@ -126,7 +134,8 @@ class NeuronBranch(Deriving):
         Without a metric `L`, which says what an error costs, it is the identity.
         """
         step = max(1, len(x_Nd) // _READ)
-        x_Nd, weight_N = x_Nd[::step], weight_N[::step]
+        x_Nd = x_Nd[::step]
+        weight_N = weight_N[::step]
         parts = zip(x_Nd.split(_ROWS), weight_N.split(_ROWS))
         energy_m = total(sum((w @ self._whole(x).float().square() for x, w in parts), torch.zeros(())))
         down: Any = self._base[1].down_proj
@@ -149,7 +158,9 @@ class NeuronBranch(Deriving):
         """The FFN's own output of the chosen neurons, float32 `[r, d]`; None if its weights cannot be read."""
         down: Any = self._base[1].down_proj
         readable = is_readable(down, nn.Linear) and down.weight.device == self.neurons.device
-        return down.weight[:, self.neurons].T.float() if readable else None
+        if readable:
+            return down.weight[:, self.neurons].T.float()
+        return None
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., m]
         """The whole intermediate, by calls of the base's modules."""
@@ -157,7 +168,9 @@ class NeuronBranch(Deriving):
         x = x.to(_dtype_of(ffn, x))
         first, *others = (linear(x) for linear in self._maps())
         hidden: torch.Tensor = ffn.act_fn(first)
-        return hidden * others[0] if others else hidden
+        if others:
+            return hidden * others[0]
+        return hidden
 
     def has(self, neurons_r: torch.Tensor) -> bool:
         """Whether the FFN has such neurons; waits for the device."""
@@ -175,7 +188,8 @@ class NeuronStep:
     def __init__(self, branch: NeuronBranch, dtype: torch.dtype) -> None:
         self._norm, self._ffn = branch._base
         weight, self._eps = cast("tuple[torch.Tensor, float]", rms_of(self._norm))
-        self._scale, self._shape = weight.detach().float(), weight.shape
+        self._scale = weight.detach().float()
+        self._shape = weight.shape
         self._neurons = branch.neurons
         self._weight, self._bias = branch.rows()
         self._down, self._down_bias = branch.down.cast(dtype)

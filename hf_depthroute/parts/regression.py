@@ -24,7 +24,8 @@ ALWAYS = 100.0  # the score of a token that has to run in full, in standard devi
 def moments(x_Nd: torch.Tensor, y_Nm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`x^T x` `[d, d]` and `x^T y` `[d, m]`, float64; of more than 1,024 rows, sums of float32 products of so many."""
     if len(x_Nd) <= _ADDED:
-        x, y = x_Nd.double(), y_Nm.double()
+        x = x_Nd.double()
+        y = y_Nm.double()
         return total(x.T @ x), total(x.T @ y)
     width = x_Nd.shape[1]
     gram = x_Nd.new_zeros(width, width, dtype=torch.float64)
@@ -76,12 +77,15 @@ def separating_unit(x_Nd: torch.Tensor, apart_Sd: torch.Tensor) -> tuple[torch.T
     the same, and above 0 at some of the others, too.
     """
     count, apart_count = (total(torch.tensor(float(len(rows)), device=x_Nd.device)) for rows in (x_Nd, apart_Sd))
-    mean_d, apart_d = total(x_Nd.sum(0)) / count, total(apart_Sd.sum(0)) / apart_count
+    mean_d = total(x_Nd.sum(0)) / count
+    apart_d = total(apart_Sd.sum(0)) / apart_count
     centred_Nd = x_Nd - mean_d
     gram_dd, _ = moments(centred_Nd, centred_Nd[:, :1])
     direction_d = ridge_weights(gram_dd / count, (apart_d - mean_d).double()[:, None], 0.1).squeeze(1).to(x_Nd)
-    others_N, apart_S = rows_of_all(centred_Nd @ direction_d), rows_of_all((apart_Sd - mean_d) @ direction_d)
-    low, middle = apart_S.min(), others_N.median()
+    others_N = rows_of_all(centred_Nd @ direction_d)
+    apart_S = rows_of_all((apart_Sd - mean_d) @ direction_d)
+    low = apart_S.min()
+    middle = others_N.median()
     high = torch.minimum(others_N.max(), low - 0.1 * (low - middle))
     weights_d = direction_d * (2 * _RANGE / (low - high).clamp(min=1e-30))
     return weights_d, -_RANGE * (low + high) / (low - high).clamp(min=1e-30) - weights_d @ mean_d
@@ -156,7 +160,8 @@ def fit_scores(
     weights_u = ridge_weights(*moments(features_Nu / spreads_u, y_N[:, None]), _PENALTY).squeeze(1).to(x_Nd) / spreads_u
     for part in (hidden.weight, hidden.bias, score.weight):
         part.zero_()
-    hidden.weight[:units], hidden.bias[:units] = directions_du.T, -mean_d @ directions_du
+    hidden.weight[:units] = directions_du.T
+    hidden.bias[:units] = -mean_d @ directions_du
     score.weight[0, :units] = weights_u
     score.bias.copy_(total(y_N.sum()) / count - means_u @ weights_u)
     if always_Sd is not None and units < hidden.out_features:

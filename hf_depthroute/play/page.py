@@ -19,7 +19,8 @@ from .writing import Text, write
 if TYPE_CHECKING:
     import gradio
 
-_MAX_PROMPT, _MAX_NEW_TOKENS = 2048, 256
+_MAX_PROMPT = 2048
+_MAX_NEW_TOKENS = 256
 _WAITING = 16  # people in the line; the model writes for one at a time
 _STYLE = """
 .text { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.9;
@@ -53,7 +54,8 @@ def make_page(model: PeftModel, tokenizer: Any, title: str, chat_template: bool 
 
     config: Any = model.peft_config[model.active_adapter]
     depth = len(stack_of(model).layers)
-    saved, own = config.budget, round(config.budget, 2)
+    saved = config.budget
+    own = round(config.budget, 2)
     positions = getattr(model.config, "max_position_embeddings", None)
     free = threading.Lock()  # a run that is stopped is left in the middle of a step, which still ends
 
@@ -64,7 +66,10 @@ def make_page(model: PeftModel, tokenizer: Any, title: str, chat_template: bool 
             raise gradio.Error(str(error), print_exception=False) from error
         if not ids:
             raise gradio.Error("The prompt has no tokens; type something.", print_exception=False)
-        longest = _MAX_PROMPT if positions is None else min(_MAX_PROMPT, positions - new_tokens)
+        if positions is None:
+            longest = _MAX_PROMPT
+        else:
+            longest = min(_MAX_PROMPT, positions - new_tokens)
         if len(ids) > longest:
             why = f"The prompt has {len(ids)} tokens; at most {max(0, longest)} can be read here."
             raise gradio.Error(why, print_exception=False)
@@ -122,10 +127,14 @@ def make_page(model: PeftModel, tokenizer: Any, title: str, chat_template: bool 
 def coloured(text: Text, tokenizer: Any) -> str:
     """The text as HTML: a span for each token, shaded by the share of layers that ran for it."""
     pieces, counts = text_pieces(tokenizer, text.ids, text.prompt)
-    spans, at = [], 0
+    spans = []
+    at = 0
     for piece, count in zip(pieces, counts):
         runs = text.layers[at : at + count]
-        kind = ' class="written"' if at >= text.prompt else ""
+        if at >= text.prompt:
+            kind = ' class="written"'
+        else:
+            kind = ""
         how = ""
         if runs:
             full = sum(runs) / len(runs)

@@ -49,7 +49,9 @@ class Text:
     @property
     def tokens_per_second(self) -> float | None:
         """Speed of the steps after the pass over the prompt; None before the first of them."""
-        return (self.written - 1) / self.seconds if self.seconds else None
+        if self.seconds:
+            return (self.written - 1) / self.seconds
+        return None
 
     @property
     def share(self) -> float:
@@ -69,8 +71,11 @@ def write(model: PeftModel, ids: Sequence[int], new_tokens: int) -> Iterator[tup
         new_tokens: How many are written at most; a text also ends where `generate` ends it.
     """
     depth = len(stack_of(model).layers)
-    routed, dense = Text(list(ids), len(ids), depth), Text(list(ids), len(ids), depth)
-    timed, seen, plain = _Reader(model), _Reader(model), _Reader(model)
+    routed = Text(list(ids), len(ids), depth)
+    dense = Text(list(ids), len(ids), depth)
+    timed = _Reader(model)
+    seen = _Reader(model)
+    plain = _Reader(model)
     with torch.no_grad():
         _Reader(model).read(ids)
         with model.disable_adapter():
@@ -113,7 +118,8 @@ class _Reader:
         """The likeliest next token, after what is new in `ids`."""
         new = torch.tensor([ids[self.done :]], device=self._model.device)
         out = self._model(input_ids=new, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        self._cache, self.done = out.past_key_values, len(ids)
+        self._cache = out.past_key_values
+        self.done = len(ids)
         return int(out.logits[0, -1].argmax())
 
     def extend(self, text: Text, how: AbstractContextManager[Any] | None = None) -> None:

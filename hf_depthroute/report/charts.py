@@ -209,8 +209,12 @@ def cost_chart(report: RunReport) -> Chart:
 
 def ratio_chart(report: RunReport, number: int) -> Chart:
     """A bar per routed layer: the share that ran full at a budget; dashed, the budget that was asked for."""
-    layers, name = report.scores[number], report.names[number]
-    line = " The dashed line is the budget." if report.follows_budget else ""
+    layers = report.scores[number]
+    name = report.names[number]
+    if report.follows_budget:
+        line = " The dashed line is the budget."
+    else:
+        line = ""
     chart = Chart(
         f"ratio-{number}", f"Share run full by layer at budget {name}",
         "; ".join(f"layer {index}: {layer.full_ratio:.2f}" for index, layer in layers.items()),
@@ -235,8 +239,13 @@ def ratio_chart(report: RunReport, number: int) -> Chart:
 def histogram(report: RunReport, number: int, index: int) -> Chart:
     """Scores of one layer at one budget: what ran full, above what did not, and the threshold."""
     layer = report.scores[number][index]
-    first, last, threshold = layer.edges[0], layer.edges[-1], layer.threshold
-    limit = "no threshold" if threshold is None else f"threshold {threshold:.3f}"
+    first = layer.edges[0]
+    last = layer.edges[-1]
+    threshold = layer.threshold
+    if threshold is None:
+        limit = "no threshold"
+    else:
+        limit = f"threshold {threshold:.3f}"
     chart = Chart(
         f"scores-{number}-{index}", f"Scores of layer {index} at budget {report.names[number]}",
         f"Scores from {first:.2f} to {last:.2f}, {limit}, {layer.full_ratio:.1%} ran full.",

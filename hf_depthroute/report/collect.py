@@ -48,7 +48,9 @@ class LayerScores:
         """Quartiles of the scores, read from the histogram: each bin's middle, weighted by its count."""
         bins = zip(self.edges, self.edges[1:], self.full, self.skipped)
         values = [(low + high) / 2 for low, high, full, skipped in bins for _ in range(full + skipped)]
-        return [None] * 3 if len(values) < 2 else [*statistics.quantiles(values, n=4)]
+        if len(values) < 2:
+            return [None] * 3
+        return [*statistics.quantiles(values, n=4)]
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,9 @@ class RunReport:
     @property
     def names(self) -> list[str]:
         """Labels of the budgets."""
-        return [f"{budget:g}" for budget in self.budgets] if self.follows_budget else ["fixed"]
+        if self.follows_budget:
+            return [f"{budget:g}" for budget in self.budgets]
+        return ["fixed"]
 
     def labels(self, start: str) -> list[str]:
         """The labels, each after `start`."""
@@ -244,7 +248,9 @@ def collect_tokens(model: Any, tokenizer: Any, samples: Sequence[Sample], budget
             for sample, text in zip(samples, texts):
                 prompt = sample.input_ids[None].to(model.device)
                 ids = _continued(model, tokenizer, prompt, sample.new_tokens)
-                read = prompt.shape[1] if sample.new_tokens else None
+                read = None
+                if sample.new_tokens:
+                    read = prompt.shape[1]
                 if read is None and active_routings(model)[0].active_config().phases == "prefill":
                     last, logits = read_behind_prompts(model, {"input_ids": ids})
                     read = int(prompts_of({"input_ids": ids})[0].sum())
@@ -277,7 +283,8 @@ def _continued(model: Any, tokenizer: Any, prompt: torch.Tensor, new_tokens: int
 
 def _decided(model: Any, ids: torch.Tensor, prompt: int) -> tuple[RouteTrace, torch.Tensor]:
     """The decisions about `ids` `[1, T]` and the logits, with the prompt decided before what follows it."""
-    traces, logits = [], []
+    traces = []
+    logits = []
     with record_routes(model) as trace:
         for out in read_generated(model, ids, prompt):
             traces.append(RouteTrace(trace))
@@ -314,5 +321,7 @@ def _layer_scores(
     known = ~scores.isnan()
     place = (torch.bucketize(scores, edges, right=True) - 1).clamp(0, BINS - 1)
     full, skipped = (torch.bincount(place[known & chosen], minlength=BINS).tolist() for chosen in (mask, ~mask))
-    threshold = None if record.threshold is None else float(record.threshold)
+    threshold = None
+    if record.threshold is not None:
+        threshold = float(record.threshold)
     return LayerScores(threshold, float(mask.float().mean()), edges.tolist(), full, skipped, static)

@@ -81,18 +81,25 @@ def view_of(
     batch, length = trace[next(iter(trace))].mask.shape[:2]
     if input_ids is not None:
         input_ids = torch.as_tensor(input_ids)
-        input_ids = input_ids[None] if input_ids.ndim == 1 else input_ids
+        if input_ids.ndim == 1:
+            input_ids = input_ids[None]
     for name, tensor in (("input_ids", input_ids), ("logits", logits)):
         if tensor is not None and tuple(tensor.shape[:2]) != (batch, length):
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, but the trace is of {batch} x {length} tokens; a generation "
                 "keeps its last step only, so call the model once more on the whole text"
             )
-    losses = None if logits is None or input_ids is None else losses_by_position(logits, input_ids)
+    losses = None
+    if logits is not None and input_ids is not None:
+        losses = losses_by_position(logits, input_ids)
     texts = []
     for row in range(batch):
-        ids = None if input_ids is None else input_ids[row].tolist()
-        loss = None if losses is None else losses[row]
+        ids = None
+        if input_ids is not None:
+            ids = input_ids[row].tolist()
+        loss = None
+        if losses is not None:
+            loss = losses[row]
         run = run_data(trace, row, tokenizer, ids, loss=loss, prompt_length=prompt_length)
         texts.append({"label": f"Sequence {row + 1}", "runs": [run]})
     return TokenView({"layers": list(trace), "texts": texts})
@@ -118,13 +125,20 @@ def run_data(
     """
     first = trace[next(iter(trace))]
     mask = first.token_mask
-    real = torch.ones(first.mask.shape[1], dtype=torch.bool) if mask is None else mask[row].bool().cpu()
+    if mask is None:
+        real = torch.ones(first.mask.shape[1], dtype=torch.bool)
+    else:
+        real = mask[row].bool().cpu()
     kept = real.nonzero().flatten().tolist()
     if prompt_length is not None:
         prompt_length = sum(position < prompt_length for position in kept)
     if ids is None or tokenizer is None:
-        shown = kept if ids is None else [ids[position] for position in kept]
-        pieces, counts = [f"{number} " for number in shown], [1] * len(shown)
+        if ids is None:
+            shown = kept
+        else:
+            shown = [ids[position] for position in kept]
+        pieces = [f"{number} " for number in shown]
+        counts = [1] * len(shown)
     else:
         pieces, counts = text_pieces(tokenizer, [ids[position] for position in kept], prompt_length)
     return {
@@ -147,7 +161,9 @@ def losses_by_position(logits: torch.Tensor, input_ids: torch.Tensor) -> list[li
 
 def _layer_data(index: int, record: RouteRecord, row: int, real: torch.Tensor) -> dict[str, Any]:
     mask_TK = record.mask[row].cpu()[real].reshape(int(real.sum()), -1)
-    threshold: Any = None if record.threshold is None else float(record.threshold)
+    threshold: Any = None
+    if record.threshold is not None:
+        threshold = float(record.threshold)
     if threshold is not None and math.isinf(threshold):  # that of a budget of 1; JSON has no infinity
         threshold = str(threshold).replace("inf", "Infinity")
     scores_TK = record.scores[row].detach().float().cpu()[real].reshape(mask_TK.shape)
@@ -187,8 +203,12 @@ def text_pieces(tokenizer: Any, ids: Sequence[int], boundary: int | None = None)
     while start < len(ids):
         # Decoded with the piece in front, since some tokenizers drop the space of a first token; never with a part of
         # a character, which would make the rest unreadable.
-        context = ids[start - counts[-1] : start] if counts and not pieces[-1].endswith(_REPLACEMENT) else []
-        before = tokenizer.decode(list(context), **how) if context else ""
+        context = []
+        if counts and not pieces[-1].endswith(_REPLACEMENT):
+            context = ids[start - counts[-1] : start]
+        before = ""
+        if context:
+            before = tokenizer.decode(list(context), **how)
         last = min(len(ids), start + _LONGEST)
         if boundary is not None and start < boundary:
             last = min(last, boundary)

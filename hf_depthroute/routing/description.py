@@ -20,7 +20,10 @@ def routing_summary(config: AdapterFields, layer: int | None = None) -> str:
     memory = f"{config.memory_slots:,} slots of {config.memory_width}, {config.memory_heads} heads, {_orders(config)}"
     if TARGETS[config.target].reads_ids:
         return f"{config.target} per {config.granularity}, {memory}"
-    one = -1 if layer is None else layer
+    if layer is None:
+        one = -1
+    else:
+        one = layer
     parts = [f"{config.target_of(one)} per {config.granularity}", f"budget {config.budget:g}"]
     parts.append(f"gate {config.gate_of(one)}")
     if config.branch_of(one) != "none":
@@ -56,8 +59,11 @@ def budget_words(config: AdapterFields, depth: int) -> str:
 
 
 def _orders(config: AdapterFields) -> str:
-    shortest, longest = shortest_order(config), config.ngram_order
-    return f"{longest}-grams" if shortest == longest else f"{shortest}- to {longest}-grams"
+    shortest = shortest_order(config)
+    longest = config.ngram_order
+    if shortest == longest:
+        return f"{longest}-grams"
+    return f"{shortest}- to {longest}-grams"
 
 
 def routed_lines(model: PeftModel) -> list[str]:

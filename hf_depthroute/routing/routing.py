@@ -105,7 +105,8 @@ class Routing(nn.Module, BaseTunerLayer):
 
     def add_adapter(self, name: str, config: DepthRouteConfig) -> None:
         """Create the seeded, untrained adapter `name` for this layer."""
-        target, kind_of_branch = TARGETS[config.target], config.branch_of(self.layer_index)
+        target = TARGETS[config.target]
+        kind_of_branch = config.branch_of(self.layer_index)
         per_expert = target.per_pair and config.expert_gates == "per_expert"
         kind = config.gate_of(self.layer_index)
         gate = GATES[kind](self.width, config, self.num_experts if per_expert else 1)
@@ -129,9 +130,13 @@ class Routing(nn.Module, BaseTunerLayer):
         """A branch for this layer, its weights not yet drawn; `kind` and `rank` as `branch` and `branch_rank`."""
         if kind == "neurons":
             return NeuronBranch(self.norm_in_front("ffn"), self.ffn, self.width, rank)
-        small_ffn, skipped = kind == "swiglu", TARGETS[target]
+        small_ffn = kind == "swiglu"
+        skipped = TARGETS[target]
         norm, same = self._norms[0]["ffn" if small_ffn and skipped.skips_ffn else skipped.norm_of]
-        made = SwiGLUBranch if small_ffn else LowRankBranch
+        if small_ffn:
+            made = SwiGLUBranch
+        else:
+            made = LowRankBranch
         return made(norm, self.width, rank, bias=self.ffn_bias, copy_values=same)
 
     def follow(self, name: str, previous: Routing) -> None:
@@ -162,12 +167,16 @@ class Routing(nn.Module, BaseTunerLayer):
         names = [name for name in self.active_adapters if name in self.depth_route_gate]
         if len(names) > 1:
             raise ValueError(f"only one depth-routed adapter can be active, not {', '.join(names)}; use set_adapter")
-        return names[0] if names else None
+        if names:
+            return names[0]
+        return None
 
     def norm_in_front(self, part: str) -> nn.Module | None:
         """The base's norm before the `"ffn"` or the `"attention"`; None if the base norms afterwards."""
         norm, in_front = self._norms[0][part]
-        return cast(nn.Module, norm) if in_front else None
+        if in_front:
+            return cast(nn.Module, norm)
+        return None
 
     def gate(self, name: str) -> Gate:
         """The gate of adapter `name`."""
@@ -254,7 +263,9 @@ class Routing(nn.Module, BaseTunerLayer):
         if not plan.gate.exits:
             return mask, probs
         assert plan.kept is not None
-        before = self._before(plan) if plan.replayed is None else None
+        before = None
+        if plan.replayed is None:
+            before = self._before(plan)
         if before is not None:
             mask = mask & before.to(mask.device)
         plan.kept[self.layer_index] = mask
@@ -284,7 +295,10 @@ class Routing(nn.Module, BaseTunerLayer):
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         """Activate routed adapters. Names of other PEFT methods leave the active one as it is."""
-        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        if isinstance(adapter_names, str):
+            names = [adapter_names]
+        else:
+            names = list(adapter_names)
         ours = [name for name in names if isinstance(self.peft_configs.get(name), DepthRouteConfig)]
         if ours or not names:
             super().set_adapter(ours, inference_mode=inference_mode)
@@ -307,7 +321,10 @@ class Routing(nn.Module, BaseTunerLayer):
         """See `merge`."""
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        target = device_of(self._norms[0]["ffn"][0], *self._ffn) if device is None else device
+        if device is None:
+            target = device_of(self._norms[0]["ffn"][0], *self._ffn)
+        else:
+            target = device
         groups = [getattr(self, group) for group in self.adapter_layer_names + self.other_param_names]
         for part in [group[adapter_name] for group in groups if adapter_name in group]:
             if target.type != "meta" and not any(parameter.is_meta for parameter in part.parameters()):

@@ -34,7 +34,9 @@ class RoutedStack(Stack):
 def routed_stack(model: nn.Module) -> RoutedStack | None:
     """The routed layers of `model` or of a module around it; None if it has none."""
     kept = kept_stack(model)
-    return kept if isinstance(kept, RoutedStack) else None
+    if isinstance(kept, RoutedStack):
+        return kept
+    return None
 
 
 def state_of(model: nn.Module) -> RunState:
@@ -64,7 +66,9 @@ def one_change(model: nn.Module) -> AbstractContextManager[Any]:
     Two changes at one time could leave some layers with one result and some with the other.
     """
     stack = routed_stack(model)
-    return nullcontext() if stack is None else stack.state.changing
+    if stack is None:
+        return nullcontext()
+    return stack.state.changing
 
 
 def in_turn(change: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:

@@ -145,4 +145,5 @@ class _OfThread(threading.local):
             recorders = (*settings.recorders, *each.get("recorders", ()))
             merged: dict[str, Any] = {**each, "recorders": recorders}
             settings = replace(settings, **merged)
-        self.changes, self.settings = changes, settings
+        self.changes = changes
+        self.settings = settings

@@ -61,7 +61,9 @@ class RouteRecord:
         """Bool, in the shape of `mask`: the real tokens."""
         if self.token_mask is None:
             return torch.ones_like(self.mask)
-        return self.token_mask if self.mask.ndim == 2 else self.token_mask[..., None].expand_as(self.mask)
+        if self.mask.ndim == 2:
+            return self.token_mask
+        return self.token_mask[..., None].expand_as(self.mask)
 
 
 class RouteTrace(Mapping[int, RouteRecord]):
@@ -158,9 +160,11 @@ class RouteCounter:
         self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __setitem__(self, layer_index: int, record: RouteRecord) -> None:
-        full, seen = (record.mask & record.real).sum(), record.real.sum()
+        full = (record.mask & record.real).sum()
+        seen = record.real.sum()
         if layer_index in self._counts:
-            full, seen = full + self._counts[layer_index][0], seen + self._counts[layer_index][1]
+            full = full + self._counts[layer_index][0]
+            seen = seen + self._counts[layer_index][1]
         self._counts[layer_index] = (full, seen)
 
     def full_ratio(self) -> dict[int, float]:
@@ -240,7 +244,9 @@ def full_depth(model: nn.Module) -> AbstractContextManager[None]:
     For the calling thread only: others that run the model meanwhile are routed as ever.
     """
     stack = routed_stack(model)
-    return nullcontext() if stack is None else stack.state.override(layers=frozenset())
+    if stack is None:
+        return nullcontext()
+    return stack.state.override(layers=frozenset())
 
 
 def _combined(records: Sequence[RouteRecord], combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> RouteRecord:

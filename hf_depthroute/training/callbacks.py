@@ -95,7 +95,8 @@ class DepthRouteCallback(RoutingCallback):
     """
 
     def __init__(self, trainer: Trainer | None = None, arguments: RoutingArguments | None = None) -> None:
-        self.trainer, self.arguments = trainer, arguments
+        self.trainer = trainer
+        self.arguments = arguments
         if arguments is not None:
             arguments.check()
 
@@ -141,7 +142,11 @@ def routed_loss(
     with objective.watching() as watched, _as_deployed(trainer, objective.model), served:
         with fused or nullcontext():
             found = plain(model, inputs, asks, num_items_in_batch)
-        lm, outputs = found if asks else (found, None)
+        if asks:
+            lm, outputs = found
+        else:
+            lm = found
+            outputs = None
         seen = any(record.probs.requires_grad for record in watched.trace.values())
         if lm.requires_grad and not seen and _trains_routers(active_routings(objective.model)):
             raise ValueError(
@@ -149,12 +154,16 @@ def routed_loss(
                 "has gradients, which the routing losses need; let it call the model outside of torch.no_grad()"
             )
         share = _share(trainer, num_items_in_batch)
-        logits = None if fused is not None else getattr(outputs, "logits", None)
+        logits = None
+        if fused is None:
+            logits = getattr(outputs, "logits", None)
         if objective.arguments.distill_weight > 0 and not is_standard(plain):
             assert watched.prefix is not None and watched.prefix.final is not None, "no forward pass was observed"
             logits = watched.prefix.lm_head(watched.prefix.final)
         loss = objective(lm, watched, share, labels, logits)
-    return (loss, outputs) if return_outputs else loss
+    if return_outputs:
+        return loss, outputs
+    return loss
 
 
 @contextmanager
@@ -184,7 +193,9 @@ def _share(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) -> f
     if divided is None:
         counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
         divided = counted or trainer.compute_loss_func is not None
-    return 1.0 / trainer.current_gradient_accumulation_steps if divided else 1.0
+    if divided:
+        return 1.0 / trainer.current_gradient_accumulation_steps
+    return 1.0
 
 
 @contextmanager
@@ -199,7 +210,9 @@ def provided(trainer: Trainer) -> Iterator[None]:
     """
     model = cast(nn.Module, trainer.model)
     stack = routed_stack(model)
-    routings = [] if stack is None else [routing for routing in stack.routed if routing.adapter() is not None]
+    routings = []
+    if stack is not None:
+        routings = [routing for routing in stack.routed if routing.adapter() is not None]
     if routings and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(FROZEN)
     callbacks = trainer.callback_handler.callbacks

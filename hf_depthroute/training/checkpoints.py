@@ -74,7 +74,9 @@ def fault_of(folder: Path) -> str | None:
 def read_routing_state(path: Path) -> dict[str, float]:
     """Check the state that `RoutingObjective.state` returned; ValueError or TypeError for anything else."""
     found = json.loads(read_file(path, _MAX_BYTES))
-    temperature: Any = found.get("temperature", 1.0) if isinstance(found, dict) else None
+    temperature: Any = None
+    if isinstance(found, dict):
+        temperature = found.get("temperature", 1.0)
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not number or not set(found) <= {"temperature"} or not 0 < temperature <= _HOTTEST:
         raise ValueError(f"{path}: holds no state of the routing losses")
@@ -116,7 +118,10 @@ def check_complete(folder: Path) -> None:
     fault = fault_of(folder)
     if fault is not None:
         other = last_whole(folder.parent)
-        remedy = f"resume from {other.name}" if other else "start again without resuming"
+        if other:
+            remedy = f"resume from {other.name}"
+        else:
+            remedy = "start again without resuming"
         raise CheckpointError(f"{folder}: cannot be resumed from: {fault}; {remedy}")
 
 
@@ -129,6 +134,8 @@ def rotate(newest: Path, limit: int | None, best: Path | None = None) -> None:
     """
     there = checkpoints_in(newest.parent)
     kept = {path.resolve() for path in (newest, best) if path is not None}
-    surplus = max(len(there) - limit, 0) if limit else 0
+    surplus = 0
+    if limit:
+        surplus = max(len(there) - limit, 0)
     for checkpoint in [c for c in reversed(there) if c.resolve() not in kept][:surplus]:
         shutil.rmtree(checkpoint, ignore_errors=True)

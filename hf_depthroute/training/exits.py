@@ -45,13 +45,17 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
     Raises:
         ValueError: No depth-routed adapter is active.
     """
-    exits, layers = Exits(), stack_of(model).layers
+    exits = Exits()
+    layers = stack_of(model).layers
     exits.lm_head = LMHead(model)
 
     @of_this_thread
     def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() or not exits.with_graph:  # else a reference's pass, behind that of the loss
-            exits[getattr(layer, ROUTING).layer_index] = args[0] if args else kwargs["hidden_states"]
+            if args:
+                exits[getattr(layer, ROUTING).layer_index] = args[0]
+            else:
+                exits[getattr(layer, ROUTING).layer_index] = kwargs["hidden_states"]
             exits.token_mask = unpack(dict(kwargs)).token_mask
             exits.with_graph = torch.is_grad_enabled()
 

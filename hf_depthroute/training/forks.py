@@ -73,13 +73,18 @@ class Prefix:
         if self.passed_over():
             return
         kwargs = {**kwargs, **dict(zip(layer._argument_names, args[1:]))}
-        hidden = kwargs.pop("hidden_states", None) if not args else args[0]
+        if not args:
+            hidden = kwargs.pop("hidden_states", None)
+        else:
+            hidden = args[0]
         context = unpack(kwargs)
         if layer is self.layers[0]:
             assert hidden is not None
             self._with_graph = torch.is_grad_enabled()
             device = hidden.device.type
-            self.hidden, self.training, self.kwargs = hidden.detach(), layer.training, []
+            self.hidden = hidden.detach()
+            self.training = layer.training
+            self.kwargs = []
             self.context = context
             self._autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         self.kwargs.append(without_cache(kwargs))
@@ -126,7 +131,9 @@ def observe_prefix(model: nn.Module) -> Iterator[Prefix]:
         try:
             yield prefix
         finally:
-            prefix.hidden, prefix.final, prefix.kwargs = None, None, []
+            prefix.hidden = None
+            prefix.final = None
+            prefix.kwargs = []
             prefix.context = ForwardContext()
 
 
@@ -155,7 +162,9 @@ def run_forks(
         h = streams_FBTd.flatten(0, 1)
         context = prefix.context.each(partial(_repeat_rows, batch=batch, count=count))
         routing: Routing | None = layer._modules.get(ROUTING)
-        plan = None if routing is None else routing.plan(prefix.training)
+        plan = None
+        if routing is not None:
+            plan = routing.plan(prefix.training)
         if routing is None or plan is None or (not on_policy and fork is None):
             streams_FBTd = hidden_of(layer._base_forward(h, **kwargs)).view_as(streams_FBTd)
             continue
@@ -189,7 +198,10 @@ def _follow(call: RoutedCall, batch: int) -> tuple[torch.Tensor, torch.Tensor, t
     """
     # Without attention, sparse execution looks at no other token.
     alone = call.plan.mix == "hard" and not call.plan.target.skips_attention
-    trunk = call.of(slice(batch), call.kwargs) if alone else call
+    if alone:
+        trunk = call.of(slice(batch), call.kwargs)
+    else:
+        trunk = call
     after_full, after_cheap = call.target.both(trunk)
     out = call.target.mixed(trunk, after_full, after_cheap)
     if alone and batch < len(call.stream):
@@ -199,7 +211,8 @@ def _follow(call: RoutedCall, batch: int) -> tuple[torch.Tensor, torch.Tensor, t
 
 def _check_forkable(plan: RoutePlan) -> None:
     """Raise `ValueError` for adapters whose two paths are not a choice between two streams at one token."""
-    config, gate = plan.config, GATES[plan.config.gate]
+    config = plan.config
+    gate = GATES[plan.config.gate]
     refused = {
         "target": plan.target.per_pair,
         "granularity": config.granularity == "sequence",
@@ -232,7 +245,8 @@ def divergence_from_dense(prefix: Prefix, logits_BTV: torch.Tensor, labels_BT: t
     with prefix.replaying():
         trunk_1BTd, _ = run_forks(prefix, on_policy=False, fork=None)
     counted_BT = _counted(prefix, labels_BT).to(trunk_1BTd.device)
-    rows_Nd, student_NV = trunk_1BTd[0][counted_BT], logits_BTV[counted_BT]
+    rows_Nd = trunk_1BTd[0][counted_BT]
+    student_NV = logits_BTV[counted_BT]
     total = logits_BTV.new_zeros((), dtype=torch.float32)
     for rows, logits in prefix.lm_head.chunks(rows_Nd, student_NV):
         with prefix.replaying():

@@ -50,7 +50,9 @@ class FusedLoss:
         self._head = cast(nn.Linear, self._base.get_output_embeddings())
         self._passed: torch.Tensor | None = None
         self._thread: int | None = None
-        self._forward, self._loss = self._pass_through, self._causal_lm_loss  # bound once
+        # bound once
+        self._forward = self._pass_through
+        self._loss = self._causal_lm_loss
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
@@ -109,7 +111,9 @@ def fused_loss_obstacle(model: nn.Module) -> str | None:
     loss, a plain linear head whose weight is whole and on one device, and no hook that reads the logits.
     """
     base = _base_of(model)
-    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    head = None
+    if hasattr(base, "get_output_embeddings"):
+        head = base.get_output_embeddings()
     config = getattr(base, "config", None)
     if getattr(config, "model_type", None) not in FAMILIES:
         return f"the forward pass of {type(base).__name__} is not known"
@@ -153,11 +157,16 @@ def fused_cross_entropy(
         The sum, float32 `[]`, and the count, int64 `[]`. The sum cannot be differentiated twice.
     """
     device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = hidden.dtype
     targets_N = targets.reshape(-1)
     with torch.autocast(device, enabled=False):
         operands = [None if x is None else x.to(dtype) for x in (hidden.reshape(-1, hidden.shape[-1]), weight, bias)]
-        kernel = _liger_sum() if device == "cuda" and not torch.compiler.is_compiling() else None
+        kernel = None
+        if device == "cuda" and not torch.compiler.is_compiling():
+            kernel = _liger_sum()
         if kernel is not None:
             total = kernel(*operands, targets_N, ignore_index)
         else:

@@ -26,12 +26,16 @@ class Lines:
     begun, first_step = 0.0, 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.begun, self.first_step = time.monotonic(), state.global_step
+        self.begun = time.monotonic()
+        self.first_step = state.global_step
         super().on_train_begin(args, state, control, **kwargs)  # type: ignore[misc]
 
     def line(self, state: TrainerState, logs: Mapping[str, Any]) -> str:
-        done, rest = state.global_step - self.first_step, state.max_steps - state.global_step
-        left = (time.monotonic() - self.begun) / done * rest if self.begun and done > 0 else None
+        done = state.global_step - self.first_step
+        rest = state.max_steps - state.global_step
+        left = None
+        if self.begun and done > 0:
+            left = (time.monotonic() - self.begun) / done * rest
         return log_line(logs, state.global_step, state.max_steps, left)
 
 
@@ -64,7 +68,9 @@ def log_line(logs: Mapping[str, Any], step: int, steps: int, seconds_left: float
     """A log entry of the Trainer in one line: step, loss, its terms, mean share run full, mean gate probability."""
     if "train_runtime" in logs:
         speed = logs.get("train_steps_per_second")
-        mean = f", mean loss {_number(logs['train_loss'])}" if "train_loss" in logs else ""
+        mean = ""
+        if "train_loss" in logs:
+            mean = f", mean loss {_number(logs['train_loss'])}"
         return f"trained {step} steps in {duration(logs['train_runtime'])} ({_number(speed)} steps/s){mean}"
     rest = {name: value for name, value in logs.items() if name not in _NOT_SHOWN and "/layer_" not in name}
     parts = [f"step {step:>{len(str(steps))}}/{steps}"]
@@ -77,10 +83,12 @@ def log_line(logs: Mapping[str, Any], step: int, steps: int, seconds_left: float
     for name, form in {"full_ratio": "full {:.1%}", "gate_prob": "gate p {:.3f}"}.items():
         of_layers = {key.removeprefix(f"{name}/"): value for key, value in logs.items() if key.startswith(f"{name}/")}
         values = [float(value) for layer, value in of_layers.items() if not gated or layer in gated]
-        parts += [form.format(sum(values) / len(values))] if values else []
+        if values:
+            parts += [form.format(sum(values) / len(values))]
     short = {"learning_rate": "lr", "grad_norm": "grad"}
     parts += [f"{short.get(name, name)} {_number(value)}" for name, value in rest.items()]
-    parts += [] if seconds_left is None else [f"{duration(seconds_left)} left"]
+    if seconds_left is not None:
+        parts += [f"{duration(seconds_left)} left"]
     return " | ".join(parts)
 
 
@@ -95,7 +103,10 @@ def missed_budget(config: DepthRouteConfig, history: Sequence[Mapping[str, Any]]
         return None
     found = [[v for name, v in logs.items() if name.startswith("full_ratio/")] for logs in history]
     shares: list[float] = next((values for values in reversed(found) if values), [])
-    share = sum(shares) / len(shares) if shares else config.budget
+    if shares:
+        share = sum(shares) / len(shares)
+    else:
+        share = config.budget
     if abs(share - config.budget) <= _FAR:
         return None
     return (
@@ -109,8 +120,12 @@ def duration(seconds: float) -> str:
     """`75` -> `"1:15"`, `4000` -> `"1:06:40"`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"
 
 
 def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)

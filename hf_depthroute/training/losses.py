@@ -257,7 +257,9 @@ def routing_losses(
     terms = {}
     for name, term in LOSSES.items():
         weight = (weights or {}).get(name, term.weight)
-        value = term.compute(given) if weight != 0 else None
+        value = None
+        if weight != 0:
+            value = term.compute(given)
         if value is not None:
             terms[name] = weight * value
     return terms
@@ -267,7 +269,9 @@ def _held(inputs: LossInputs, per_layer_C: torch.Tensor) -> torch.Tensor:
     """The scope of the budget: every layer, or their mean."""
     active = (routing.active_config() for routing in inputs.trace.routings if routing.layer_index in inputs.trace)
     scope = inputs.budget_scope or next((config.budget_scope for config in active), "layer")
-    return per_layer_C.mean() if scope == "global" else per_layer_C
+    if scope == "global":
+        return per_layer_C.mean()
+    return per_layer_C
 
 
 def derangement(real_BT: torch.Tensor) -> torch.Tensor:

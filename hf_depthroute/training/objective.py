@@ -51,7 +51,9 @@ class RoutingObjective:
             raise ConfigError(NO_LABELS)
         self.arguments = arguments
         self.model = model
-        gates = [] if arguments.train_gates else [h.depth_route_gate[h.active_name()] for h in routings]
+        gates = []
+        if not arguments.train_gates:
+            gates = [h.depth_route_gate[h.active_name()] for h in routings]
         self._frozen = [p for gate in gates for p in gate.parameters() if p.requires_grad]
         self.freeze()
         self._step = 0
@@ -75,7 +77,9 @@ class RoutingObjective:
             watchers.enter_context(state_of(self.model).override(observed=metrics))
             trace = watchers.enter_context(record_routes(self.model))
             trace.with_graph = True
-            prefix = watchers.enter_context(observe_prefix(self.model)) if a.forks() else None
+            prefix = None
+            if a.forks():
+                prefix = watchers.enter_context(observe_prefix(self.model))
             watches = dict.fromkeys(row.observe for row in rows)
             seen = {watch: watchers.enter_context(watch(self.model)) for watch in watches if watch is not None}
             yield LossInputs(trace, alive_min=a.alive_min, jepa_targets=a.jepa_targets, prefix=prefix, observed=seen)
@@ -100,7 +104,9 @@ class RoutingObjective:
         Raises:
             ValueError: A term with a weight lacks what it needs.
         """
-        a, trace, prefix = self.arguments, of_prompts(self.model, watched.trace), watched.prefix
+        a = self.arguments
+        trace = of_prompts(self.model, watched.trace)
+        prefix = watched.prefix
         due: dict[str, Any] = {}
         if prefix is not None:
             if labels is None:
@@ -182,13 +188,20 @@ class RoutingObjective:
         watched = [term.float() for terms, _ in pending for term in terms.values()]
         if gradients:
             found = [p.grad for p in self.model.parameters() if p.requires_grad and type(p.grad) is torch.Tensor]
-            watched += [get_total_norm(found)] if found else []
+            if found:
+                watched += [get_total_norm(found)]
         if not watched or bool(stack([value.reshape(()) for value in watched]).isfinite().all()):
             return
         names = sorted({name for terms, _ in pending for name, term in terms.items() if not term.isfinite()})
         layers = sorted({i for _, scores in pending for i, value in scores.items() if not value.isfinite().all()})
-        what = f"loss terms {', '.join(names)}" if names else "a gradient (every loss term is finite)"
-        where = f"the scores of layer {layers[0]} are the first that are not" if layers else "all scores are finite"
+        if names:
+            what = f"loss terms {', '.join(names)}"
+        else:
+            what = "a gradient (every loss term is finite)"
+        if layers:
+            where = f"the scores of layer {layers[0]} are the first that are not"
+        else:
+            where = "all scores are finite"
         raise NonFiniteLossError(
             f"step {step}: not finite: {what}; {where}. Stopped before the optimizer moved: the weights are as after "
             f"step {step - 1}. Look at the batch, or lower the learning rate"
@@ -196,19 +209,25 @@ class RoutingObjective:
 
     def state(self) -> dict[str, float]:
         """State to keep in a checkpoint besides the model: the counterfactual temperature."""
-        return {} if self._label_scale.value is None else {"temperature": float(self._label_scale.value)}
+        if self._label_scale.value is None:
+            return {}
+        return {"temperature": float(self._label_scale.value)}
 
     def load_state(self, state: dict[str, float]) -> None:
         """Undo `state`."""
         value = state.get("temperature")
         device = next(self.model.parameters()).device
-        self._label_scale.value = None if value is None else torch.tensor(value, device=device)
+        if value is None:
+            self._label_scale.value = None
+        else:
+            self._label_scale.value = torch.tensor(value, device=device)
         self._label_scale.begin_step()
 
     @torch.no_grad()
     def _count(self, routing: Routing, record: RouteRecord) -> None:
         """Count what ran full, for a controller, and what the tracked threshold of inference would let run full."""
-        index, config = routing.layer_index, routing.active_config()
+        index = routing.layer_index
+        config = routing.active_config()
         if routing.active_controller() is not None:
             self._load[index] = self._load.get(index, 0) + _full_and_seen(record.mask, record.real)
             self._budgets[index] = record.budget
@@ -245,7 +264,8 @@ class RoutingObjective:
         Each over the batches that had it: `loss_util` over the refreshes.
         """
         metrics = {name: float(total) / count for name, (total, count) in self._sums.items()}
-        self._sums, self._full = {}, {}
+        self._sums = {}
+        self._full = {}
         return metrics
 
     def _collect(self, terms: dict[str, torch.Tensor], trace: RouteTrace, share: float) -> None:
@@ -264,7 +284,9 @@ def _full_and_seen(mask: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 
 def _ramp(step: int, steps: int, start: float, end: float) -> float | None:
-    return None if step >= steps else start + (end - start) * step / steps
+    if step >= steps:
+        return None
+    return start + (end - start) * step / steps
 
 
 @contextmanager
@@ -286,7 +308,9 @@ def _without_input_gradients(model: nn.Module) -> Iterator[None]:
 
     def stop(embeddings: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
         # A leaf that requires a gradient comes from no parameter: the flag was put on it.
-        return output.requires_grad_(False) if output.is_leaf else None
+        if output.is_leaf:
+            return output.requires_grad_(False)
+        return None
 
     with embeddings.register_forward_hook(stop):  # after transformers' own
         yield

@@ -126,7 +126,9 @@ def differences_of(
 
     def fork(full_BTd: torch.Tensor, cheap_BTd: torch.Tensor, trunk_BTd: torch.Tensor) -> torch.Tensor:
         cheap_KBTd = place(cheap_BTd, trunk_BTd)
-        return torch.cat([place(full_BTd, trunk_BTd), cheap_KBTd]) if on_policy else cheap_KBTd
+        if on_policy:
+            return torch.cat([place(full_BTd, trunk_BTd), cheap_KBTd])
+        return cheap_KBTd
 
     with prefix.replaying():
         streams_FBTd, forks = run_forks(prefix, on_policy, fork, layers)
@@ -135,7 +137,11 @@ def differences_of(
     found = {}
     for index, made in forks.items():
         new = summed_FBT[made.start : made.stop]
-        full_KBT, cheap_KBT = new.chunk(2) if on_policy else (summed_FBT[:1], new)
+        if on_policy:
+            full_KBT, cheap_KBT = new.chunk(2)
+        else:
+            full_KBT = summed_FBT[:1]
+            cheap_KBT = new
         found[index] = cheap_KBT - full_KBT
     return found, counted_BT
 
@@ -200,7 +206,9 @@ class LabelScale:
 
     def begin_step(self) -> None:
         """The batches from here on are another optimizer step's."""
-        self._before, self._sums = self.value, torch.zeros(2)  # of `|dl|`, and of how many labels
+        # of `|dl|`, and of how many labels
+        self._before = self.value
+        self._sums = torch.zeros(2)
 
     def update(self, labels: UtilityLabels) -> torch.Tensor:
         """The average with a batch's labels in it: a scalar, 1 where there never was a label."""
@@ -208,6 +216,11 @@ class LabelScale:
         self._sums = self._sums.to(sums_2) + sum_over_processes(sums_2)
         if self._sums[1] > 0:  # waits for the device, as making labels did
             size = self._sums[0] / self._sums[1]
-            before = size if self._before is None else self._before
+            if self._before is None:
+                before = size
+            else:
+                before = self._before
             self.value = torch.lerp(size, before, _DECAY).clamp(min=1e-6)
-        return sums_2.new_ones(()) if self.value is None else self.value
+        if self.value is None:
+            return sums_2.new_ones(())
+        return self.value

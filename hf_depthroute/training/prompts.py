@@ -57,7 +57,8 @@ def in_full(inputs: Mapping[str, Any], tail: int) -> torch.Tensor:
             `[B, T]`.
         tail: At least 1.
     """
-    labels_BT, mask = inputs["labels"], inputs.get("attention_mask")
+    labels_BT = inputs["labels"]
+    mask = inputs.get("attention_mask")
     starts_BT = document_starts(inputs)
     if starts_BT is not None:  # what no token predicts: collators leave its label out
         labels_BT = labels_BT.masked_fill(starts_BT, 0)

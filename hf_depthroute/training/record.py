@@ -113,7 +113,9 @@ def known(fact: Callable[[], Any]) -> Any:
 
 def _plain(value: Any) -> Any:
     """A hyperparameter as JSON holds it; None if it is not set."""
-    return value if value is None or isinstance(value, (int, float)) else str(getattr(value, "value", value))
+    if value is None or isinstance(value, (int, float)):
+        return value
+    return str(getattr(value, "value", value))
 
 
 def _active(model: nn.Module) -> Run:

@@ -75,7 +75,8 @@ def stack(per_layer: list[torch.Tensor]) -> torch.Tensor:
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Cosine over the last dimension, in float32; fewer passes over memory than `F.cosine_similarity`."""
-    a, b = a.float(), b.float()
+    a = a.float()
+    b = b.float()
     return (a * b).sum(-1) * torch.rsqrt(((a * a).sum(-1) * (b * b).sum(-1)).clamp_min(1e-16))
 
 
@@ -98,7 +99,8 @@ def diagnostics(trace: RouteTrace) -> dict[str, torch.Tensor]:
             values["gate_prob"] = mean(record.probs)
             values["score_var"] = mean((record.scores - mean(record.scores)).square())
         if "q_full" in record.extras:
-            q_full, q_cheap = record.q_full.float(), record.q_cheap.float()
+            q_full = record.q_full.float()
+            q_cheap = record.q_cheap.float()
             values["q_distance"] = mean((q_full - q_cheap).norm(dim=-1))
             values["q_cosine"] = mean(cosine(q_full, q_cheap))
         result |= {f"{name}/layer_{index}": value for name, value in values.items()}

@@ -80,7 +80,10 @@ class DepthRouteTrainerMixin(_Trainer):
 
     def _watch(self, model: nn.Module) -> None:
         """Train `model` with the routing losses."""
-        arguments = self.args if isinstance(self.args, RoutingArguments) else RoutingArguments()
+        if isinstance(self.args, RoutingArguments):
+            arguments = self.args
+        else:
+            arguments = RoutingArguments()
         self._callback.objective = self.routing_objective = RoutingObjective(arguments, model)
         self._fused: FusedLoss | None = None
 
@@ -186,7 +189,9 @@ class DepthRouteTrainerMixin(_Trainer):
             found, skipped = checkpoints.last_complete(Path(str(self.args.output_dir)))
             for line in skipped:
                 warnings.warn(f"passed over {shown(line)}", stacklevel=3)
-            return True if found is None else str(found)
+            if found is None:
+                return True
+            return str(found)
         if resume_from_checkpoint:
             checkpoints.check_complete(Path(resume_from_checkpoint))
         return resume_from_checkpoint
@@ -223,7 +228,8 @@ class DepthRouteTrainerMixin(_Trainer):
     @contextmanager
     def _named(self, doing: str) -> Iterator[None]:
         """Say what was being done when memory or disk ran out, and what is left; the outermost block says it."""
-        outer, self.doing = self.doing, doing
+        outer = self.doing
+        self.doing = doing
         try:
             yield
             self.doing = outer
@@ -232,13 +238,17 @@ class DepthRouteTrainerMixin(_Trainer):
             if outer or not (memory or disk_full(error)):
                 raise
             whole = checkpoints.last_whole(Path(str(self.args.output_dir)))
-            left = f"the last whole checkpoint is {whole}" if whole else "there is no whole checkpoint"
+            if whole:
+                left = f"the last whole checkpoint is {whole}"
+            else:
+                left = "there is no whole checkpoint"
             text = f"{'out of memory' if memory else 'disk full'} while {self.doing}: {reason(error)}; {left}"
             if memory:  # the same type where it is PyTorch's own: callers catch it
                 raise (type(error) if isinstance(error, torch.OutOfMemoryError) else MemoryError)(text) from error
             raise OSError(errno.ENOSPC, text, str(getattr(error, "filename", None) or self.args.output_dir)) from error
         finally:
-            self.doing = self.doing if outer else ""
+            if not outer:
+                self.doing = ""
 
 
 class DepthRouteTrainer(DepthRouteTrainerMixin, Trainer):

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 EVERY_SECONDS = 10.0
-FULL, ALL = "depthroute:rows_full", "depthroute:rows"  # Prometheus adds `_total`
+# Prometheus adds `_total`
+FULL = "depthroute:rows_full"
+ALL = "depthroute:rows"
 
 
 class RowCount:
@@ -50,7 +52,8 @@ class RowLog:
 
         self.counts = [RowCount(index, self) for index in layers]
         self._logger = init_logger("vllm.depthroute")  # vLLM shows what is below its own name
-        self._every, self._next = every, time.monotonic() + every
+        self._every = every
+        self._next = time.monotonic() + every
         self._written: list[tuple[int, int]] = [(0, 0)] * len(layers)
         for name in (FULL, ALL):  # of an engine before this one in the same process
             if name in REGISTRY._names_to_collectors:

@@ -42,7 +42,8 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         check_engine(vllm_config)
-        settings, config = settings_of(vllm_config.model_config.hf_config), vllm_config.model_config.hf_config
+        settings = settings_of(vllm_config.model_config.hf_config)
+        config = vllm_config.model_config.hf_config
         with _own_architecture(config):
             routings = load_routings(settings, config, _files_of(vllm_config))
             tell_apart(config, settings)
@@ -52,8 +53,12 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
     def _attach(self, settings: Settings, routings: dict[int, Any], prefix: str) -> None:
         """Put the routings next to the FFNs, and the operator's name for each layer into vLLM's table."""
         family = row_of(self.config)
-        log = RowLog(sorted(routings)) if self.tp_group.rank_in_group == 0 else None
-        counts = {} if log is None else {count.layer_index: count for count in log.counts}
+        log = None
+        if self.tp_group.rank_in_group == 0:
+            log = RowLog(sorted(routings))
+        counts = {}
+        if log is not None:
+            counts = {count.layer_index: count for count in log.counts}
         compilation = self.vllm_config.compilation_config
         for index, layer in enumerate(getattr(find_decoder(self.model, family), family.layers)):
             swap(layer, served_forward)

@@ -37,14 +37,20 @@ class OwnNeurons(nn.Module):
         self, norm: nn.Module | None, maps: Sequence[Mapping[str, Tensor]], activation: Any, down: nn.Module
     ) -> None:
         super().__init__()
-        self.norm, self.activation, self.down, self._maps = norm, activation, down, len(maps)
+        self.norm = norm
+        self.activation = activation
+        self.down = down
+        self._maps = len(maps)
         self.weight = nn.Parameter(torch.cat([rows["weight"] for rows in maps]), requires_grad=False)
         self.bias: nn.Parameter | None = None
         if "bias" in maps[0]:
             self.bias = nn.Parameter(torch.cat([rows["bias"] for rows in maps]), requires_grad=False)
 
     def forward(self, a: Tensor) -> Tensor:
-        x = a if self.norm is None else self.norm(a)
+        if self.norm is None:
+            x = a
+        else:
+            x = self.norm(a)
         first, *others = F.linear(x.to(self.weight.dtype), self.weight, self.bias).chunk(self._maps, -1)
         hidden = self.activation(first)
         if others:
@@ -72,13 +78,17 @@ def own_neurons(model: nn.Module, routings: Iterable[Routing], files: Sequence[P
     for group, key, branch in branches:
         norm, maps, activation = branch.reads()
         rows = [{name: value[branch.neurons] for name, value in stored[linear].items()} for linear in maps]
-        front = None if norm is None else _with_values(norm, stored[norm])
+        front = None
+        if norm is not None:
+            front = _with_values(norm, stored[norm])
         group[key] = OwnNeurons(front, rows, activation, branch.down)
 
 
 def _modules(branch: NeuronBranch) -> list[nn.Module]:
     norm, maps, _ = branch.reads()
-    return maps if norm is None else [norm, *maps]
+    if norm is None:
+        return maps
+    return [norm, *maps]
 
 
 def _with_values(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:

@@ -70,20 +70,32 @@ class RoutedStep:
         layer: Any = self.layer
         routing: Routing = layer._modules[ROUTING]
         rows = stream.shape[1]
-        real = None if batch is None else batch.num_actual_tokens
+        real = None
+        if batch is not None:
+            real = batch.num_actual_tokens
         generates = batch is not None and batch.max_query_len == 1
         if generates and self._generates_in_full:
             return self._counted(self._in_full(routing, routing.active_target(), stream, given), real, real)
         if generates:  # every request's next token: a batch of sequences
-            shape, last_rows = (rows, 1), None
+            shape = (rows, 1)
+            last_rows = None
         else:
             routing.forget_prepared()  # there is a prompt among the rows
-            shape, last_rows = (1, rows), _last_rows(batch, rows, routing.active_config().last_in_full)
-        asked = [] if batch is None or self._budgets is None else self._budgets.of_batch(batch)
+            shape = (1, rows)
+            last_rows = _last_rows(batch, rows, routing.active_config().last_in_full)
+        asked = []
+        if batch is not None and self._budgets is not None:
+            asked = self._budgets.of_batch(batch)
         plans = {budget: _plan_at(routing, budget, shape, last_rows) for budget in set(asked) or {None}}
         plan = next((plan for plan in plans.values() if plan.rule != "full"), next(iter(plans.values())))
-        bars = [] if len(plans) == 1 else [self._threshold_of(routing, plans[budget]) for budget in asked]
-        ran: Tensor | int = rows if real is None else real  # rows in full
+        bars = []
+        if len(plans) != 1:
+            bars = [self._threshold_of(routing, plans[budget]) for budget in asked]
+        # rows in full
+        if real is None:
+            ran: Tensor | int = rows
+        else:
+            ran = real
         joint = None
         if generates and rows == real and rows <= DECODE_ROWS and plan.rule != "full" and plan.target.row_wise:
             joint = self._joint_of(routing, plan)
@@ -107,7 +119,11 @@ class RoutedStep:
                 call = call_on_stream(layer, plan, target, stream, token_mask, {})
                 out = target.from_update(call, given[call.mask])
             else:
-                own = stream if routing.family.parallel else stream.clone()  # an executor may overwrite it
+                # an executor may overwrite it
+                if routing.family.parallel:
+                    own = stream
+                else:
+                    own = stream.clone()
                 call = call_on_stream(layer, plan, target, own, token_mask, {}, normed=given)
                 call = replace(call, finishes=False)  # the layer runs what is parallel to the FFN
                 out = executor_of(call).run(call)
@@ -122,7 +138,8 @@ class RoutedStep:
 
     def _in_full(self, routing: Routing, target: TargetTraits, stream: Tensor, given: Tensor) -> Tensor:
         """The stream as the base computes it, `[1, N, d]`."""
-        layer, family = self.layer, routing.family
+        layer = self.layer
+        family = routing.family
         ffn = ffn_map(layer, family)
         if not target.skips_attention:
             return stream + ffn(given)
@@ -135,8 +152,12 @@ class RoutedStep:
         """Gate and branch as one product, where a decoding step of the library's own would have them so."""
         self._follow(routing)
         if plan.adapter not in self._joints:
-            norm, reads_norm, joint = routing.norm_in_front("ffn"), plan.config.gate_input == "normed", None
-            rms = None if norm is None else rms_of(norm)
+            norm = routing.norm_in_front("ffn")
+            reads_norm = plan.config.gate_input == "normed"
+            joint = None
+            rms = None
+            if norm is not None:
+                rms = rms_of(norm)
             if rms is not None and reads_norm and supports_decode(plan, routing.family) and current_platform.is_cpu():
                 # vLLM has put its own norm of the kind there.
                 weight = norm_of(self.layer, routing.family, "ffn").weight
@@ -183,7 +204,10 @@ def _of_rows(bars: list[float], batch: Any, rows: int, device: torch.device) -> 
 def _routed(stream: Tensor, given: Tensor, layer_name: str) -> Tensor:
     context = get_forward_context()
     metadata = context.attn_metadata
-    batch = next(iter(metadata.values())) if metadata else None  # one for each layer's attention, all of the same rows
+    # one for each layer's attention, all of the same rows
+    batch = None
+    if metadata:
+        batch = next(iter(metadata.values()))
     step: RoutedStep = context.no_compile_layers[layer_name]
     return step(stream, given, batch)
 
@@ -194,7 +218,9 @@ def _last_rows(batch: Any, rows: int, count: int) -> Tensor | None:
         return None
     ends = batch.query_start_loc[1:].long()
     last = torch.zeros(1, rows, dtype=torch.bool, device=ends.device).index_fill_(1, ends - 1, True)
-    return last if count == 1 else tail_mask(last, count)
+    if count == 1:
+        return last
+    return tail_mask(last, count)
 
 
 def _shape_only(stream: Tensor, given: Tensor, layer_name: str) -> Tensor:
@@ -210,18 +236,26 @@ def served_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     routing: Routing | None = layer._modules.get(ROUTING)
     if routing is None:
         return layer._base_forward(hidden_states, **kwargs)
-    family, h = routing.family, hidden_states
+    family = routing.family
+    h = hidden_states
     target = cast(Target, routing.active_target())
     if target.skips_attention:
         update = attention_update(layer, family, target.norm(layer, family, h), kwargs)
         out = torch.ops.hf_depthroute.routed(h, update, getattr(layer, NAME))
         if not target.skips_ffn:
-            read = h if family.parallel else out
+            if family.parallel:
+                read = h
+            else:
+                read = out
             out = out + ffn_map(layer, family)(norm_of(layer, family, "ffn")(read))
-        return (out, None) if family.returns_weights else out
+        if family.returns_weights:
+            return out, None
+        return out
     stream = target.enter(layer, family, h, kwargs)
     normed = target.norm(layer, family, stream)  # here a compiler joins it to what is around it
     out = torch.ops.hf_depthroute.routed(stream, normed, getattr(layer, NAME))
     if family.parallel:
         out = attended(layer, family, out, h, kwargs)
-    return (out, None) if family.returns_weights else out
+    if family.returns_weights:
+        return out, None
+    return out

@@ -86,7 +86,8 @@ def choose(kernel: str, shape: Hashable, dtype: torch.dtype, prepare: Callable[[
     """The row of `kernel`'s table to run at `shape`; `prepare` makes inputs for a trial, which launches it with one."""
     if dtype == torch.float32:
         return _FLOAT32[kernel]
-    table, key = _TABLES[kernel], (kernel, shape, dtype)
+    table = _TABLES[kernel]
+    key = (kernel, shape, dtype)
     if key not in _chosen:
         if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
             return table[0]

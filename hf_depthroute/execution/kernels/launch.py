@@ -39,11 +39,16 @@ def swiglu(
     """See `ops.swiglu_rows`."""
     if not len(x) or not _supported(stream, x, w_gate, w_up, w_down):
         return plain.swiglu(stream, x, mask, scale, w_gate, w_up, w_down)
-    stream, chosen = stream.contiguous(), _rows(mask)
-    scale = None if scale is None else scale.contiguous()
+    stream = stream.contiguous()
+    chosen = _rows(mask)
+    if scale is not None:
+        scale = scale.contiguous()
     hidden = x.new_empty(len(x), len(w_gate))  # read at chosen rows only
     _multiply(x.contiguous(), chosen, w_gate, hidden, up=w_up.contiguous())
-    out = torch.empty_like(stream) if len(x) <= _FEW else stream.clone()
+    if len(x) <= _FEW:
+        out = torch.empty_like(stream)
+    else:
+        out = stream.clone()
     return _multiply(hidden, chosen, w_down, out, stream=stream, scale=scale)
 
 
@@ -54,12 +59,20 @@ def attend(
     if not q.numel() or q.shape[-1] > 256 or not _supported(q, keys, values):
         return plain.attend(q, keys, values, mask, allowed, past, scaling)
     if keys.stride() != values.stride() or keys.stride(-1) != 1:
-        keys, values = keys.contiguous(), values.contiguous()
-    table, strides = 0, (0, 0)  # of a sequence and a query of `allowed`; a mask of one sequence serves all
+        keys = keys.contiguous()
+        values = values.contiguous()
+    # of a sequence and a query of `allowed`; a mask of one sequence serves all
+    table = 0
+    strides = (0, 0)
     if allowed is not None:
-        table = 1 if allowed.dtype == torch.bool else 2
-        allowed = allowed if allowed.stride(-1) == 1 else allowed.contiguous()
-        allowed = allowed.view(torch.uint8) if table == 1 else allowed
+        if allowed.dtype == torch.bool:
+            table = 1
+        else:
+            table = 2
+        if allowed.stride(-1) != 1:
+            allowed = allowed.contiguous()
+        if table == 1:
+            allowed = allowed.view(torch.uint8)
         strides = (allowed.stride(0) if len(allowed) > 1 else 0, allowed.stride(2))
     numbers = (keys.shape[2], past, scaling * math.log2(math.e), *keys.stride()[:3], *strides)
     width = triton.next_power_of_2(max(16, q.shape[-1]))
@@ -77,11 +90,16 @@ def _bytes(mask: Tensor) -> Tensor:
 
 
 def _precision(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"  # without effect on 16-bit inputs
+    # without effect on 16-bit inputs
+    if x.dtype == torch.float32:
+        return "ieee"
+    return "tf32"
 
 
 def _rows(mask: Tensor) -> Rows:
-    return (_bytes(mask),) if len(mask) <= _FEW else _compacted(_bytes(mask)[None])
+    if len(mask) <= _FEW:
+        return (_bytes(mask),)
+    return _compacted(_bytes(mask)[None])
 
 
 def _compacted(mask: Tensor) -> Rows:
@@ -104,7 +122,8 @@ def _multiply(
     scale: Tensor | None = None,
 ) -> Tensor:
     """`rows.multiply_many`, or `rows.multiply_few`, into `out`."""
-    number, few = len(x), len(x) <= _FEW
+    number = len(x)
+    few = len(x) <= _FEW
     weight = weight.contiguous()
     sizes = {"WIDTH": x.shape[1], "OUT": len(weight), "PRECISION": _precision(x)}
 
@@ -121,11 +140,21 @@ def _multiply(
 
     def prepare() -> Trial:
         # Into another tensor: the rows of `out` that are skipped have their values already.
-        trial = (torch.ones_like(chosen[0]),) if few else half_of(number, 1, x.device)
+        if few:
+            trial = (torch.ones_like(chosen[0]),)
+        else:
+            trial = half_of(number, 1, x.device)
         scratch = torch.empty_like(out)
         return lambda choice: launch(choice, trial, scratch)
 
-    kind = ", one row" if number == 1 else ", few rows" if few else ", one tile" if number <= 64 else ""
+    if number == 1:
+        kind = ", one row"
+    elif few:
+        kind = ", few rows"
+    elif number <= 64:
+        kind = ", one tile"
+    else:
+        kind = ""
     key = (*weight.shape, number if few else triton.next_power_of_2(max(64, number)))
     launch(choose(("project" if up is None else "gate_up") + kind, key, x.dtype, prepare), chosen, out)
     return out
@@ -141,7 +170,8 @@ def _attend_many(
     heads: dict[str, int],
 ) -> Tensor:
     batch, length = q.shape[:2]
-    out, bounds = torch.zeros_like(q), None
+    out = torch.zeros_like(q)
+    bounds = None
     if heads["TABLE"] == 1:
         assert allowed is not None
         bounds = mask.new_empty(len(allowed), length, 3, dtype=torch.int32)
@@ -157,7 +187,8 @@ def _attend_many(
         )  # fmt: skip
 
     def prepare() -> Trial:
-        half, scratch = half_of(length, batch, q.device), torch.empty_like(out)
+        half = half_of(length, batch, q.device)
+        scratch = torch.empty_like(out)
         return lambda choice: launch(choice, half, scratch)
 
     key = (*heads.values(), triton.next_power_of_2(length))
@@ -175,7 +206,8 @@ def _attend_few(
     heads: dict[str, int],
 ) -> Tensor:
     out = torch.empty_like(q)
-    length, share = q.shape[1], q.shape[2] // keys.shape[1]
+    length = q.shape[1]
+    share = q.shape[2] // keys.shape[1]
     pairs = q.shape[0] * keys.shape[1]
     tile = triton.next_power_of_2(max(16, length * share))
     splits = _splits(pairs, keys.shape[2], q.device)
@@ -209,4 +241,6 @@ def _splits(pairs: int, length: int, device: torch.device) -> int:
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4

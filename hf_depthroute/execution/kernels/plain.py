@@ -35,7 +35,10 @@ def swiglu(
     for rows in index.split(cpu_slice(len(w_up)) if x.device.type == "cpu" else max(1, len(index))):
         if not rows.numel():
             continue
-        part = x if rows.numel() == len(x) else x.index_select(0, rows)
+        if rows.numel() == len(x):
+            part = x
+        else:
+            part = x.index_select(0, rows)
         update = F.linear(F.silu(F.linear(part, w_gate)) * F.linear(part, w_up), w_down)
         if scale is not None:
             update = update * scale[rows, None].to(update.dtype)
@@ -53,7 +56,9 @@ def attend(
         parts: list[tuple[Tensor, Tensor | None, int]]
         if allowed is not None:
             rows = allowed[b if len(allowed) > 1 else 0, 0]  # [T, S]
-            parts = [(time_F, rows[time_F], keys.shape[2])] if time_F.numel() else []
+            parts = []
+            if time_F.numel():
+                parts = [(time_F, rows[time_F], keys.shape[2])]
         else:
             # A slice of the queries sees no more keys than its last one needs.
             parts = [

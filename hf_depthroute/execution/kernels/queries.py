@@ -22,7 +22,8 @@ def visible_range(allowed, bounds, length, stride_b, stride_t, T, BLOCK: tl.cons
     Causal masks, padding, windows and packed documents are rows without a gap: the attention kernel then compares
     positions and need not read the mask for every head. Grid: (T, B).
     """
-    t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
     allowed += b * stride_b + t.to(tl.int64) * stride_t
     lanes = tl.arange(0, BLOCK)
     first = tl.zeros([BLOCK], dtype=tl.int32) + length
@@ -34,7 +35,8 @@ def visible_range(allowed, bounds, length, stride_b, stride_t, T, BLOCK: tl.cons
         first = tl.minimum(first, tl.where(yes, at, length))
         last = tl.maximum(last, tl.where(yes, at + 1, 0))
         seen += yes.to(tl.int32)
-    lowest, highest = tl.min(first, axis=0), tl.max(last, axis=0)
+    lowest = tl.min(first, axis=0)
+    highest = tl.max(last, axis=0)
     bounds += (b * T + t) * 3
     tl.store(bounds, tl.minimum(lowest, highest))
     tl.store(bounds + 1, highest)
@@ -51,7 +53,8 @@ def _absorb(
     COMPARE: a query sees `low .. high` only; elsewhere every key of the tile exists and is visible. TABLE: 1, its row
     of the bool `table` (pointers `[M]`) says what it sees; 2, that row is added to its scores.
     """
-    lanes, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    lanes = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
     wide = (d < HEAD) | (BLOCK_D == HEAD)  # the compiler drops masks that it knows to hold
     for start in range(begin, end, BLOCK_N):
         at = start + lanes
@@ -104,7 +107,8 @@ def attend_many(
     query = tl.load(q + place, mask=(d < HEAD)[None, :], other=0.0)
     group = (head // (HEADS // GROUPS)).to(tl.int64)
     own = b * stride_b + group * stride_g
-    keys, values = keys + own, values + own
+    keys = keys + own
+    values = values + own
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     norm = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.zeros([BLOCK_M], dtype=tl.float32) + float("-inf")
@@ -119,13 +123,15 @@ def attend_many(
     else:
         if TABLE == 1:
             bounds += (tl.where(allowed_b == 0, 0, b) * T + time) * 3  # one sequence's mask may serve all
-            lowest, highest = tl.load(bounds), tl.load(bounds + 1)
+            lowest = tl.load(bounds)
+            highest = tl.load(bounds + 1)
             gaps = tl.max(tl.load(bounds + 2), axis=0)
         else:
             lowest = tl.zeros([BLOCK_M], dtype=tl.int32)
             highest = tl.minimum(past + time + 1, S)
             gaps = 0
-        begin, end = tl.min(lowest, axis=0), tl.max(highest, axis=0)
+        begin = tl.min(lowest, axis=0)
+        end = tl.max(highest, axis=0)
         # Between them every query of the tile sees every key, where there is no gap.
         inner_begin = begin + tl.cdiv(tl.max(lowest, axis=0) - begin, BLOCK_N) * BLOCK_N
         inner_end = inner_begin + tl.maximum(tl.min(highest, axis=0) - inner_begin, 0) // BLOCK_N * BLOCK_N
@@ -135,7 +141,10 @@ def attend_many(
                     acc, norm, peak, query, keys, values, begin, end, lowest, highest, table, scaling, stride_s,
                     HEAD, BLOCK_D, BLOCK_N, True, 1, PRECISION,
                 )  # fmt: skip
-                inner_begin, inner_end, begin = end, end, end  # the passes below find nothing left
+                # the passes below find nothing left
+                inner_begin = end
+                inner_end = end
+                begin = end
         acc, norm, peak = _absorb(
             acc, norm, peak, query, keys, values, begin, tl.minimum(inner_begin, end), lowest, highest, table, scaling,
             stride_s, HEAD, BLOCK_D, BLOCK_N, True, 0, PRECISION,
@@ -164,8 +173,10 @@ def attend_few(
     With one split the output is written here, otherwise `combine_splits` does it from `part_acc`
     `[B * G, SPLITS, M, k]` and the two sums `[B * G, SPLITS, M]`. Grid: (B * G, SPLITS). TABLE as in `attend_many`.
     """
-    pair, split = tl.program_id(0), tl.program_id(1)
-    b, group = (pair // GROUPS).to(tl.int64), (pair % GROUPS).to(tl.int64)
+    pair = tl.program_id(0)
+    split = tl.program_id(1)
+    b = (pair // GROUPS).to(tl.int64)
+    group = (pair % GROUPS).to(tl.int64)
     SHARE: tl.constexpr = HEADS // GROUPS
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -202,7 +213,8 @@ def attend_few(
                     yes = (tl.load(row_of + at, mask=at < end, other=0) != 0) & wanted
                     first = tl.minimum(first, tl.where(yes, at, end))
                     last = tl.maximum(last, tl.where(yes, at + 1, begin))
-            begin, end = tl.min(first, axis=0), tl.max(last, axis=0)
+            begin = tl.min(first, axis=0)
+            end = tl.max(last, axis=0)
         acc, norm, peak = _absorb(
             acc, norm, peak, query, keys + own, values + own, begin, end, low, high, table, scaling,
             stride_s, HEAD, BLOCK_D, BLOCK_N, True, TABLE, PRECISION,
@@ -227,9 +239,11 @@ def combine_splits(
 
     A split that saw nothing (`norm` 0) has written no `acc`. SPLITS is a power of two.
     """
-    pair, row = tl.program_id(0), tl.program_id(1)
+    pair = tl.program_id(0)
+    row = tl.program_id(1)
     SHARE: tl.constexpr = HEADS // GROUPS
-    split, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    split = tl.arange(0, SPLITS)
+    d = tl.arange(0, BLOCK_D)
     slot = (pair * SPLITS + split).to(tl.int64) * BLOCK_M + row
     norm = tl.load(part_norm + slot)
     seen = norm != 0.0
@@ -239,6 +253,7 @@ def combine_splits(
     acc = tl.load(part_acc + slot[:, None] * BLOCK_D + d[None, :], mask=seen[:, None], other=0.0)
     total = tl.sum(norm * weight, axis=0)
     result = tl.sum(acc * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
-    t, head = row // SHARE, pair % GROUPS * SHARE + row % SHARE
+    t = row // SHARE
+    head = pair % GROUPS * SHARE + row % SHARE
     place = ((pair // GROUPS).to(tl.int64) * T + t) * HEADS + head
     tl.store(out + place * HEAD + d, result.to(out.dtype.element_ty), mask=d < HEAD)

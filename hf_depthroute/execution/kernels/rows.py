@@ -63,7 +63,8 @@ def _product(
             part += tl.load(weight + at + start, mask=inside[None, :], other=0.0).to(tl.float32) * a
             if up is not None:
                 up_part += tl.load(up + at + start, mask=inside[None, :], other=0.0).to(tl.float32) * a
-        result, more = tl.sum(part, axis=1)[None, :], tl.sum(up_part, axis=1)[None, :]
+        result = tl.sum(part, axis=1)[None, :]
+        more = tl.sum(up_part, axis=1)[None, :]
     else:
         x_at = x + row[:, None] * WIDTH + k[None, :]
         at = column[None, :] * WIDTH + k[:, None]
@@ -116,7 +117,8 @@ def multiply_many(
     None. `x` `[N, i]`, `stream` and `out` `[N, o]`.
     """
     total = tl.load(count)
-    tiles_m, tiles_n = tl.cdiv(total, BLOCK_M), tl.cdiv(OUT, BLOCK_N)
+    tiles_m = tl.cdiv(total, BLOCK_M)
+    tiles_n = tl.cdiv(OUT, BLOCK_N)
     pid = tl.program_id(0)
     if pid >= tiles_m * tiles_n:
         return

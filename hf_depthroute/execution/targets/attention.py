@@ -48,7 +48,9 @@ class AttentionTarget(Target):
         return rows
 
     def gathered(self, call: RoutedCall) -> Tensor:
-        layer, family, mask = call.layer, call.family, call.mask
+        layer = call.layer
+        family = call.family
+        mask = call.mask
         normed = call.norm()
         attention = getattr(layer, family.attention)
         style = family.queries
@@ -72,7 +74,9 @@ class AttentionTarget(Target):
         before = call.stream.reshape(-1, call.stream.shape[-1])
         out = before.clone()
         if call.branch is not None:
-            weight = None if call.cheap_scale is None else call.cheap_scale.reshape(-1, 1).to(before.dtype)
+            weight = None
+            if call.cheap_scale is not None:
+                weight = call.cheap_scale.reshape(-1, 1).to(before.dtype)
             out = add_rows(out, before, (~flat).nonzero().squeeze(-1), call.branch, slice_rows(call), weight)
         out = out.index_copy_(0, flat.nonzero().squeeze(-1), rows.to(out.dtype))
         return call.with_recalled(out.view(call.stream.shape))
@@ -82,7 +86,9 @@ class AttentionTarget(Target):
         return supports_rows(attention, call.family.queries, call.stream, call.kwargs)
 
     def by_rows(self, call: RoutedCall) -> Tensor:
-        layer, family, stream = call.layer, call.family, call.stream
+        layer = call.layer
+        family = call.family
+        stream = call.stream
         attention = getattr(layer, family.attention)
         assert family.queries is not None
         rows = attended_update(attention, family.queries, call.norm(), call.mask, call.kwargs)
@@ -97,5 +103,8 @@ class AttentionTarget(Target):
         return after
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
-        read = call.stream if call.family.parallel else after
+        if call.family.parallel:
+            read = call.stream
+        else:
+            read = after
         return after + ffn_map(call.layer, call.family)(norm_of(call.layer, call.family, "ffn")(read))

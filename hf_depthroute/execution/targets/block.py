@@ -54,8 +54,12 @@ class BlockTarget(AttentionTarget):
     def rest(self, call: RoutedCall, rows: Tensor, before: Tensor, scale: Tensor | None) -> Tensor:
         if not len(rows):
             return rows
-        ffn, norm = ffn_map(call.layer, call.family), norm_of(call.layer, call.family, "ffn")
-        read = before if call.family.parallel else rows
+        ffn = ffn_map(call.layer, call.family)
+        norm = norm_of(call.layer, call.family, "ffn")
+        if call.family.parallel:
+            read = before
+        else:
+            read = rows
         update = in_slices(lambda part: ffn(norm(part)), read, slice_rows(call))
         return rows + scaled(update, scale)
 
@@ -71,7 +75,9 @@ class BlockTarget(AttentionTarget):
 
     def _scaled(self, call: RoutedCall, of_attention: Tensor | None, of_ffn: Tensor | None) -> Tensor:
         """`a = h + s attention(LN1(h))`, then `a + t FFN(LN2(a))`, with `s` and `t` `[B, T]`, 1 where None."""
-        layer, family, stream = call.layer, call.family, call.stream
+        layer = call.layer
+        family = call.family
+        stream = call.stream
         update = attention_update(layer, family, call.norm(), call.kwargs)
         a = stream + scaled(update, of_attention)
         update = ffn_map(layer, family)(norm_of(layer, family, "ffn")(stream if family.parallel else a))

@@ -49,20 +49,31 @@ class ExpertsTarget(FFNTarget):
     @torch.compiler.disable  # it sets hooks, which no compiler traces
     def _run(self, call: RoutedCall, compact: bool) -> Tensor:
         assert call.decision is not None and not call.family.parallel
-        a, decision, scores = call.stream, call.decision, call.decision.scores
+        a = call.stream
+        decision = call.decision
+        scores = call.decision.scores
 
         def decide(index: Tensor) -> tuple[Tensor, Tensor]:  # [N, K]
             index_BTK = index.view(*a.shape[:2], -1)
             per_expert = scores.ndim == 3
-            decision.scores = scores.gather(-1, index_BTK) if per_expert else scores[..., None].expand_as(index_BTK)
+            if per_expert:
+                decision.scores = scores.gather(-1, index_BTK)
+            else:
+                decision.scores = scores[..., None].expand_as(index_BTK)
             mask, probs = call.routing.decide(call.plan, decision.scores, call.token_mask, None, index_BTK)
-            decision.mask, decision.probs = mask, probs
-            factor = probs if call.plan.mix == "soft" else mask + (probs - probs.detach())  # straight-through
+            decision.mask = mask
+            decision.probs = probs
+            # straight-through
+            if call.plan.mix == "soft":
+                factor = probs
+            else:
+                factor = mask + (probs - probs.detach())
             return mask.reshape(index.shape), factor.reshape(index.shape)  # a replayed mask may be a slice
 
         with routed_pairs(call.routing.experts_of(call.layer), decide, compact) as seen:
             out = call.full()
-        pairs, branch = seen[0], call.branch
+        pairs = seen[0]
+        branch = call.branch
         decision.extras["expert_index"] = pairs.index.view(*a.shape[:2], -1)
         if branch is None:
             return out

@@ -49,7 +49,9 @@ class FFNTarget(Target):
 
     def gathered(self, call: RoutedCall) -> Tensor:
         """As `Target.gathered`; where the norm is not known yet, only the rows that run are normed."""
-        router = router_of(call.layer, call.family) if is_recorded(ROUTER_LOGITS) else None
+        router = None
+        if is_recorded(ROUTER_LOGITS):
+            router = router_of(call.layer, call.family)
         if router is None:
             return self._gathered(call, call.normed)
         normed = call.norm()
@@ -58,8 +60,13 @@ class FFNTarget(Target):
             return self._gathered(call, normed)
 
     def _gathered(self, call: RoutedCall, normed: Tensor | None) -> Tensor:
-        ffn, rows = ffn_map(call.layer, call.family), slice_rows(call)
-        stream = call.stream.clone() if call.family.parallel else call.stream  # the layer's input is still needed
+        ffn = ffn_map(call.layer, call.family)
+        rows = slice_rows(call)
+        # the layer's input is still needed
+        if call.family.parallel:
+            stream = call.stream.clone()
+        else:
+            stream = call.stream
         if normed is not None:
             after = gathered_update(stream, normed, call.mask, ffn, call.branch, rows, call.scale)
             return call.with_recalled(after)
@@ -72,7 +79,10 @@ class FFNTarget(Target):
 
     def by_rows(self, call: RoutedCall) -> Tensor:
         stream = call.stream
-        base = stream if call.branch is None else torch.where(call.mask[..., None], stream, call.cheap())
+        if call.branch is None:
+            base = stream
+        else:
+            base = torch.where(call.mask[..., None], stream, call.cheap())
         return ffn_rows(call, base, call.norm(), call.scale)
 
     def finish(self, call: RoutedCall, after: Tensor) -> Tensor:
@@ -94,7 +104,9 @@ def ffn_rows(call: RoutedCall, stream: Tensor, normed: Tensor, scale: Tensor | N
     ffn: Any = getattr(call.layer, call.family.ffn)
     rows, x = (part.reshape(-1, part.shape[-1]) for part in (stream, normed))
     weights = ffn.gate_proj.weight, ffn.up_proj.weight, ffn.down_proj.weight
-    flat = None if scale is None else scale.reshape(-1)
+    flat = None
+    if scale is not None:
+        flat = scale.reshape(-1)
     return swiglu_rows(rows, x, call.mask.reshape(-1), flat, *weights).view(stream.shape)
 
 

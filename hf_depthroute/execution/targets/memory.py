@@ -62,7 +62,8 @@ class MemoryTarget(Target):
     finish_attends = True
 
     def __init__(self, retrieved: Tensor | None = None, value: Tensor | None = None) -> None:
-        self._retrieved, self._value = retrieved, value
+        self._retrieved = retrieved
+        self._value = value
 
     def of_call(
         self, routing: Routing, plan: RoutePlan, h: Tensor, context: ForwardContext, kwargs: Kwargs
