@@ -142,7 +142,7 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     if not paths:
         raise _fault(folder, "holds no safetensors file; is it a checkpoint?")
     index = folder / "model.safetensors.index.json"
-    listed = {}
+    listed: Any = {}
     if index.is_file():
         listed = read_config(index).get("weight_map")
     if not isinstance(listed, dict):

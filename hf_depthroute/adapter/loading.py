@@ -108,11 +108,9 @@ def match_tensors(
 
 def check_same(config: DepthRouteConfig, saved: DepthRouteConfig) -> None:
     """Raise `AdapterMismatchError` where weights of the adapter `saved` would do something else in that of `config`."""
-    if config.has_memory and saved.has_memory:
-        unused = ()
-    else:
-        unused = ("seed", *MEMORY_FIELDS)
-    skipped = {*_SETTINGS, *_SEEN_IN_TENSORS, *unused}
+    skipped = {*_SETTINGS, *_SEEN_IN_TENSORS}
+    if not (config.has_memory and saved.has_memory):
+        skipped |= {"seed", *MEMORY_FIELDS}
     for name in [field.name for field in fields(RoutingFields) if field.name not in skipped]:
         here = getattr(config, name)
         there = getattr(saved, name)

@@ -262,8 +262,7 @@ def _undone(model: Any, source: Any, adapter_name: str) -> Iterator[None]:
 def _copied_by_routed(model: Any) -> list[str] | None:
     """`modules_to_save` of a routed adapter of the model; None if there are none."""
     stack = routed_stack(model)
-    routings = ()
-    if stack is not None:
-        routings = stack.routed
-    configs = [routing.config(name) for routing in routings for name in routing.depth_route_gate]
+    if stack is None:
+        return None
+    configs = [routing.config(name) for routing in stack.routed for name in routing.depth_route_gate]
     return next((config.modules_to_save for config in configs if config.modules_to_save), None)

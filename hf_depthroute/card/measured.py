@@ -260,10 +260,6 @@ def _number(value: Any) -> float:
 
 def _optional(value: Any) -> float | None:
     """None for what is not known, which lm-eval writes as "N/A" and a quotient by zero as NaN."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        found = value
-    else:
-        found = math.nan
-    if math.isfinite(found):
-        return float(found)
-    return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)

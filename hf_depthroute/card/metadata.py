@@ -57,13 +57,12 @@ def make_metadata(
 ) -> ModelCardData:
     """The metadata of a card. A base or a dataset that is a local path has no id to be indexed by, and is left out."""
     base = base_id(facts)
-    extra: dict[str, Any] = {}
-    if base is not None:
-        extra = {"base_model_relation": "adapter"}
     indexed = [name for name in map(dataset_id, datasets) if name is not None]
-    by_base = ()
+    extra: dict[str, Any] = {}
+    by_base: list[str] = []
     if base is not None:
-        by_base = (f"base_model:adapter:{base}",)
+        extra["base_model_relation"] = "adapter"
+        by_base.append(f"base_model:adapter:{base}")
     evaluations = [*_losses(results.losses), *_scores(results.scores)]
     if evaluations:
         extra |= {"model_name": model_name, "eval_results": evaluations}
@@ -132,9 +131,9 @@ def _scores(measured: Sequence[Score]) -> list[EvalResult]:
 def _condition(score: Score) -> str:
     parts = []
     if score.budget is not None:
-        parts = [f"budget {score.budget:g}"]
+        parts.append(f"budget {score.budget:g}")
     if score.phases is not None:
-        parts += [f"phases {score.phases}"]
+        parts.append(f"phases {score.phases}")
     if parts:
         return f" ({', '.join(parts)})"
     return ""

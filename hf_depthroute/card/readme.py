@@ -120,10 +120,9 @@ def generated_part(text: str) -> tuple[slice, str] | None:
     """Where the generated part of a card is, its two comments included, and the digest that it names."""
     begin = _BEGIN.search(text)
     if begin is None:
-        end = -1
-    else:
-        end = text.find(END, begin.end())
-    if begin is None or end < 0:
+        return None
+    end = text.find(END, begin.end())
+    if end < 0:
         return None
     return slice(begin.start(), end + len(END)), begin[1]
 

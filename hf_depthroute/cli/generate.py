@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -106,10 +106,9 @@ def generate(options: GenerateOptions) -> None:
         draft = {"budget": options.draft_budget, "drop": dropped, "num_tokens": options.draft_tokens or 5}
         ids, report = _lossless(routed, inputs, draft, settings)
     else:
+        dense: AbstractContextManager[None] = nullcontext()
         if options.full:
             dense = routed.disable_adapter()
-        else:
-            dense = nullcontext()
         with dense, torch.no_grad(), finite_logits(routed):
             start = time.perf_counter()
             ids = routed.generate(**inputs, **settings)

@@ -10,7 +10,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,10 +214,9 @@ class Source:
         from .output import noted
 
         adapter = self.options.adapter
+        mismatch: AbstractContextManager[None] = nullcontext()
         if getattr(self.options, "allow_base_mismatch", False):
             mismatch = allow_base_mismatch()
-        else:
-            mismatch = nullcontext()
         with explained(f"adapter {adapter}", adapter, code=ADAPTER), mismatch, noted(BaseDiffersWarning):
             routed = peft.PeftModel.from_pretrained(base, adapter, is_trainable=is_trainable).eval()
         if self.phases is not None:

@@ -51,8 +51,7 @@ def _at_best(folder: Path, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         for path in set(folder.iterdir()) - before:
-            # half of what was to be written
-            if path.is_dir():
+            if path.is_dir():  # half of what was to be written
                 shutil.rmtree(path)
             else:
                 path.unlink()

@@ -283,11 +283,9 @@ def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, An
     """Train, from `checkpoint` on if there is one (of the last step, it is only loaded); what the Trainer logged."""
     remember_training(model, record_of(model) | {ARGUMENTS: _arguments_of(run)})  # checkpoints are saved with it
     with refused("training arguments: ", _ARGUMENT_ERRORS):
-        prompts_alone = model.active_peft_config.phases == "prefill"
-        if prompts_alone:
+        collator: Callable[[list[Any]], dict[str, Any]] = transformers.default_data_collator
+        if model.active_peft_config.phases == "prefill":
             collator = collate_behind_prompts
-        else:
-            collator = transformers.default_data_collator
         trainer = DepthRouteTrainer(model=model, args=run.arguments, train_dataset=run.blocks, data_collator=collator)
     state = None
     if checkpoint is not None:

@@ -154,7 +154,9 @@ def pack(
         stream: list[int] = []
         for ids in tokenizer(texts, verbose=False)["input_ids"] if texts else []:
             begins = bool(ids) and ids[0] == tokenizer.bos_token_id
-            stream += ids if begins else ids + end
+            stream += ids
+            if not begins:
+                stream += end
         blocks = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
         return {"input_ids": blocks, "attention_mask": [[1] * length for _ in blocks], "labels": blocks}
 

@@ -7,7 +7,7 @@ whatever is routed) on one token at one routed layer, weights only, `rho + (1 - 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,14 +153,13 @@ def _remark(routing: Routing, saved: float, gates: float, branches: float, ratio
     if saved == 0 or saved > gates + branches:
         return None
     config = routing.active_config()
-    if config.branch == "memory":
-        branch = ("branch_rank", "memory_width")
-    else:
-        branch = ("branch_rank",)
+    names: Sequence[str]
     if gates >= branches:
         names = GATES[config.gate].sizes
+    elif config.branch == "memory":
+        names = ("branch_rank", "memory_width")
     else:
-        names = branch
+        names = ("branch_rank",)
     smaller = ", ".join(f"{name} (now {getattr(config, name)})" for name in names)
     if smaller:
         advice = f"make {smaller} smaller"

@@ -75,11 +75,9 @@ class DepthRouteLM(HFLM):
                 raise ValueError("the model depthroute needs adapter=HUB_ID_OR_FOLDER")
             base, model = _load(pretrained, adapter, allow_base_mismatch, dtype, trust_remote_code)
             if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
-                # lm-eval's program asks for a GPU by default
-                if torch.cuda.is_available():
+                device = "cpu"
+                if torch.cuda.is_available():  # lm-eval's program asks for a GPU by default
                     device = "cuda"
-                else:
-                    device = "cpu"
             model = model.to(device)
             kwargs.setdefault("tokenizer", base)
         else:
@@ -194,7 +192,10 @@ def evaluate_tasks(
     if unknown:
         raise ValueError(f"lm-eval has no task {unknown[0]!r}; name one of its tasks, or pass the folder of your own")
     variants: list[tuple[str, float | None]] = [("dense", None)]
-    variants += [(f"budget {b:g}", b) for b in budgets] if config.takes_budget() else [("routed", None)]
+    if config.takes_budget():
+        variants += [(f"budget {b:g}", b) for b in budgets]
+    else:
+        variants.append(("routed", None))
     settings: dict[str, Any] = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": False}
     runs = []
     with restored(model):

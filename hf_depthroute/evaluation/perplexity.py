@@ -59,11 +59,9 @@ class BudgetRow:
     behind_prompts: bool = False
 
     def __post_init__(self) -> None:
-        # exp overflows a float above 709
-        if self.loss < 700:
+        perplexity = math.inf
+        if self.loss < 700:  # exp overflows a float above 709
             perplexity = math.exp(self.loss)
-        else:
-            perplexity = math.inf
         object.__setattr__(self, "perplexity", perplexity)
 
 

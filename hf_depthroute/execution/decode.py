@@ -60,7 +60,7 @@ class DecodeStep:
         self.names = family.attention_norm, family.attention, family.ffn_norm, family.ffn
         self.reads_stream = plan.config.gate_input == "residual"
         self.layer_index = routing.layer_index
-        threshold = 0.0
+        threshold: Tensor | float = 0.0
         if plan.rule != "predictor":
             threshold = plan.threshold
         self.threshold = torch.as_tensor(threshold, dtype=torch.float32).item()
@@ -232,8 +232,7 @@ def supports_decode(plan: RoutePlan, family: Family) -> bool:
     """Whether the step of its target computes what `plan` says, in a layer of `family`."""
     if not family.plain:
         return False
+    mixes = ["hard"]
     if plan.target.skips_attention:
-        mixes = ("hard", "scaled_ffn")
-    else:
-        mixes = ("hard",)
+        mixes.append("scaled_ffn")
     return plan.by_token and plan.mix in mixes and not plan.gate.exits

@@ -178,9 +178,8 @@ def decode_steps(layers: Iterable[nn.Module], batch: int) -> dict[nn.Module, Ste
     steps: dict[nn.Module, Step] = {}
     for layer in layers:
         routing = cast("Routing | None", layer._modules.get(ROUTING))
-        if routing is None:
-            step = run_base
-        else:
+        step: Step | None = run_base
+        if routing is not None:
             step = _step_of(layer, routing, batch)
         if step is not None:
             steps[layer] = step

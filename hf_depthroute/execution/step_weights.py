@@ -58,10 +58,9 @@ class StepWeights:
         if plan.rule == "predictor":  # it stands in for the gate
             gate = cast(Gate, routing.depth_route_predictor[plan.adapter])
             parts.append(gate)
+        self._gate: Gate | None = None
         if scores:
             self._gate = gate
-        else:
-            self._gate = None
         self._branch: Any = branch
         modules = [module for part in parts if part is not None for module in part.modules()]
         if isinstance(branch, NeuronBranch):

@@ -6,7 +6,7 @@ terminal whether to run them when it is told neither yes nor no, so it is always
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -62,10 +62,9 @@ def refused_code(error: BaseException, model: str) -> str | None:
 def _references(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
+    parts: Iterable[object] = ()
     if isinstance(value, Mapping):
         parts = value.values()
     elif isinstance(value, (list, tuple)):
         parts = value
-    else:
-        parts = ()
     return [reference for part in parts for reference in _references(part)]

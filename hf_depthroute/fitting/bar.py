@@ -24,12 +24,13 @@ class FitBar:
     def __init__(self, layers: nn.ModuleList, passes: int, text: int, shown: bool | None) -> None:
         self._handles: list[Any] = []
         self._text = text
-        if shown is None:
-            disable = True
-            if is_progress_bar_enabled():
-                disable = None
-        else:
+        disable: bool | None  # None: where the output is no terminal
+        if shown is not None:
             disable = not shown
+        elif is_progress_bar_enabled():
+            disable = None
+        else:
+            disable = True
         self.total = passes * len(layers)
         self.done = 0
         self._bar = tqdm(total=self.total, disable=disable, unit="", unit_scale=True, bar_format=_FORMAT)

@@ -221,11 +221,9 @@ class _Rows:
             self.gate = self._of([call.norm() for call in calls])
         self.normed: torch.Tensor = branch.normed(streams).float()
         ngrams = [c.ngrams.to(mask.device)[mask] for c, mask in zip(calls, self.real) if c.ngrams is not None]
-        # of a branch with a memory
+        self.ngrams = torch.empty(0)  # of a branch with a memory
         if ngrams:
             self.ngrams = torch.cat(ngrams)
-        else:
-            self.ngrams = torch.empty(0)
 
     def _of(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part[mask] for part, mask in zip(parts, self.real)]).float()

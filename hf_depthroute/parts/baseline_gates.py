@@ -113,8 +113,7 @@ class StaticGate(Gate):
         self._scores = scores
 
     def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], or [B, T, E]
-        if self._scores == 1:
-            shape = a.shape[:-1]
-        else:
-            shape = (*a.shape[:-1], self._scores)
+        shape: tuple[int, ...] = a.shape[:-1]
+        if self._scores != 1:
+            shape = (*shape, self._scores)
         return {"scores": a.new_zeros(shape, dtype=torch.float32)}

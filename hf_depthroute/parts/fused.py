@@ -93,10 +93,9 @@ class FusedGateBranch:
             read = a
         else:
             read = normed
-        if isinstance(threshold, float):
-            bars = [threshold] * len(scores)
-        else:
-            bars = threshold
+        bars = threshold
+        if isinstance(bars, float):
+            bars = [bars] * len(scores)
         chosen = [row for row, score in enumerate(scores) if score >= bars[row]]
         if len(chosen) == len(scores):
             return a + ffn(read), chosen
@@ -117,11 +116,9 @@ class FusedGateBranch:
         if len(x) == 1:  # three calls without a matrix, whose operators cost more than their arithmetic
             row = x.view(-1)
             squares = torch.dot(row, row).item()
-            # as a norm gives
+            scale = math.nan  # as a norm gives
             if squares < math.inf:
                 scale = (squares + self._eps) ** -0.5
-            else:
-                scale = math.nan
             y = torch.addmv(self._bias, self._weight, row, alpha=scale)[None]
         else:
             squares_B11 = torch.baddbmm(self._eps_111, x[:, None], x[..., None])

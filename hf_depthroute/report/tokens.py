@@ -203,7 +203,7 @@ def text_pieces(tokenizer: Any, ids: Sequence[int], boundary: int | None = None)
     while start < len(ids):
         # Decoded with the piece in front, since some tokenizers drop the space of a first token; never with a part of
         # a character, which would make the rest unreadable.
-        context = []
+        context: Sequence[int] = []
         if counts and not pieces[-1].endswith(_REPLACEMENT):
             context = ids[start - counts[-1] : start]
         before = ""

@@ -134,10 +134,8 @@ class Routing(nn.Module, BaseTunerLayer):
         skipped = TARGETS[target]
         norm, same = self._norms[0]["ffn" if small_ffn and skipped.skips_ffn else skipped.norm_of]
         if small_ffn:
-            made = SwiGLUBranch
-        else:
-            made = LowRankBranch
-        return made(norm, self.width, rank, bias=self.ffn_bias, copy_values=same)
+            return SwiGLUBranch(norm, self.width, rank, bias=self.ffn_bias, copy_values=same)
+        return LowRankBranch(norm, self.width, rank, bias=self.ffn_bias, copy_values=same)
 
     def follow(self, name: str, previous: Routing) -> None:
         """Name the layer that adapter `name` routes before this one; a token that left there stays out here."""

@@ -50,7 +50,7 @@ class FusedLoss:
         self._head = cast(nn.Linear, self._base.get_output_embeddings())
         self._passed: torch.Tensor | None = None
         self._thread: int | None = None
-        # bound once
+        # Bound once.
         self._forward = self._pass_through
         self._loss = self._causal_lm_loss
 

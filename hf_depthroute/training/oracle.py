@@ -206,9 +206,8 @@ class LabelScale:
 
     def begin_step(self) -> None:
         """The batches from here on are another optimizer step's."""
-        # of `|dl|`, and of how many labels
         self._before = self.value
-        self._sums = torch.zeros(2)
+        self._sums = torch.zeros(2)  # of `|dl|`, and of how many labels
 
     def update(self, labels: UtilityLabels) -> torch.Tensor:
         """The average with a batch's labels in it: a scalar, 1 where there never was a label."""

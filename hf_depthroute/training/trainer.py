@@ -80,10 +80,9 @@ class DepthRouteTrainerMixin(_Trainer):
 
     def _watch(self, model: nn.Module) -> None:
         """Train `model` with the routing losses."""
+        arguments = RoutingArguments()
         if isinstance(self.args, RoutingArguments):
             arguments = self.args
-        else:
-            arguments = RoutingArguments()
         self._callback.objective = self.routing_objective = RoutingObjective(arguments, model)
         self._fused: FusedLoss | None = None
 

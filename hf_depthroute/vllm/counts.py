@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 EVERY_SECONDS = 10.0
-# Prometheus adds `_total`
+# Prometheus adds `_total`.
 FULL = "depthroute:rows_full"
 ALL = "depthroute:rows"
 

@@ -91,10 +91,8 @@ class RoutedStep:
         bars = []
         if len(plans) != 1:
             bars = [self._threshold_of(routing, plans[budget]) for budget in asked]
-        # rows in full
-        if real is None:
-            ran: Tensor | int = rows
-        else:
+        ran: Tensor | int = rows  # rows in full
+        if real is not None:
             ran = real
         joint = None
         if generates and rows == real and rows <= DECODE_ROWS and plan.rule != "full" and plan.target.row_wise:
@@ -119,11 +117,9 @@ class RoutedStep:
                 call = call_on_stream(layer, plan, target, stream, token_mask, {})
                 out = target.from_update(call, given[call.mask])
             else:
-                # an executor may overwrite it
-                if routing.family.parallel:
-                    own = stream
-                else:
-                    own = stream.clone()
+                own = stream
+                if not routing.family.parallel:
+                    own = stream.clone()  # an executor may overwrite it
                 call = call_on_stream(layer, plan, target, own, token_mask, {}, normed=given)
                 call = replace(call, finishes=False)  # the layer runs what is parallel to the FFN
                 out = executor_of(call).run(call)
@@ -204,10 +200,9 @@ def _of_rows(bars: list[float], batch: Any, rows: int, device: torch.device) -> 
 def _routed(stream: Tensor, given: Tensor, layer_name: str) -> Tensor:
     context = get_forward_context()
     metadata = context.attn_metadata
-    # one for each layer's attention, all of the same rows
     batch = None
     if metadata:
-        batch = next(iter(metadata.values()))
+        batch = next(iter(metadata.values()))  # one for each layer's attention, all of the same rows
     step: RoutedStep = context.no_compile_layers[layer_name]
     return step(stream, given, batch)
 

@@ -61,9 +61,8 @@ def attend(
     if keys.stride() != values.stride() or keys.stride(-1) != 1:
         keys = keys.contiguous()
         values = values.contiguous()
-    # of a sequence and a query of `allowed`; a mask of one sequence serves all
     table = 0
-    strides = (0, 0)
+    strides = (0, 0)  # of a sequence and a query of `allowed`; a mask of one sequence serves all
     if allowed is not None:
         if allowed.dtype == torch.bool:
             table = 1
@@ -90,10 +89,9 @@ def _bytes(mask: Tensor) -> Tensor:
 
 
 def _precision(x: Tensor) -> str:
-    # without effect on 16-bit inputs
     if x.dtype == torch.float32:
         return "ieee"
-    return "tf32"
+    return "tf32"  # without effect on 16-bit inputs
 
 
 def _rows(mask: Tensor) -> Rows:
@@ -140,6 +138,7 @@ def _multiply(
 
     def prepare() -> Trial:
         # Into another tensor: the rows of `out` that are skipped have their values already.
+        trial: Rows
         if few:
             trial = (torch.ones_like(chosen[0]),)
         else:

@@ -141,7 +141,7 @@ def attend_many(
                     acc, norm, peak, query, keys, values, begin, end, lowest, highest, table, scaling, stride_s,
                     HEAD, BLOCK_D, BLOCK_N, True, 1, PRECISION,
                 )  # fmt: skip
-                # the passes below find nothing left
+                # The passes below find nothing left.
                 inner_begin = end
                 inner_end = end
                 begin = end

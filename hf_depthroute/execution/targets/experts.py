@@ -63,11 +63,9 @@ class ExpertsTarget(FFNTarget):
             mask, probs = call.routing.decide(call.plan, decision.scores, call.token_mask, None, index_BTK)
             decision.mask = mask
             decision.probs = probs
-            # straight-through
-            if call.plan.mix == "soft":
-                factor = probs
-            else:
-                factor = mask + (probs - probs.detach())
+            factor = probs
+            if call.plan.mix != "soft":
+                factor = mask + (probs - probs.detach())  # straight-through
             return mask.reshape(index.shape), factor.reshape(index.shape)  # a replayed mask may be a slice
 
         with routed_pairs(call.routing.experts_of(call.layer), decide, compact) as seen:

@@ -62,11 +62,9 @@ class FFNTarget(Target):
     def _gathered(self, call: RoutedCall, normed: Tensor | None) -> Tensor:
         ffn = ffn_map(call.layer, call.family)
         rows = slice_rows(call)
-        # the layer's input is still needed
+        stream = call.stream
         if call.family.parallel:
-            stream = call.stream.clone()
-        else:
-            stream = call.stream
+            stream = stream.clone()  # the layer's input is still needed
         if normed is not None:
             after = gathered_update(stream, normed, call.mask, ffn, call.branch, rows, call.scale)
             return call.with_recalled(after)
