@@ -193,10 +193,10 @@ def _refit(model: PeftModel, text: Batches, tail: int, metrics: list[torch.Tenso
             plan = routing.plan(False)
         if routing is None or plan is None:
             states = [walk.run(index, batch, h) for batch, h in enumerate(states)]
-            if not r2:
-                dense = states
-            else:
+            if r2:
                 dense = [walk.run(index, batch, h) for batch, h in enumerate(dense)]
+            else:
+                dense = states
             continue
         calls = [walk.call(index, batch, h, plan) for batch, h in enumerate(states)]
         wanted = [walk.call(index, batch, h, plan) for batch, h in enumerate(dense)]

@@ -73,10 +73,10 @@ class Prefix:
         if self.passed_over():
             return
         kwargs = {**kwargs, **dict(zip(layer._argument_names, args[1:]))}
-        if not args:
-            hidden = kwargs.pop("hidden_states", None)
-        else:
+        if args:
             hidden = args[0]
+        else:
+            hidden = kwargs.pop("hidden_states", None)
         context = unpack(kwargs)
         if layer is self.layers[0]:
             assert hidden is not None
