@@ -30,7 +30,8 @@ def register() -> None:
                 model.logits_processors = [*(model.logits_processors or []), BUDGETS]
                 vllm_config.cache_config.enable_prefix_caching = False  # a prefix is one budget's
             compilation = vllm_config.compilation_config
-            if compilation.cudagraph_mode is None:  # by default, whole forward passes would be recorded
+            # By default, whole forward passes would be recorded.
+            if compilation.cudagraph_mode is None:
                 compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
     MODELS_CONFIG_MAP[ARCHITECTURE] = DepthRoutedConfig

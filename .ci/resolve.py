@@ -57,7 +57,8 @@ class Resolver:
 
     def __init__(self, uv: str, home: Path) -> None:
         self.uv = uv
-        kept = ("PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")  # certificates: how to reach an index, not which
+        # Certificates: how to reach an index, not which.
+        kept = ("PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
         self.environment = {name: os.environ[name] for name in kept if name in os.environ}
         self.environment |= {"HOME": str(home), "MACOSX_DEPLOYMENT_TARGET": "14.0"}
 

@@ -52,7 +52,8 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_MODULES]
 
-if "hf_depthroute_console" not in sys.modules:  # the program `hf-depthroute` registers when a command runs
+# The program `hf-depthroute` registers when a command runs.
+if "hf_depthroute_console" not in sys.modules:
     import_module(".registration", __name__)
 
 

@@ -44,7 +44,8 @@ BRIEF = (
     'models of at most 18 million weights where no other size is named; speed figures "at the shape" or "of the '
     'width" of a larger one are of random weights. Times are of the processor that is named, and differ on others.'
 )
-RESULTS, GATES, PAPERS, PAYS = "results", "gates", "papers", "pays"  # the names of the generated parts' markers
+# The names of the generated parts' markers.
+RESULTS, GATES, PAPERS, PAYS = "results", "gates", "papers", "pays"
 
 
 def part(lines: list[str], name: str) -> str:

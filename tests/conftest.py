@@ -129,7 +129,8 @@ class TensorsOfTests(TorchFunctionMode):
         if kwargs.get("generator") is None:
             return func(*args, **{**kwargs, "device": DEVICE})
         wanted = kwargs.pop("requires_grad", False)
-        return func(*args, **kwargs).to(DEVICE).requires_grad_(wanted)  # the generator is one of the CPU
+        # The generator is one of the CPU.
+        return func(*args, **kwargs).to(DEVICE).requires_grad_(wanted)
 
 
 @pytest.fixture

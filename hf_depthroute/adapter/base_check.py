@@ -29,8 +29,10 @@ from .files import SAMPLED, AdapterMismatchError
 
 GGUF_FILE = "gguf_file"  # its name, in the description of a base that was loaded from one
 _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-_READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # quantised weights are left out
-_NEAR = 0.5  # median relative difference of a quantised copy (about 0.1 in 4 bits); of another model, about 1
+# Quantised weights are left out.
+_READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Median relative difference of a quantised copy (about 0.1 in 4 bits); of another model, about 1.
+_NEAR = 0.5
 _allowed: ContextVar[bool] = ContextVar("allow_base_mismatch", default=False)
 
 

@@ -49,7 +49,8 @@ _TENSORS = {
     "router_proj.down_proj.weight": ("branch", "up.weight", "rd"),
     "router_proj.up_proj.weight": ("branch", "down.weight", "dr"),
 }
-_BRANCH_NORM = {"post_attention_layernorm.weight": ("branch", "norm.weight")}  # of the base; the branch reads it too
+# Of the base; the branch reads it too.
+_BRANCH_NORM = {"post_attention_layernorm.weight": ("branch", "norm.weight")}
 
 
 def convert_flexidepth(checkpoint: str | Path, out: str | Path, base: str | None = None) -> DepthRouteConfig:

@@ -200,7 +200,8 @@ def _examine_parts(shapes: dict[str, tuple[int, ...]], config: SavedAdapter, wid
             memory = NgramMemory(width, config).state_dict()
     wanted = {f"gate.{name}": tuple(value.shape) for name, value in gate.items()}
     wanted |= {f"memory.{name}": tuple(value.shape) for name, value in memory.items()}
-    per_expert = {f"gate.{name}" for name in gate if gate[name].shape != wider[name].shape}  # their number is not known
+    # Their number is not known.
+    per_expert = {f"gate.{name}" for name in gate if gate[name].shape != wider[name].shape}
     held = {name: shape for name, shape in shapes.items() if name.startswith(("gate.", "memory."))}
     for name in sorted(wanted.keys() | held.keys()):
         if name not in held or name not in wanted:

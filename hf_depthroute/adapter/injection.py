@@ -74,7 +74,8 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         _handed_down.set(None)
     if inputs is None:
         return None
-    active = _active(stack)  # asked once: another thread may turn the adapter off, or another one on
+    # Asked once: another thread may turn the adapter off, or another one on.
+    active = _active(stack)
     if _splits_a_packed_row(active, inputs, kwargs):
         raise ConfigError(
             "granularity='sequence' decides once for a row, and this row holds several sequences: turn packing "
@@ -83,7 +84,8 @@ def _hand_down(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if decoder.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         warn_of_training(decoder, active, inputs)
     if not torch.compiler.is_compiling() and starts_prompt(kwargs, inputs.shape[1]):
-        for routing in active:  # a training or averaging library may have written weights in a way of its own
+        # A training or averaging library may have written weights in a way of its own.
+        for routing in active:
             routing.forget_prepared()
     real = token_mask_of(args, kwargs)
     last, ids, starts = None, None, None
@@ -154,7 +156,8 @@ def token_mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
     mask = kwargs.get("attention_mask")
     if isinstance(mask, dict):  # one per kind of attention, made by `generate` for static caches
         mask = next(iter(mask.values()), None)
-    if inputs is None or not isinstance(mask, torch.Tensor) or is_paged(kwargs):  # its keys are in no order of time
+    # Its keys are in no order of time.
+    if inputs is None or not isinstance(mask, torch.Tensor) or is_paged(kwargs):
         return None
     batch, length = inputs.shape[:2]
     if mask.ndim == 2 and mask.shape[1] >= length:
@@ -179,7 +182,8 @@ def _of_new_tokens(mask: torch.Tensor, length: int, kwargs: dict[str, Any]) -> t
     if not isinstance(past, torch.Tensor):
         start = min(past, spare)
         return mask[:, start : start + length].bool()
-    columns = past.to(mask.device).clamp(max=spare) + torch.arange(length, device=mask.device)  # waits for no device
+    # Waits for no device.
+    columns = past.to(mask.device).clamp(max=spare) + torch.arange(length, device=mask.device)
     return mask[:, columns].bool()
 
 

@@ -41,7 +41,8 @@ _OWN_KEY = re.compile(rf"\.{ROUTING}\.{PREFIX}[a-z]+\.")
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}  # one for another
 _SETTINGS = ("budget", "phases", "selection")  # may be others than when the adapter was saved
 _SEEN_IN_TENSORS = ("layers", "static_layers", "branch_rank", "rank_pattern", "gate_hidden", "modules_to_save")
-_READER = "_load_pretrained_model"  # the static method with which transformers reads an adapter file
+# The static method with which transformers reads an adapter file.
+_READER = "_load_pretrained_model"
 # The second group is empty where the method cannot be told: spelt with escapes, or with long gaps.
 _METHOD = re.compile(rb'"peft_type"(\s{0,99}:\s{0,99}"([A-Z0-9_]{1,99})")?|\\u00[4-7]')
 _MAX_BYTES_OF_OTHERS = 1 << 26  # of the config of another method
@@ -102,7 +103,8 @@ def match_tensors(
             raise AdapterMismatchError(
                 "adapter file: its tensors are not those that the config was saved with; copy both files again"
             )
-        config.weights_hash = None  # it was about that file; what the model holds may change from here on
+        # It was about that file; what the model holds may change from here on.
+        config.weights_hash = None
     return matched
 
 

@@ -56,7 +56,8 @@ def install() -> None:
     wrap(PeftModel, "print_trainable_parameters", _print_trainable_parameters)
     wrap(PeftConfigMixin, "from_json_file", from_json_file)
     wrap(save_and_load, "torch_load", _torch_load)
-    for module in (peft, peft.peft_model, peft.utils, save_and_load):  # each holds the function itself
+    # Each holds the function itself.
+    for module in (peft, peft.peft_model, peft.utils, save_and_load):
         wrap(module, "get_peft_model_state_dict", _state_dict_of)
     wrap(peft, "get_peft_model", make_for_task)
     wrap(peft.peft_model, "_set_trainable", copies_once)

@@ -12,7 +12,8 @@ from torch import nn
 
 from ..config.adapter import ConfigError, DepthRouteConfig
 
-HEADS = ("classifier", "score")  # the names of heads that PEFT adds to `modules_to_save` of a classifier's adapter
+# The names of heads that PEFT adds to `modules_to_save` of a classifier's adapter.
+HEADS = ("classifier", "score")
 _CLASSIFIERS = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 
 

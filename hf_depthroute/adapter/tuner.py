@@ -43,7 +43,8 @@ from .peft_hooks import install
 from .source import check_tables, current_load
 from .tasks import for_task, make_for_task
 
-after_injection: list[Callable[[DepthRouteConfig], None]] = []  # called with the config of what was injected
+# Called with the config of what was injected.
+after_injection: list[Callable[[DepthRouteConfig], None]] = []
 
 
 def get_depth_routed_model(
@@ -92,7 +93,8 @@ class DepthRouteModel(BaseTuner):
                 "the model is wrapped in a PeftModel already; inject into its base: "
                 "get_depth_routed_model(model.get_base_model(), config, adapter_name=...)"
             )
-        check_name_is_free(model, adapter_name)  # first: PEFT overwrites the config of an adapter of the same name
+        # First: PEFT overwrites the config of an adapter of the same name.
+        check_name_is_free(model, adapter_name)
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
         # Our own reference: another method that is unloaded from the model deletes the model's.
         self.__dict__["peft_config"] = self.peft_config

@@ -17,7 +17,8 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 _CACHES = ("past_key_values", "layer_past")  # what families call it
-_KEPT = ("keep", "probs", "tokens")  # attributes of a layer, each with the sequences as its first dimension
+# Attributes of a layer, each with the sequences as its first dimension.
+_KEPT = ("keep", "probs", "tokens")
 _NO_TOKEN = -1  # `parts.memory.MISSING`
 
 
@@ -211,7 +212,8 @@ def remember_tokens(cache: Any, index: int, tokens: torch.Tensor) -> None:
         layer.tokens, layer.seen = last.clone(), torch.tensor(tokens.shape[1], device=last.device)
         if not torch.compiler.is_compiling():
             for kept in (layer.tokens, layer.seen):
-                torch._dynamo.mark_static_address(kept)  # as transformers marks the keys, for CUDA graphs
+                # As transformers marks the keys, for CUDA graphs.
+                torch._dynamo.mark_static_address(kept)
 
 
 def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
@@ -228,7 +230,8 @@ def last_tokens(cache: Any, index: int, count: int) -> torch.Tensor | None:
     if seen is None:
         missing = layer is not None and layer.get_seq_length() != known
     else:
-        reads = seen.device.type == "cpu" and not torch.compiler.is_compiling()  # nothing waits for a device
+        # Nothing waits for a device.
+        reads = seen.device.type == "cpu" and not torch.compiler.is_compiling()
         missing = reads and int(seen) != int(layer.get_seq_length())
     if missing or (tokens is not None and tokens.shape[-1] != count):
         raise ValueError(

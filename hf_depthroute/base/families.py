@@ -217,7 +217,8 @@ def row_of(config: Any) -> Family:
     model_type = field_of(config, "model_type")
     if model_type not in FAMILIES:
         text = field_of(config, "text_config")
-        if getattr(text, "model_type", None) in FAMILIES:  # a model of images and text: its language model is routed
+        # A model of images and text: its language model is routed.
+        if getattr(text, "model_type", None) in FAMILIES:
             return row_of(text)
         supported = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"model type {model_type!r} is not supported; supported families: {supported}")

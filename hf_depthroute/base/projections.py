@@ -110,7 +110,8 @@ def _by_heads(attention: Any, x: torch.Tensor, names: str) -> Sequence[torch.Ten
         start = 1
         stop = 3
     rows = x.reshape(1, -1, x.shape[-1])
-    weight = fused.weight.view(-1, 3 * width, x.shape[-1])[:, start * width : stop * width]  # [H, n k, d], a view
+    # [H, n k, d], a view
+    weight = fused.weight.view(-1, 3 * width, x.shape[-1])[:, start * width : stop * width]
     part = torch.bmm(rows.expand(len(weight), -1, -1), weight.transpose(1, 2)).transpose(0, 1)
     if fused.bias is not None:
         part = part + fused.bias.view(-1, 3 * width)[:, start * width : stop * width]
@@ -179,9 +180,11 @@ STYLES: dict[str, Projections] = {
     "rotary_layernorm_dense": replace(_LAYERNORM, weights=lambda _: {"q_proj": 1.0, "dense": 1.0}, output="dense"),
     "rotary_pairs": _PAIRS,
     "rotary_pairs_norm": replace(_PAIRS, heads=_optional_norm),
-    "rotary_pairs_some": replace(_PAIRS, rotates=lambda a: a.sliding_window is not None),  # Cohere 2
+    # Cohere 2.
+    "rotary_pairs_some": replace(_PAIRS, rotates=lambda a: a.sliding_window is not None),
     "rotary_softcap": replace(_PLAIN, softcap=True),
-    "rotary_some": replace(_PLAIN, rotates=lambda a: bool(a.use_rope)),  # SmolLM3: three layers of four
+    # SmolLM3: three layers of four.
+    "rotary_some": replace(_PLAIN, rotates=lambda a: bool(a.use_rope)),
     "rotary_fused": Projections(_stacked, _split, _stacked_weights, fused="qkv_proj"),
     "rotary_fused_heads": Projections(
         _by_heads,

@@ -24,7 +24,8 @@ from .timing import Estimate, Samples, interleave, seconds_of
 from .variants import BASE, DISABLED, FULL, Variants, budget_name, count_passes
 
 Key = tuple[str, str]  # variant, mode
-Shares = Mapping[float, Mapping[int, tuple[float, float]]]  # by budget, what `PassCounter.shares` says
+# By budget, what `PassCounter.shares` says.
+Shares = Mapping[float, Mapping[int, tuple[float, float]]]
 _LONG = 2.0  # seconds
 _TELLING = 0.005  # an ideal saving below this share of the dense time gives no meaningful eta
 
@@ -210,7 +211,8 @@ class Times:
             "disabled_over_base": None,
         }
         if dense[0] == BASE:
-            for name in (DISABLED, FULL):  # in the mode that the dense model is fastest in, for like with like
+            # In the mode that the dense model is fastest in, for like with like.
+            for name in (DISABLED, FULL):
                 if name not in self.variants.names:
                     continue
                 value, error = samples.ratio((name, dense[1]), dense).rounded()

@@ -8,7 +8,8 @@ from typing import Any
 from .measurements import TIMED, Comparison, measurements, short_label
 
 Row = dict[str, str]  # by column
-Makers = dict[Callable[[Mapping[str, Any]], Iterator[Row]], tuple[str, ...]]  # with the cases that they are for
+# With the cases that they are for.
+Makers = dict[Callable[[Mapping[str, Any]], Iterator[Row]], tuple[str, ...]]
 _PLAIN = {"", "eager / eager"}
 
 

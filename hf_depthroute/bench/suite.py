@@ -154,7 +154,8 @@ def setting_of(model: Any) -> dict[str, Any]:
     """A description of a routed model: its routed layers, its size and its dtype."""
     routings = active_routings(model)
     config = routings[0].active_config()
-    targets = sorted({config.target_of(h.layer_index) for h in routings})  # of a fit for prompts there are several
+    # Of a fit for prompts there are several.
+    targets = sorted({config.target_of(h.layer_index) for h in routings})
     setting = {"routed_layers": [h.layer_index for h in routings], "target": "+".join(targets), "gate": config.gate}
     if config.phases != "all":
         setting["phases"] = config.phases

@@ -36,7 +36,8 @@ _MAX_BYTES = 16 << 20
 _MAX_DEPTH = 32
 _QUANTILES = re.compile(r"(\d+)\.routing\.depth_route_quantiles\.(values|updates)$")
 _BUFFER = re.compile(r"\.routing\.depth_route_(quantiles|controller|target)\.")
-_PASSING = ("weights_hash", "library_version", "inference_mode")  # do not change what the adapter does
+# Do not change what the adapter does.
+_PASSING = ("weights_hash", "library_version", "inference_mode")
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ _FIT_FIGURES = {  # of `LayerFit`, and of a fit of prompts, `StaticFit`
 
 def _is_evaluation(value: Any) -> bool:
     try:
-        return value == [] or bool(read_losses({"rows": value}))  # a training without held-out text has no rows
+        # A training without held-out text has no rows.
+        return value == [] or bool(read_losses({"rows": value}))
     except (ResultError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
         return False
 

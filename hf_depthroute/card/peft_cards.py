@@ -106,7 +106,8 @@ def _write(model: Any, stage: Path, folder: Path) -> None:
     except ResultError as error:
         warnings.warn(f"left out of the model card: {error}", SaveWarning, stacklevel=4)
         write_card(stage, adapter_name=name, training=training)
-    if run.results or not shows_results(stage):  # else the card that was there stays, and what belongs to it
+    # Else the card that was there stays, and what belongs to it.
+    if run.results or not shows_results(stage):
         for stale in folder.glob(OURS):
             if not (stage / stale.relative_to(folder)).is_file():
                 stale.unlink()

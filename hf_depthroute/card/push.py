@@ -78,14 +78,16 @@ def push_folder(
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
             if revision is not None and not revision.startswith("refs/pr/"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
-            with contextlib.suppress(EntryNotFoundError):  # the card that the Hub has, if it has one
+            # The card that the Hub has, if it has one.
+            with contextlib.suppress(EntryNotFoundError):
                 shutil.copyfile(api.hf_hub_download(repo_id, CARD_NAME, revision=revision), stage / CARD_NAME)
             write_card(stage, results, **{"repo_id": repo_id, **(card or {})})
             return api.upload_folder(
                 repo_id=repo_id,
                 folder_path=stage,
                 allow_patterns=[*SENT, *(f"*/{name}" for name in SENT), OURS],
-                delete_patterns=[OURS] if results or not shows_results(stage) else None,  # of weights that went before
+                # Of weights that went before.
+                delete_patterns=[OURS] if results or not shows_results(stage) else None,
                 revision=revision,
                 create_pr=create_pr,
                 commit_message=commit_message or "Upload adapter",

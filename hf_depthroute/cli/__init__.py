@@ -106,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(program: typer.Typer, name: str, argv: Sequence[str] | None = None) -> None:
     """Run the commands of a program, with error lines and exit codes as here, and exit."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    for stream in (sys.stdout, sys.stderr):  # what they cannot show is escaped: no command ends for the lack of é
+    # What they cannot show is escaped: no command ends for the lack of é.
+    for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:

@@ -117,7 +117,8 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
     with refused("bench: "):
         every = Case(
             case="prefill",
-            budgets=tuple(budget for budget in o.parse_budgets(options.budgets) if budget < 1),  # 1 always is
+            # 1 always is.
+            budgets=tuple(budget for budget in o.parse_budgets(options.budgets) if budget < 1),
             baselines=modes,
             steps=max(1, options.decode_steps),
             rounds=options.repeats,
@@ -131,7 +132,8 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
     with refused("bench: "):
         result = run_cases(cases, given, progress=lambda line: say(line, sys.stderr))
     if all(len(values) == 1 for values in sizes.values()):
-        only = {name: values[0] for name, values in sizes.items()}  # what has one size has a simpler form
+        # What has one size has a simpler form.
+        only = {name: values[0] for name, values in sizes.items()}
         result = as_single(result, only | {"decode_steps": options.decode_steps, "repeats": options.repeats})
     return result | origin
 

@@ -74,7 +74,8 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return ADAPTER, str(error)
     if isinstance(error, ConfigError | DataError | UnsupportedModelError):
         return USAGE, str(error)
-    if type(error).__name__ in ("NonFiniteLossError", "NonFiniteError"):  # their modules take seconds to import
+    # Their modules take seconds to import.
+    if type(error).__name__ in ("NonFiniteLossError", "NonFiniteError"):
         return OTHER, str(error)
     said = str(error).strip() or "no message"
     if out_of_memory(error):

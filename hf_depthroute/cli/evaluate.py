@@ -23,7 +23,8 @@ _OF_TASKS = ("include_path", "num_fewshot", "limit")
 _OF_LOSS = (
     "dataset_name", "split", "column", "streaming", "calibrate_on", "calibration_blocks", "blocks", "length",
 )  # fmt: skip
-Measured = tuple[dict[str, Any], tuple[str, ...], Sequence[tuple[str, ...]]]  # a result, and its table: header and rows
+# A result, and its table: header and rows.
+Measured = tuple[dict[str, Any], tuple[str, ...], Sequence[tuple[str, ...]]]
 
 
 @dataclass(kw_only=True)

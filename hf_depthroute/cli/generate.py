@@ -130,7 +130,8 @@ def _full_ratio(routed: Any, ids: torch.Tensor, prompt: int) -> float:
     from ..routing.trace import count_routes
 
     with count_routes(routed) as counter:
-        for _ in read_generated(routed, ids[:, :-1], prompt, logits_to_keep=1):  # the last token was not read
+        # The last token was not read.
+        for _ in read_generated(routed, ids[:, :-1], prompt, logits_to_keep=1):
             pass
     shares = counter.full_ratio().values()
     return sum(shares) / len(shares)

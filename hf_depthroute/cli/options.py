@@ -17,9 +17,11 @@ from ..files.strict_yaml import YamlError, read_mapping
 from ..files.suggestions import closest
 from .errors import CliError, refused, usage_message
 
-_OTHER_NAMES = {"gate_temperature": "temperature", "learning_rate": "lr"}  # fields whose option has another name
+# Fields whose option has another name.
+_OTHER_NAMES = {"gate_temperature": "temperature", "learning_rate": "lr"}
 _TAKEN = "hf_depthroute.cli option in the place of ADAPTER"
-_RANGES = {"seed": (0, MAX_SEED)}  # of fields that several commands have and whose annotation says no range
+# Of fields that several commands have and whose annotation says no range.
+_RANGES = {"seed": (0, MAX_SEED)}
 _NOT_IN_YAML = ("config", "help", "debug")
 
 
@@ -28,7 +30,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     if path is None or context.resilient_parsing:
         return path
     parameters = [p for p in context.command.params if p.name and p.name not in _NOT_IN_YAML]
-    options = {word.lstrip("-").replace("-", "_"): p for p in parameters for word in p.opts}  # `out` and `json` are one
+    # `out` and `json` are one.
+    options = {word.lstrip("-").replace("-", "_"): p for p in parameters for word in p.opts}
     options |= {str(p.name): p for p in parameters}
     defaults = dict(context.default_map or {})
     with refused("--config ", YamlError):  # `max-steps` and `max_steps` are the same option

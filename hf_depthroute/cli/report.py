@@ -104,7 +104,8 @@ def _report_adapter(given: ReportOptions) -> Path:
     from ..report.collect import RunReport, collect_scores, collect_tokens, count_costs
     from ..report.run_page import render_page
 
-    soft = GATES[source.config.gate].soft  # it weighs what every token gets: there is nothing to skip, and no budget
+    # It weighs what every token gets: there is nothing to skip, and no budget.
+    soft = GATES[source.config.gate].soft
     base = source.base_model()
     untouched = dense_view(base)
     routed = source.routed(base)

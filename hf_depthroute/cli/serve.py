@@ -161,7 +161,8 @@ def _one_model(name: str, limits: Limits) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):  # its library's word for Ctrl-C
+        # Its library's word for Ctrl-C.
+        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from error
         raise
     finally:

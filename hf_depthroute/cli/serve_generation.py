@@ -57,7 +57,8 @@ def check_generation(inputs: Any, generation_config: Any, limits: Limits) -> Non
         raise HTTPException(400, f"the prompt has {length} tokens; this server takes {limits.prompt_tokens}")
     if room < 1:
         raise HTTPException(400, f"the prompt has {length} tokens; the model has {limits.positions} positions")
-    for name in ("num_beams", "num_return_sequences"):  # of the model's own settings: a request's were checked
+    # Of the model's own settings: a request's were checked.
+    for name in ("num_beams", "num_return_sequences"):
         if (getattr(generation_config, name, None) or 1) > 1:
             raise HTTPException(400, f"{name} is not served; a request has one answer")
     wanted = generation_config.max_new_tokens

@@ -140,7 +140,8 @@ class Guard:
             with contextlib.suppress(asyncio.CancelledError):
                 await running
         finally:
-            if left.is_set() or running.cancelled():  # the client has gone, or the server is about to
+            # The client has gone, or the server is about to.
+            if left.is_set() or running.cancelled():
                 for streamer in streamers:
                     streamer.cancel()
 

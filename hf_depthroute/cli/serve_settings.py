@@ -106,7 +106,8 @@ class RequestSettings(BaseModel):
 
     temperature: Temperature | None = None
     top_p: Share | None = None
-    frequency_penalty: Annotated[float, Field(ge=-0.99, le=2)] | None = None  # its handler divides by 1 more
+    # Its handler divides by 1 more.
+    frequency_penalty: Annotated[float, Field(ge=-0.99, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from .train import TrainOptions
 
 _BUDGET_BLOCKS = 16  # that the thresholds of budgets other than the adapter's are found on
-_ARGUMENT_ERRORS = (ValueError, ImportError, RuntimeError)  # a Trainer's, such as an integration not installed
+# A Trainer's, such as an integration not installed.
+_ARGUMENT_ERRORS = (ValueError, ImportError, RuntimeError)
 _FOUND_BY_FIT = ("layers", "static_layers", "budget")  # what a fit finds of a configuration
 
 
@@ -281,7 +282,8 @@ def _fitted(run: Run, base: Any, checkpoint: Path | None) -> Any:
 
 def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, Any]]:
     """Train, from `checkpoint` on if there is one (of the last step, it is only loaded); what the Trainer logged."""
-    remember_training(model, record_of(model) | {ARGUMENTS: _arguments_of(run)})  # checkpoints are saved with it
+    # Checkpoints are saved with it.
+    remember_training(model, record_of(model) | {ARGUMENTS: _arguments_of(run)})
     with refused("training arguments: ", _ARGUMENT_ERRORS):
         collator: Callable[[list[Any]], dict[str, Any]] = transformers.default_data_collator
         if model.active_peft_config.phases == "prefill":
@@ -290,7 +292,8 @@ def _trained(run: Run, model: Any, checkpoint: Path | None) -> list[dict[str, An
     state = None
     if checkpoint is not None:
         state = trainer.state.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    if state is not None and state.global_step >= run.arguments.max_steps:  # the Trainer would take another step
+    # The Trainer would take another step.
+    if state is not None and state.global_step >= run.arguments.max_steps:
         model.load_adapter(str(checkpoint), model.active_adapter, is_trainable=True)
         trainer.state = state
     else:

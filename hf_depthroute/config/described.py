@@ -142,7 +142,8 @@ class AdapterFields(RoutingFields):
         if self.gate_temperature is None:
             self.gate_temperature = gate.default_temperature
         if self.selection is None:
-            if self.threshold is None:  # a saved threshold of None comes with its selection, and stays
+            # A saved threshold of None comes with its selection, and stays.
+            if self.threshold is None:
                 self.threshold = gate.default_threshold
             ranked = self.granularity == "token" and self.budget_scope == "layer"
             unranked = gate.default_selection == "topk" and not ranked

@@ -12,7 +12,8 @@ from ..parts.targets import TARGETS
 
 Owner = TypeVar("Owner", bound=type)
 MAX_SEED = 2**32 - 1  # of a run: `transformers.set_seed` seeds NumPy too
-PATTERNS = ("target_pattern", "branch_pattern", "rank_pattern")  # of a layer what the other field says of all
+# Of a layer what the other field says of all.
+PATTERNS = ("target_pattern", "branch_pattern", "rank_pattern")
 MEMORY_FIELDS = ("memory_slots", "memory_width", "memory_heads", "ngram_order")
 # The values of fields that have few; what else is allowed is in `rules` and `conflicts`.
 CHOICES: dict[str, Collection[str]] = {

@@ -159,11 +159,13 @@ def check_complete(c: DepthRouteConfig) -> None:
     _check_choice("selection", c.selection, selections())
     check_budget(c.budget)
     check_phases(c.phases, c.granularity, c.target)
-    _check_number("gate_temperature", c.gate_temperature, low=1e-6, high=1e6)  # scores divided by it stay finite
+    # Scores divided by it stay finite.
+    _check_number("gate_temperature", c.gate_temperature, low=1e-6, high=1e6)
     if isinstance(c.threshold, str):
         require(c.threshold == "budget", "threshold", c.threshold, "must be a finite number, or 'budget'")
     elif c.threshold is not None:
-        _check_number("threshold", c.threshold, low=-1e30, high=1e30)  # a float32, with room for differences
+        # A float32, with room for differences.
+        _check_number("threshold", c.threshold, low=-1e30, high=1e30)
     for name, (low, high) in _INTEGERS.items():
         if getattr(c, name) is not None or getattr(RoutingFields, name) is not None:
             _check_int(name, getattr(c, name), low, high)

@@ -13,9 +13,11 @@ from torch import nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-INPUTS = ("input_ids", "attention_mask", "position_ids")  # what a forward pass without labels takes of a batch
+# What a forward pass without labels takes of a batch.
+INPUTS = ("input_ids", "attention_mask", "position_ids")
 PROMPT_SHARE = 2 / 3  # of a row that stands for a prompt and the text behind it
-_NOT_TEXT = ("pixel_values", "image_", "video_", "input_features", "audio_")  # how names of what is no text begin
+# How names of what is no text begin.
+_NOT_TEXT = ("pixel_values", "image_", "video_", "input_features", "audio_")
 
 
 def model_inputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[dict[str, torch.Tensor]]:

@@ -249,7 +249,8 @@ def _progress(verbose: bool) -> Iterator[None]:
     level = datasets.logging.get_verbosity()
     if not verbose:
         datasets.disable_progress_bars()
-        datasets.logging.set_verbosity(logging.CRITICAL)  # a broken file is logged as an error, then raised
+        # A broken file is logged as an error, then raised.
+        datasets.logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:

@@ -62,7 +62,8 @@ def matrices(layer: Any, config: Any, family: Family | None = None, routing: Rou
         parts = _left_out(layer, config, routing)
     found = []
     for name, weight in layer.named_parameters():
-        if name.startswith(f"{ROUTING}.") or "norm" in name or weight.ndim not in (2, 3):  # a norm of heads is 2-d
+        # A norm of heads is 2-d.
+        if name.startswith(f"{ROUTING}.") or "norm" in name or weight.ndim not in (2, 3):
             continue
         left_out = max((share for prefix, share in parts.items() if name.startswith(f"{prefix}.")), default=0.0)
         inside = family is not None and name.startswith(f"{family.attention}.")

@@ -116,9 +116,11 @@ class DepthRouteLM(HFLM):
     def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         ids = self._timed(lambda: super(DepthRouteLM, self)._model_generate(context, *args, **kwargs))
         if self.counter is not None:  # counting makes decoding slower, so it is done afterwards
-            after = ids[:, context.shape[1] : -1]  # what generating has read of it, also padding after answers
+            # What generating has read of it, also padding after answers.
+            after = ids[:, context.shape[1] : -1]
             for prompt, real, new in zip(context, kwargs["attention_mask"].bool(), after):
-                kept = (new != self.tokenizer.pad_token_id).nonzero()[-1:] + 1  # [1, 1], or [0, 1] for none
+                # [1, 1], or [0, 1] for none
+                kept = (new != self.tokenizer.pad_token_id).nonzero()[-1:] + 1
                 text = torch.cat([prompt[real], new[: int(kept.sum())]])[None]
                 with self._counting():
                     for _ in read_generated(self.model, text, int(real.sum()), logits_to_keep=1):

@@ -165,7 +165,8 @@ def _run(
     attention: Any, make: Projections, queries: Tensor, keys: Tensor, values: Tensor, allowed: Tensor | None
 ) -> Tensor:
     """The model's own attention kernel: `[R, H, Q, k]` to `[R, Q, H, k]`."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # a model that runs has loaded it
+    # A model that runs has loaded it.
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager = sys.modules[type(attention).__module__].eager_attention_forward
     kernel: Any = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)

@@ -199,7 +199,8 @@ class RoutedCall:
             add = rows.index_add
         else:
             add = rows.index_add_
-        return add(0, index, update.to(rows.dtype)).view(after.shape)  # autocast may have made it another dtype
+        # Autocast may have made it another dtype.
+        return add(0, index, update.to(rows.dtype)).view(after.shape)
 
     def finish(self, after: Tensor) -> Tensor:
         """The layer's output, from the stream after the routed part, each `[B, T, d]`."""

@@ -49,7 +49,8 @@ class Full(Executor):
         return call.plan.everything and not call.plan.target.per_pair
 
     def run(self, call: RoutedCall) -> Tensor:
-        if call.family.parallel:  # nothing has run yet, and three terms are to be added in the base's own order
+        # Nothing has run yet, and three terms are to be added in the base's own order.
+        if call.family.parallel:
             return hidden_of(call.layer._base_forward(call.stream, **call.kwargs))
         return call.finish(call.full())
 

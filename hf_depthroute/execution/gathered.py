@@ -44,7 +44,8 @@ def gathered_update(
     Returns:
         `[B, T, d]`.
     """
-    if mask.numel() == 1 and not torch.is_grad_enabled():  # one token: a choice between two calls, no indexing
+    # One token: a choice between two calls, no indexing.
+    if mask.numel() == 1 and not torch.is_grad_enabled():
         if not mask:
             if cheap is None:
                 return a
@@ -58,7 +59,8 @@ def gathered_update(
     if weight is not None:
         weight_N = weight.reshape(-1, 1).to(a.dtype)
     full_index = flat.nonzero().squeeze(-1)  # [F]
-    if full_index.numel() == rows.shape[0]:  # nothing is skipped: no gather, and bit for bit what the base computes
+    # Nothing is skipped: no gather, and bit for bit what the base computes.
+    if full_index.numel() == rows.shape[0]:
         if weight_N is None:
             return a + full(x)
         return a + full(x) * weight_N.view(*a.shape[:-1], 1)

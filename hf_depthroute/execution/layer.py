@@ -94,7 +94,8 @@ def _run(
     plan = as_decided(plan, routing.layer_index, kwargs)
     if plan.rule == "full":  # the base's layer; what is recorded has no scores
         if context.token_ids is not None and plan.adapter in routing.depth_route_memory:
-            ngrams_of(routing.layer_index, plan.config.ngram_order, context, kwargs)  # later calls may look them up
+            # Later calls may look them up.
+            ngrams_of(routing.layer_index, plan.config.ngram_order, context, kwargs)
         out = hidden_of(layer._base_forward(hidden_states, **kwargs))
         if not plan.recorders:
             return (out,)
@@ -138,7 +139,8 @@ def routed_call(
     """
     routing: Routing = layer._modules[ROUTING]
     ngrams = None
-    if plan.config.branch == "memory":  # first: the attention writes the KV cache that they are read over
+    # First: the attention writes the KV cache that they are read over.
+    if plan.config.branch == "memory":
         ngrams = ngrams_of(routing.layer_index, plan.config.ngram_order, context, kwargs)
     target = target_of(plan).of_call(routing, plan, hidden_states, context, kwargs)
     stream = target.enter(layer, routing.family, hidden_states, kwargs)

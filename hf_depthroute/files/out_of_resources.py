@@ -23,6 +23,7 @@ def disk_full(error: BaseException) -> bool:
         number in (errno.ENOSPC, errno.EDQUOT)
         or "No space left on device" in said
         or ("PytorchStreamWriter" in said and "failed writing" in said)
-        or ("inline_container" in said and "unexpected pos" in said)  # torch.save, of a file that ends too early
+        # torch.save, of a file that ends too early.
+        or ("inline_container" in said and "unexpected pos" in said)
         or "iostream error" in said  # torch.save, where it cannot even end the file
     )

@@ -66,7 +66,8 @@ def parse_mapping(text: str, name: str, key_name: Callable[[str], str] = str) ->
 
     def whole_number(loader: Loader, node: Any) -> int:
         value = loader.construct_yaml_int(node)
-        if not -(1 << 63) <= value < 1 << 63:  # no option takes it, and Python may refuse to print it
+        # No option takes it, and Python may refuse to print it.
+        if not -(1 << 63) <= value < 1 << 63:
             raise YamlError(f"{name}: line {node.start_mark.line + 1}: {node.value[:20]}... is too large a number")
         return value
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from .shown import OneLine
 
-_BRACKET = re.compile(r'[\[\]{}]|"(?:[^"\\]+|\\.?)*(?:"|\Z)', re.DOTALL)  # a string is one find, also without an end
+# A string is one find, also without an end.
+_BRACKET = re.compile(r'[\[\]{}]|"(?:[^"\\]+|\\.?)*(?:"|\Z)', re.DOTALL)
 
 
 class RefusedFileError(OneLine, ValueError):
@@ -79,7 +80,8 @@ def place_of(path: Path, folder: Path) -> Path:
         if path.is_symlink():
             raise RefusedFileError(f"{path}: is a link that leads nowhere") from None
         raise
-    except (OSError, RuntimeError) as error:  # a circle of links is one or the other, by the version of Python
+    except (OSError, RuntimeError) as error:
+        # A circle of links is one or the other, by the version of Python.
         raise RefusedFileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     blobs = [snapshots.parent / "blobs" for snapshots in (root, *root.parents) if snapshots.name == "snapshots"]
     if not place.is_relative_to(root) and place.parent not in blobs:

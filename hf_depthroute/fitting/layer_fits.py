@@ -61,10 +61,12 @@ class Fits:
         self.model = model
         self.bar = bar
         self.walk = LayerWalk(model, text + held_out)
-        self._fitted = len(text)  # the batches before this one are fitted on, by the others a layer's scores are scaled
+        # The batches before this one are fitted on, by the others a layer's scores are scaled.
+        self._fitted = len(text)
         self.routings = {routing.layer_index: routing for routing in active_routings(model)}
         self.config = next(iter(self.routings.values())).active_config()
-        for routing in self.routings.values():  # nothing is decided by it, and nothing warns that it is missing
+        # Nothing is decided by it, and nothing warns that it is missing.
+        for routing in self.routings.values():
             routing.active_quantiles().set(quantile_table(torch.zeros(1)))
         self.layers = {index: LayerFit(1.0, 0.0, 0.0, 0.0) for index in self.routings}
         real = self.walk.real[self._fitted :]
@@ -102,7 +104,8 @@ class Fits:
         self._factor = float(self.config.gate_temperature or 1.0) / float(spread)
         self._middle = float(middle)
         table = quantile_table((pooled - self._middle) * self._factor)
-        for index, routing in self.routings.items():  # one map for all: 0 at the threshold, as wide as the temperature
+        # One map for all: 0 at the threshold, as wide as the temperature.
+        for index, routing in self.routings.items():
             _rescale(self._gate(index), self._factor, self._middle)
             routing.active_quantiles().set(table.to(self.metrics[index].device))
 
@@ -144,7 +147,8 @@ class Fits:
         gate.fit(rows.gate[~rows.sinks], (wanted_N - mean) / spread, self.config.seed + index, always_Sd)
         wanted_N = (of_all_N - mean) / spread
         predicted_N = rows_of_all(self._scores(index, rows)[~rows.sinks])
-        predicted_N = predicted_N.clamp(wanted_N.min(), wanted_N.max())  # of a token that looks like a sink it is huge
+        # Of a token that looks like a sink it is huge.
+        predicted_N = predicted_N.clamp(wanted_N.min(), wanted_N.max())
         found.gate_r2 = float(1 - F.mse_loss(predicted_N, wanted_N))
         _rescale(gate, float(spread), -float(mean / spread))
 

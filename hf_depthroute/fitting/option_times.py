@@ -159,7 +159,8 @@ def _times_of_options(
         places = (layers.index(index), len(layers) + options.index(option), len(layers) + len(options) + number)
         design[row, list(places)] = 1.0
         wanted[row] = math.log(passes[number][1][index])
-    found = torch.linalg.lstsq(design, wanted, driver="gelsd").solution.squeeze(1)  # options and passes have no zero
+    # Options and passes have no zero.
+    found = torch.linalg.lstsq(design, wanted, driver="gelsd").solution.squeeze(1)
     of_options, of_passes = found[len(layers) :].split([len(options), len(passes)])
     times = (of_options - of_options[options.index(None)]).exp().tolist()
     return dict(zip(options, times, strict=True)), (of_passes - of_passes[0]).exp().tolist()

@@ -209,7 +209,8 @@ def options_of(routing: Routing) -> list[Option]:
     else:
         found += [Option("ffn", "neurons", max(1, neurons // part)) for part in (4, 2)]
         found += [Option("block", "neurons", max(1, neurons // 4))]
-    if routing.family.queries is None:  # attention that is skipped per token is computed all the same
+    # Attention that is skipped per token is computed all the same.
+    if routing.family.queries is None:
         return [option for option in found if not TARGETS[option.target].skips_attention]
     return [*found, Option("attention", "lowrank", low)]
 

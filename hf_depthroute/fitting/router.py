@@ -44,7 +44,9 @@ from .prompts import fit_prompts
 from .sensitivity import PRICED
 from .text import Batches, first_tokens, own_part, positions, split, warn_if_few
 
-DENSE = 0.96  # a layer that runs this share of the tokens in full is not routed: its gate costs what the others save
+# A layer that runs this share of the tokens in full is not routed: its gate costs what the others
+# save.
+DENSE = 0.96
 STATIC = 0.005  # a layer that runs no more than this share of the tokens in full may need no gate
 _BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)  # whose thresholds are found on the streams that they leave
 _BUDGET_TOKENS = 2048  # that they are found on

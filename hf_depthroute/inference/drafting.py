@@ -106,7 +106,8 @@ class _Draft:
     def _continue(self, ids: torch.Tensor, count: int, config: Any, processors: Any, cache: Any) -> Any:
         """Up to `count` tokens after `ids` `[1, T]`, and for each the scores `[1, V]` that it was drawn from."""
         if cache is None:
-            cache = DynamicCache()  # also of sliding windows it keeps everything, so that it can be cropped
+            # Also of sliding windows it keeps everything, so that it can be cropped.
+            cache = DynamicCache()
         if isinstance(config.eos_token_id, list | tuple):
             ends = config.eos_token_id
         else:
@@ -191,13 +192,15 @@ def draft_view(
     draft._target = weakref.ref(base)
     draft.generation_config.num_assistant_tokens = num_tokens
     draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0  # ours is `confidence`, which stays as it is set
+    # Ours is `confidence`, which stays as it is set.
+    draft.generation_config.assistant_confidence_threshold = 0.0
     return draft
 
 
 def _view_of(base: nn.Module) -> Any:
     """A copy of `base` with its own modules, flags and configurations, whose tensors are those of `base`."""
-    memo: dict[int, Any] = {}  # what the copy keeps: every tensor, and where accelerate offloads them to
+    # What the copy keeps: every tensor, and where accelerate offloads them to.
+    memo: dict[int, Any] = {}
     for module in base.modules():
         if isinstance(module, BudgetController):
             continue  # `set_budget` writes its threshold: each view has its own

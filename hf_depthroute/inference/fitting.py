@@ -36,7 +36,8 @@ from .restoring import weights_restored_on_error
 _RIDGE = 0.02
 _RIDGE_OF_NEURONS = 0.1
 _SHRINK = (1.0, 4.0, 16.0)
-_SPREAD = 0.1  # of the branch's inputs to SiLU, which is nearly linear there: far inputs are not blown up
+# Of the branch's inputs to SiLU, which is nearly linear there: far inputs are not blown up.
+_SPREAD = 0.1
 
 
 @torch.no_grad()

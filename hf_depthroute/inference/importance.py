@@ -20,7 +20,8 @@ from ..routing.trace import full_depth
 
 Batch = Mapping[str, torch.Tensor]
 
-IMPORTANCE_TARGETS = {"attention": ("h", "a"), "ffn": ("a", "out"), "block": ("h", "out")}  # streams to compare
+# Streams to compare.
+IMPORTANCE_TARGETS = {"attention": ("h", "a"), "ffn": ("a", "out"), "block": ("h", "out")}
 
 
 @torch.no_grad()

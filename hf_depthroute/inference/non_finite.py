@@ -38,10 +38,12 @@ def finite_logits(model: Any) -> Iterator[None]:
         NonFiniteError: With the first layer whose output is not finite, in another pass over the same tokens.
     """
     base: Any = model.get_base_model()
-    passes: list[tuple[torch.Tensor, torch.Tensor]] = []  # token ids [B, T], and whether it went wrong, on the device
+    # Token ids [B, T], and whether it went wrong, on the device.
+    passes: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def look(module: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
-        wrong = out.logits.isnan().any() | out.logits.isposinf().any()  # -inf is how a token is forbidden
+        # -inf is how a token is forbidden.
+        wrong = out.logits.isnan().any() | out.logits.isposinf().any()
         passes.append((kwargs["input_ids"] if "input_ids" in kwargs else args[0], wrong))
         out.logits = out.logits.masked_fill(wrong, 0.0)
         return out

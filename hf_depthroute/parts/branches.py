@@ -133,7 +133,8 @@ class LowRankBranch(nn.Module):
     def forward(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d]
         return self.down(self.hidden(self.normed(a).to(a.dtype)))
 
-    def normed(self, a: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., d], in the dtype of the norm's weights
+    # [..., d] -> [..., d], in the dtype of the norm's weights
+    def normed(self, a: torch.Tensor) -> torch.Tensor:
         """`LN_cheap(a)`; CUDA has no layer norm of one dtype with weights of another."""
         weight = getattr(self.norm, "weight", None)
         return self.norm(a if weight is None or isinstance(self.norm, RMSNorm) else a.to(weight.dtype))

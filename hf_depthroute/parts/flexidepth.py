@@ -40,7 +40,8 @@ class BottleneckGate(Gate):
     selections = ("threshold", "topk", "controller")
     default_selection = "threshold"
     default_temperature = 1.0
-    default_threshold = 1e-7  # the reference asks for p > 1/2, and float32's sigmoid(u) is 1/2 below it
+    # The reference asks for p > 1/2, and float32's sigmoid(u) is 1/2 below it.
+    default_threshold = 1e-7
     reads = "normed"
     scales_ffn = True
 

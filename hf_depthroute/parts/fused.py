@@ -113,7 +113,8 @@ class FusedGateBranch:
     def scores(self, a: Tensor) -> tuple[list[float], Tensor]:
         """The score of every row of `a`, `[B, 1, d]`, on the host; and what `cheap` reads, float32 `[B, g + r]`."""
         x = a.view(-1, a.shape[-1]).float()
-        if len(x) == 1:  # three calls without a matrix, whose operators cost more than their arithmetic
+        # Three calls without a matrix, whose operators cost more than their arithmetic.
+        if len(x) == 1:
             row = x.view(-1)
             squares = torch.dot(row, row).item()
             scale = math.nan  # as a norm gives

@@ -50,7 +50,8 @@ class ScoreHead(nn.Linear):
     def __init__(self, features: int, outputs: int = 1, bias: bool = True) -> None:
         super().__init__(features, outputs, bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., features] -> [...], or [..., outputs] where several
+    # [..., features] -> [...], or [..., outputs] where several
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self._score(x)

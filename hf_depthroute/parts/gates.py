@@ -94,9 +94,11 @@ class JEPAGate(Deriving, Gate):
         """
         return super().weights_per_token() + self.predict_hidden.weight.numel() + self.predict.weight.numel()
 
-    def forward(self, a: torch.Tensor) -> GateOutput:  # [B, T, d] -> scores [B, T], q [B, T, summary_dim]
+    # [B, T, d] -> scores [B, T], q [B, T, summary_dim]
+    def forward(self, a: torch.Tensor) -> GateOutput:
         context_map, offsets, decide, decide_bias = self._parts(a)
-        q = self.predict(F.silu(self._shared(a.detach(), context_map) + offsets))  # [B, T, 2, summary_dim]
+        # [B, T, 2, summary_dim]
+        q = self.predict(F.silu(self._shared(a.detach(), context_map) + offsets))
         q_full, q_cheap = q.unbind(-2)
         compared = F.linear(q.flatten(-2), decide.to(q.dtype), decide_bias.to(q.dtype))
         return {"scores": self.score(F.silu(compared)), "q_full": q_full, "q_cheap": q_cheap}
@@ -268,6 +270,7 @@ class TargetProjection(nn.Linear):
     @torch.no_grad()
     def forward(self, h: torch.Tensor) -> torch.Tensor:  # [B, T, d] -> [B, T, summary_dim]
         weight: Any = self.weight
-        if hasattr(weight, "full_tensor"):  # FSDP has it sharded again outside the layer that owns it
+        # FSDP has it sharded again outside the layer that owns it.
+        if hasattr(weight, "full_tensor"):
             weight = weight.full_tensor()
         return F.linear(h.detach(), weight.to(h))  # a split model may hold it on another device

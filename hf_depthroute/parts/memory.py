@@ -161,7 +161,8 @@ class NgramMemory(nn.Module):
         multipliers_NS, primes_S, offsets_S = self._constants(ngrams.device)
         tokens = ngrams.clamp(min=MISSING) + 1  # [..., N], 0 where there is none
         mixed = tokens[..., :1] * multipliers_NS[0]
-        for place in range(1, len(multipliers_NS)):  # the multiplier is 0 where the n-gram is shorter
+        # The multiplier is 0 where the n-gram is shorter.
+        for place in range(1, len(multipliers_NS)):
             mixed = mixed ^ (tokens[..., place : place + 1] * multipliers_NS[place])
         return mixed % primes_S + offsets_S
 

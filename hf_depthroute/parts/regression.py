@@ -18,7 +18,8 @@ _RANGE = 20.0  # SiLU of minus this is nothing
 _PENALTY = 1e-2
 _ADDED = 1024  # rows in one float32 product
 _NEARLY_LINEAR = 0.1  # standard deviation of the input of a SiLU that is to be nearly linear
-ALWAYS = 100.0  # the score of a token that has to run in full, in standard deviations of the others'
+# The score of a token that has to run in full, in standard deviations of the others'
+ALWAYS = 100.0
 
 
 def moments(x_Nd: torch.Tensor, y_Nm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

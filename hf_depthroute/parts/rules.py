@@ -206,5 +206,6 @@ def tail_mask(ends: torch.Tensor, count: int, token_mask: torch.Tensor | None = 
     real = torch.ones_like(ends) if token_mask is None else token_mask
     behind = real.flip(1).cumsum(1)  # from right to left: the real tokens from here on
     behind_the_end = torch.where(ends.flip(1), behind, 0).cummax(1).values
-    in_tail = (behind_the_end > 0) & (behind - behind_the_end < count)  # rows after the last end are of no sequence
+    # Rows after the last end are of no sequence.
+    in_tail = (behind_the_end > 0) & (behind - behind_the_end < count)
     return real & in_tail.flip(1)

@@ -57,7 +57,8 @@ def make_page(model: PeftModel, tokenizer: Any, title: str, chat_template: bool 
     saved = config.budget
     own = round(config.budget, 2)
     positions = getattr(model.config, "max_position_embeddings", None)
-    free = threading.Lock()  # a run that is stopped is left in the middle of a step, which still ends
+    # A run that is stopped is left in the middle of a step, which still ends.
+    free = threading.Lock()
 
     def run(prompt: str, budget: float | None, new_tokens: int, chat: bool) -> Iterator[tuple[str, str, str, str]]:
         try:

@@ -249,7 +249,8 @@ def histogram(report: RunReport, number: int, index: int) -> Chart:
     chart = Chart(
         f"scores-{number}-{index}", f"Scores of layer {index} at budget {report.names[number]}",
         f"Scores from {first:.2f} to {last:.2f}, {limit}, {layer.full_ratio:.1%} ran full.",
-        f"Layer {index}: {layer.full_ratio:.0%} full", size=(300, 150), layout=None,  # slow, and these are many
+        # Slow, and these are many.
+        f"Layer {index}: {layer.full_ratio:.0%} full", size=(300, 150), layout=None,
     )  # fmt: skip
     chart.figure.subplots_adjust(left=0.03, right=0.97, bottom=0.2, top=0.85)
     bars = [

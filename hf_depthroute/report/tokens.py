@@ -164,7 +164,8 @@ def _layer_data(index: int, record: RouteRecord, row: int, real: torch.Tensor) -
     threshold: Any = None
     if record.threshold is not None:
         threshold = float(record.threshold)
-    if threshold is not None and math.isinf(threshold):  # that of a budget of 1; JSON has no infinity
+    # That of a budget of 1; JSON has no infinity.
+    if threshold is not None and math.isinf(threshold):
         threshold = str(threshold).replace("inf", "Infinity")
     scores_TK = record.scores[row].detach().float().cpu()[real].reshape(mask_TK.shape)
     return {
@@ -249,7 +250,8 @@ def render(template: str, **values: Any) -> str:
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "allow_nan": False, "separators": (",", ":")}
     style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
     hashes = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (style, script)]
-    policy = (  # nothing is loaded, and no other script or style runs, not even from text that was not escaped
+    # Nothing is loaded, and no other script or style runs, not even from text that was not escaped.
+    policy = (
         f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )

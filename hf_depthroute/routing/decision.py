@@ -58,7 +58,8 @@ def decide(
             experts=experts,
             dropped=plan.config.experts_dropped_in(layer_index),
         )
-        rule = "threshold" if plan.rule == "full" else plan.rule  # of a budget of 1, which no score fails to reach
+        # Of a budget of 1, which no score fails to reach.
+        rule = "threshold" if plan.rule == "full" else plan.rule
         mask, probs = RULES[rule].decide(scores, context)
     if last is None:
         return mask, probs

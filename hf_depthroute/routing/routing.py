@@ -68,14 +68,16 @@ class Routing(nn.Module, BaseTunerLayer):
         self.width = width_of(layer, family)
         self.num_experts = int(getattr(getattr(ffn, family.experts, None), "num_experts", 0))
         self.ffn_bias = any(name.endswith("bias") for name in ffn_parameters)
-        self.dense_ffn = all(parameter.ndim < 3 for parameter in ffn_parameters.values())  # not fused experts
+        # Not fused experts.
+        self.dense_ffn = all(parameter.ndim < 3 for parameter in ffn_parameters.values())
         self.ffn_width = max((p.numel() // self.width for p in ffn_parameters.values()), default=0) or 1
         self.peft_configs = peft_configs
         self.state = state
         self.merged_adapters: list[str] = []
         self.depth_route_gate = nn.ModuleDict()
         self.depth_route_branch = nn.ModuleDict()
-        self.depth_route_target = nn.ModuleDict()  # the frozen projection, only in an adapter's first routed layer
+        # The frozen projection, only in an adapter's first routed layer.
+        self.depth_route_target = nn.ModuleDict()
         self.depth_route_quantiles = nn.ModuleDict()
         self.depth_route_predictor = nn.ModuleDict()  # of causal_rule="predictor"
         self.depth_route_controller = nn.ModuleDict()  # of selection="controller"
@@ -87,7 +89,8 @@ class Routing(nn.Module, BaseTunerLayer):
         self.projections: dict[str, tuple[TargetProjection, ...]] = {}
         # Run-time state, never saved.
         self.runs: dict[str, Any] = {}  # of each adapter: what its model card is made of
-        self.tuned: dict[tuple[str, bool, int], str] = {}  # executors by adapter and `shape_class`: `tune_execution`
+        # Executors by adapter and `shape_class`: `tune_execution`.
+        self.tuned: dict[tuple[str, bool, int], str] = {}
         # Plans and decoding steps; making one costs as much as a small layer's arithmetic. Threads share what is in it:
         # each is put there whole, by one assignment, and never changed.
         self.derived = TransientCache()
@@ -330,7 +333,8 @@ class Routing(nn.Module, BaseTunerLayer):
 
     def _initialised(self, module: Any, config: DepthRouteConfig, part: str) -> nn.Module:
         """`module`, its weights drawn from a generator that depends on the seed, the layer and the part only."""
-        if not any(parameter.is_meta for parameter in module.parameters()):  # else they come from the adapter file
+        # Else they come from the adapter file.
+        if not any(parameter.is_meta for parameter in module.parameters()):
             salt = {"gate": 1, "branch": 2, "target": 3, "predictor": 4, "memory": 5}[part]
             seed = (config.seed * 1_000_003 + self.layer_index * 7 + salt) % 2**63
             module.reset_parameters(torch.Generator().manual_seed(seed))

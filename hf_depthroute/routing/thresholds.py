@@ -55,7 +55,8 @@ class ScoreQuantiles(nn.Module):
         self.values: torch.Tensor
         self.updates: torch.Tensor
         self.register_buffer("values", temperature * torch.logit(levels))  # [Q]
-        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))  # 0: never tracked nor calibrated
+        # 0: never tracked nor calibrated.
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self.measured: Measured | None = None
 
     def forward(self, budget: float) -> torch.Tensor:  # -> []
@@ -67,7 +68,8 @@ class ScoreQuantiles(nn.Module):
 
     def fitted(self) -> bool:
         """Whether the table has been tracked in training or set by `calibrate`. Waits for the device."""
-        return self.updates.is_meta or self.updates.item() > 0  # a table on disk cannot be read here
+        # A table on disk cannot be read here.
+        return self.updates.is_meta or self.updates.item() > 0
 
     @torch.no_grad()
     def set(self, table: torch.Tensor) -> None:
@@ -149,7 +151,8 @@ def threshold_table(scores: torch.Tensor) -> torch.Tensor:
     cut = torch.where(down, first, end).clamp(max=len(ordered) - 1)
     lower = torch.where(cut > 0, ordered[(cut - 1).clamp(min=0)], ordered[0] - 20 * near)
     moved = torch.where(end - first > 1, (lower + ordered[cut]) / 2, table)
-    return moved.cummax(0).values  # between two groups, what was interpolated may lie on either side
+    # Between two groups, what was interpolated may lie on either side.
+    return moved.cummax(0).values
 
 
 def table_through(knots: Mapping[float, float], fixed: float, size: int) -> torch.Tensor:

@@ -45,7 +45,8 @@ class LossTerm:
     metrics: Mapping[str, PathMetric] = field(default_factory=dict)
 
 
-LOSSES: dict[str, LossTerm] = {}  # every term of the training loss by its name; another package adds its own
+# Every term of the training loss by its name; another package adds its own.
+LOSSES: dict[str, LossTerm] = {}
 
 
 @with_help

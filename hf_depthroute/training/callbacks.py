@@ -107,7 +107,8 @@ class DepthRouteCallback(RoutingCallback):
         trainer = self.trainer
         self.objective = RoutingObjective(arguments, kwargs["model"])
         trainer.callback_handler.callbacks.remove(self)
-        trainer.callback_handler.callbacks.insert(0, self)  # adds to the logs before integrations read them
+        # Adds to the logs before integrations read them.
+        trainer.callback_handler.callbacks.insert(0, self)
         trainer.__dict__["compute_loss"] = partial(routed_loss, self.objective, trainer, trainer.compute_loss)
         super().on_train_begin(args, state, control, **kwargs)
 

@@ -51,7 +51,8 @@ def observe_exits(model: nn.Module) -> Iterator[Exits]:
 
     @of_this_thread
     def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() or not exits.with_graph:  # else a reference's pass, behind that of the loss
+        # Else a reference's pass, behind that of the loss.
+        if torch.is_grad_enabled() or not exits.with_graph:
             if args:
                 exits[getattr(layer, ROUTING).layer_index] = args[0]
             else:

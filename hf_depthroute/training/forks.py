@@ -183,7 +183,8 @@ def run_forks(
             new_KBTd = fork(after_full[:batch], after_cheap[:batch], streams_FBTd[0])
             forks[routing.layer_index] = range(count, count + len(new_KBTd))
             streams_FBTd = torch.cat([streams_FBTd, new_KBTd])
-            if routing.family.parallel:  # what is not routed reads the layer's input, for a new stream the trunk's
+            # What is not routed reads the layer's input, for a new stream the trunk's.
+            if routing.family.parallel:
                 call = replace(call, stream=torch.cat([call.stream, call.stream[:batch].repeat(len(new_KBTd), 1, 1)]))
             if routing.family.parallel or call.target.finish_attends:
                 call = replace(call, kwargs=_repeated(observed, batch, len(streams_FBTd)))

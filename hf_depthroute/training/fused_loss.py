@@ -97,7 +97,8 @@ class FusedLoss:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         head = self._head
         total, count = fused_cross_entropy(logits, shift_labels.to(logits.device), head.weight, head.bias, ignore_index)
-        if num_items_in_batch is None:  # the mean over no target is NaN, as it is there, and its gradient zero
+        # The mean over no target is NaN, as it is there, and its gradient zero.
+        if num_items_in_batch is None:
             return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)
@@ -194,7 +195,8 @@ def _chunked_cross_entropy(
     total, grad_hidden_Nd, grad_weight_Vd, grad_bias_V = _results(hidden_Nd, weight_Vd, bias_V, wanted)
     counted_N = targets_N != ignore_index
     rows_N = torch.arange(len(targets_N), device=targets_N.device)
-    if hidden_Nd.device.type == "cpu":  # elsewhere, to know how many there are would be to wait for the device
+    # Elsewhere, to know how many there are would be to wait for the device.
+    if hidden_Nd.device.type == "cpu":
         rows_N = counted_N.nonzero().squeeze(-1)
     for rows_n in rows_N.split(max(1, _LOGITS.get(hidden_Nd.device.type, 2**24) // len(weight_Vd))):
         rows_nd, targets_n, counted_n = (x.index_select(0, rows_n) for x in (hidden_Nd, targets_N, counted_N))

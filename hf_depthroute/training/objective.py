@@ -26,7 +26,8 @@ from .oracle import NO_LABELS, LabelScale, prefix_utility
 from .prompts import of_prompts
 from .trace_statistics import stack
 
-_WATCHED_BATCHES = 64  # of one optimizer step; what a loop without a callback leaves does not pile up
+# Of one optimizer step; what a loop without a callback leaves does not pile up.
+_WATCHED_BATCHES = 64
 
 
 class NonFiniteLossError(RuntimeError):

@@ -106,7 +106,8 @@ PRESETS: dict[str, Preset] = {
     "router-tuning": Preset(
         adapter=_ROUTER_TUNING_ADAPTER | {
             "target": "attention", "granularity": "sequence", "layers": "before_last:half", "budget": 0.5,
-            "gate_input": "residual",  # equations 1 and 3: R and F read the x to which F's output is added
+            # Equations 1 and 3: R and F read the x to which F's output is added.
+            "gate_input": "residual",
         },
         note=f"{_GRID}; a few thousand samples. At small scale it took weights of 4 to 10 to reach the budget. The "
         "authors' code gives the router the normed input instead: gate_input='normed'.",
@@ -115,7 +116,8 @@ PRESETS: dict[str, Preset] = {
     "router-tuning-experts": Preset(
         adapter=_ROUTER_TUNING_ADAPTER | {
             "target": "experts", "granularity": "token", "expert_gates": "per_expert", "layers": "all", "budget": 0.75,
-            "gate_input": "normed",  # equations 6 to 8: R reads the x of the expert, which the FFN's norm has made
+            # Equations 6 to 8: R reads the x of the expert, which the FFN's norm has made.
+            "gate_input": "normed",
         },
         note=f"{_GRID}. A base with experts; a quarter of the pairs are skipped.", **_ROUTER_TUNING,
     ),

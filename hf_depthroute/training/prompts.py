@@ -70,7 +70,8 @@ def in_full(inputs: Mapping[str, Any], tail: int) -> torch.Tensor:
     prompt_BT = (labels_BT == -100) & later_BT
     if mask is not None:
         prompt_BT &= mask.bool().to(labels_BT.device)
-    has_prompt_B1 = prompt_BT[:, 1:].any(1, keepdim=True)  # no token predicts the first one, which may have no label
+    # No token predicts the first one, which may have no label.
+    has_prompt_B1 = prompt_BT[:, 1:].any(1, keepdim=True)
     return (soon_BT | ~later_BT) & has_prompt_B1
 
 

@@ -39,7 +39,8 @@ else:
 
 
 @dataclass
-class DepthRouteTrainingArguments(RoutingArguments, TrainingArguments):  # the folder is the first, as in its base
+# The folder is the first, as in its base.
+class DepthRouteTrainingArguments(RoutingArguments, TrainingArguments):
     """`transformers.TrainingArguments` plus `RoutingArguments`.
 
     The optimizer's defaults are those of "Revisiting Auxiliary Losses for Conditional Depth Routing: An Empirical
@@ -76,7 +77,8 @@ class DepthRouteTrainerMixin(_Trainer):
         super().__init__(*args, **kwargs)
         self._callback = RoutingCallback()
         self._watch(self.model)
-        self.callback_handler.callbacks.insert(0, self._callback)  # adds to the logs before the integrations read them
+        # Adds to the logs before the integrations read them.
+        self.callback_handler.callbacks.insert(0, self._callback)
 
     def _watch(self, model: nn.Module) -> None:
         """Train `model` with the routing losses."""

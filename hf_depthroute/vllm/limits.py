@@ -125,7 +125,8 @@ def check_engine(vllm_config: Any) -> None:
     """
     model, parallel, load = vllm_config.model_config, vllm_config.parallel_config, vllm_config.load_config
     compilation = vllm_config.compilation_config
-    graphs = getattr(compilation.cudagraph_mode, "name", None)  # not chosen yet: `model.prepare` chooses
+    # Not chosen yet: `model.prepare` chooses.
+    graphs = getattr(compilation.cudagraph_mode, "name", None)
     found = {
         "--pipeline-parallel-size": (
             parallel.pipeline_parallel_size > 1,

@@ -71,7 +71,8 @@ class DepthRoutedForCausalLM(TransformersForCausalLM):
             budgets = compilation.static_forward_context.get(KEY)
             compilation.static_forward_context[name] = RoutedStep(layer, counts.get(index), budgets)
         if compilation.splitting_ops and OPERATOR not in compilation.splitting_ops:
-            compilation.splitting_ops.append(OPERATOR)  # its shapes depend on data: no graph may hold it
+            # Its shapes depend on data: no graph may hold it.
+            compilation.splitting_ops.append(OPERATOR)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """The base's weights; those of the adapter are there already, and vLLM asks for all names."""

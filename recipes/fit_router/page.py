@@ -8,7 +8,8 @@ from fit_router import branch_report
 from fit_router import report as fit_report
 from study.page import Study, read
 
-LEARNED = {"recoverability", "similarity", "oracle", "jepa", "linear"}  # kinds of gates that are learned
+# Kinds of gates that are learned.
+LEARNED = {"recoverability", "similarity", "oracle", "jepa", "linear"}
 
 
 def study() -> Study:

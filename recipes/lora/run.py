@@ -48,7 +48,8 @@ TUNED = {
     "gate_input": "residual",
 }  # fmt: skip
 CAPACITY = {"capacity_weight": 4.0, "budget_weight": 0.0, "alive_weight": 0.0}
-RATE, TUNED_RATE = 2e-3, 3e-2  # of everything else, and of the linear gate, as `../router_tuning` found
+# Of everything else, and of the linear gate, as `../router_tuning` found.
+RATE, TUNED_RATE = 2e-3, 3e-2
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]}
 
 

@@ -125,7 +125,8 @@ class BalanceBias(nn.Module):
         self.sent: torch.Tensor
         shape = (len(self.layers), weight.shape[0])
         self.register_buffer("bias", torch.zeros(shape, device=weight.device))  # [M, E]
-        self.register_buffer("sent", torch.zeros(shape, device=weight.device), persistent=False)  # pairs since `update`
+        # Pairs since `update`.
+        self.register_buffer("sent", torch.zeros(shape, device=weight.device), persistent=False)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

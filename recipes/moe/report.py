@@ -215,7 +215,8 @@ def main() -> None:
         result = collect(args.work, result)
         (HERE / "results.json").write_text(json.dumps(result, indent=1) + "\n")
     (HERE / "results.md").write_text(markdown(result))
-    shortest = {title: bases[0] for _, title, bases in reversed(list(alike(result)))}  # of the first seed
+    # Of the first seed.
+    shortest = {title: bases[0] for _, title, bases in reversed(list(alike(result)))}
     loads = {"untrained": shortest[BASES["none"]]["load_before"]}
     loads |= {title: shortest[title]["load_after"] for title in BASES.values()}
     plot_expert_load(

@@ -180,7 +180,8 @@ def run(spec: dict[str, Any], base: Path, data: Blocks, folder: Path) -> None:
     if spec["method"] in ("per_expert", "per_layer"):
         train(model, spec, data, folder)
         result["as_trained"] = measured(model, validation)
-        model.peft_config["default"].threshold = "budget"  # from p >= 1/2 to the quantile of the budget
+        # From p >= 1/2 to the quantile of the budget.
+        model.peft_config["default"].threshold = "budget"
     if spec["method"] not in DROPPED:
         calibrate(model, calibration)
     load = expert_load(model, validation)

@@ -32,7 +32,8 @@ from hf_depthroute.base.sublayers import router_of
 from hf_depthroute.training.losses import LossInputs, LossTerm
 from hf_depthroute.training.trace_statistics import stack, token_mean
 
-GROUP_BIAS = "e_score_correction_bias"  # of routers that score by a sigmoid and choose among groups of experts
+# Of routers that score by a sigmoid and choose among groups of experts.
+GROUP_BIAS = "e_score_correction_bias"
 
 
 class RouterTrace(dict[int, torch.Tensor]):

@@ -43,7 +43,8 @@ def setup_of(args: argparse.Namespace, texts: Texts, tokenizer: Any) -> Setup:
         model = base(args.model)
         for name, weight in model.named_parameters():
             weight.data = shared.setdefault(name, weight.data)
-        model.generation_config.eos_token_id = None  # every generation is as long as it was asked for
+        # Every generation is as long as it was asked for.
+        model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
         return model
 

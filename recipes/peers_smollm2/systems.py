@@ -168,7 +168,8 @@ def depth_prune(setup: Setup, method: str) -> System:
 def teal_config(sparsity: float) -> Any:
     from economize.techniques.sparsity import TealConfig
 
-    return TealConfig(sparsity=sparsity, prefill="all", greedy_batches=1)  # its default leaves prompts dense
+    # Its default leaves prompts dense.
+    return TealConfig(sparsity=sparsity, prefill="all", greedy_batches=1)
 
 
 def teal(setup: Setup, sparsity: float) -> System:
@@ -257,7 +258,8 @@ def tide(setup: Setup, threshold: float = 0.85) -> System:
     engine = TIDE.TIDE(model, str(path), config=TIDE.TIDEConfig(exit_threshold=threshold))
 
     def generate(ids: torch.Tensor, mask: torch.Tensor, new: int) -> torch.Tensor:
-        out: torch.Tensor = engine.generate(ids, max_new_tokens=new, temperature=0.0)  # it takes no mask
+        # It takes no mask.
+        out: torch.Tensor = engine.generate(ids, max_new_tokens=new, temperature=0.0)
         return out
 
     return System(model, engine, generate, f"calibrated, {setup.rows.numel():,} tokens")

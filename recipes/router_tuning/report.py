@@ -26,9 +26,11 @@ from hf_depthroute.files.staged import write_text
 HERE = Path(__file__).parent
 LAYERS, SAMPLES = 3, 4096  # of the first table
 FEWER = (64, 256, 1024, SAMPLES)
-AMONG = ("candidates", "all")  # what the dropped sublayers were chosen from: the routed three, or all six
+# What the dropped sublayers were chosen from: the routed three, or all six.
+AMONG = ("candidates", "all")
 USED = 0.05  # of the sequences: a layer that fewer run counts as dropped
-NEARLY_FREE = 0.02  # nats over dense: the regime in which the paper compares targets, -0.3 of 69.7 points
+# Nats over dense: the regime in which the paper compares targets, -0.3 of 69.7 points.
+NEARLY_FREE = 0.02
 # Table 1 of arXiv:2410.13184, Llama-3-8B: speedup and mean accuracy of eight tasks; the dense model has 69.7.
 PAPER = {
     ("block", "token"): (1.24, 61.4),
@@ -38,7 +40,8 @@ PAPER = {
     ("attention", "token"): (1.18, 68.7),
     ("attention", "sequence"): (1.21, 69.4),
 }
-BEATS_DROP = {"attention": "a picture; GSM8K +6.5 points at 25 % skipped", "ffn": "a picture"}  # figures 2 and 3
+# Figures 2 and 3.
+BEATS_DROP = {"attention": "a picture; GSM8K +6.5 points at 25 % skipped", "ffn": "a picture"}
 Run = dict[str, Any]
 
 

@@ -190,7 +190,8 @@ def mixed_blocks(study: dict[str, Any], base: str) -> Blocks:
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
     split: dict[bool, list[int]] = {True: [], False: []}
-    for place, (_, text) in enumerate(sorted(pydoc_data.topics.topics.items())):  # every fifth topic validates
+    # Every fifth topic validates.
+    for place, (_, text) in enumerate(sorted(pydoc_data.topics.topics.items())):
         split[place % 5 == 0] += [*tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]
     train, validation = (
         torch.tensor(ids[: len(ids) // study["length"] * study["length"]], dtype=torch.int32).view(-1, study["length"])

@@ -251,7 +251,8 @@ class Run:
         """Times over dense, medians of interleaved rounds: a prompt of 1,024 tokens, and tokens decoded."""
         model: Any = base(self.args.model)
         folders = sorted(folder for folder in self.args.work.iterdir() if (folder / "adapter_config.json").exists())
-        names, routed = {folder.name.replace(".", "_"): folder for folder in folders}, None  # PEFT takes no dots
+        # PEFT takes no dots.
+        names, routed = {folder.name.replace(".", "_"): folder for folder in folders}, None
         for name, folder in names.items():
             if routed is None:
                 routed = PeftModel.from_pretrained(model, str(folder), adapter_name=name)

@@ -127,7 +127,8 @@ def main() -> None:
                 file = args.out / f"{task}-{system}.json"
                 if file.exists():
                     continue
-                adapter = SYSTEMS[1] if system == "dense" else system  # it is turned off, and answers are scored alike
+                # It is turned off, and answers are scored alike.
+                adapter = SYSTEMS[1] if system == "dense" else system
                 model = PeftModel.from_pretrained(
                     base(args.model).to(getattr(torch, args.dtype)), args.work / adapter
                 ).eval()

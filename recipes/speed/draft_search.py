@@ -131,7 +131,8 @@ def search_draft(
     shapes = [
         DraftResult(budget, sorted(drop), lengths[len(lengths) // 2], 0.0)
         for budget, drop in itertools.product(budgets, drops)
-        if drop or (adapters and (budget != 1.0 or adapters[0].static_layers))  # else the draft is the full model
+        # Else the draft is the full model.
+        if drop or (adapters and (budget != 1.0 or adapters[0].static_layers))
     ]
     if not shapes:
         raise ValueError("search_draft: nothing to try; the model has no depth-routed adapter and no block is dropped")

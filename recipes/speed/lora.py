@@ -101,7 +101,8 @@ def measure_training(
         "lora_tokens_per_s": round(tokens / samples.median("lora"), 1),
         "routed_peak_bytes": memory["routed"],
         "lora_peak_bytes": memory["lora"],
-        "logits_bytes": 4 * tokens * base.config.vocab_size,  # in float32, as the naive loss holds them
+        # In float32, as the naive loss holds them.
+        "logits_bytes": 4 * tokens * base.config.vocab_size,
         "routed_trained_parameters": _trained(routed),
         "lora_trained_parameters": _trained(lora),
         "roofline": work,

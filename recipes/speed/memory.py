@@ -33,7 +33,8 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return max(0, torch.cuda.max_memory_allocated(device) - before)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its start and its end on stderr
+    # The profiler reports its start and its end on stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

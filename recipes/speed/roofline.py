@@ -113,7 +113,8 @@ def _measure_peaks(device: torch.device, dtype: torch.dtype, threads: int) -> Pe
     read = matrix.nbytes / _best(torch.mv, (matrix, vector), device)
     del matrix, target
     size = _MATMUL_SIZE[kind]
-    square = torch.randn(size, size, dtype=dtype, device=device)  # a GPU multiplies equal numbers faster
+    # A GPU multiplies equal numbers faster.
+    square = torch.randn(size, size, dtype=dtype, device=device)
     flops = 2 * size**3 / _best(torch.nn.functional.linear, (square, square), device)
     return Peaks(max(copied, read), flops)
 
@@ -217,7 +218,8 @@ def _count_router(
         memory = cast(NgramMemory, routing.depth_route_memory[name])
         met, size = memory.weights_per_token(), memory.table.element_size()
         seen = tokens * cheap if routing.active_config().branch == "memory" else tokens
-        moved = size * (met + seen * (memory.value.in_features + routing.width))  # of the table, the rows looked up
+        # Of the table, the rows looked up.
+        moved = size * (met + seen * (memory.value.in_features + routing.width))
         work.add("router", again * 2.0 * seen * met, again * moved)
 
 

@@ -122,7 +122,8 @@ def attention(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Wo
         for share in shares(batch * length):
             mask = chosen(batch * length, share, device).view(batch, length)
             n = int(mask.sum())
-            seen = int(((torch.arange(length, device=device) + past + 1) * mask).sum())  # keys, over all queries
+            # Keys, over all queries.
+            seen = int(((torch.arange(length, device=device) + past + 1) * mask).sum())
             read = int(mask.any(1).sum()) * keys  # keys of the sequences in which somebody asks
             works.append(
                 Work(

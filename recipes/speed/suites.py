@@ -250,5 +250,6 @@ def _tuned_on(case: SuiteCase, input_ids: torch.Tensor) -> tuple[torch.Tensor | 
         return None, decodes
     prompts = input_ids[:, : case.length]
     if decodes and not TARGETS[case.target].skips_attention:
-        prompts = prompts[:, -_TUNED_PROMPT:]  # an FFN's steps do not depend on how long the prompt was
+        # An FFN's steps do not depend on how long the prompt was.
+        prompts = prompts[:, -_TUNED_PROMPT:]
     return prompts, decodes

@@ -50,7 +50,8 @@ class SpeedVariants(Variants):
         super().__init__(model, base, budgets, input_ids)
         self._before = self._executors()
         self._tuned: dict[float, Tuned] = {}
-        self.chosen: dict[float, dict[str, int]] = {}  # by budget: how many layers took which executor
+        # By budget: how many layers took which executor.
+        self.chosen: dict[float, dict[str, int]] = {}
         wanted = "decode" if decodes else "prefill"
         for budget in self.budgets if tune is not None else ():
             self._set_executors([{} for _ in self._before])

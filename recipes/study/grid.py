@@ -299,7 +299,8 @@ def check_fields(where: str, content: dict[str, Any], schema: Schema) -> None:
         for key, value in content.get(part, {}).items():
             if key not in allowed:
                 raise ConfigError(f"{where}: {part}: {key!r} cannot be set here{did_you_mean(str(key), allowed)}")
-            if part == "training" and not _fits(value, hints[key]):  # DepthRouteConfig checks its own
+            # DepthRouteConfig checks its own.
+            if part == "training" and not _fits(value, hints[key]):
                 kind = getattr(hints[key], "__name__", str(hints[key]))
                 raise ConfigError(f"{where}: {part}: {key}={value!r} must be {kind}{_exponent_hint(value)}")
 

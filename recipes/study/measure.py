@@ -45,7 +45,8 @@ def measure(
 
     `rule` is what the validation losses were evaluated with, `"topk"` or `"threshold"`; `rows` are `metrics.jsonl`.
     """
-    inner = model.get_base_model()  # without the autocast that the Trainer wraps around a model's forward
+    # Without the autocast that the Trainer wraps around a model's forward.
+    inner = model.get_base_model()
     inner.eval()
     size, device = arguments.per_device_train_batch_size, arguments.device
     validation = to_batches(blocks.validation, size, device)

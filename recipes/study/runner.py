@@ -45,7 +45,8 @@ from .run import RunError, Start, StudyError, device_type, is_finished, load_bas
 from .step_ratio import in_equal_time
 
 ENGINES = ("processes", "ray")
-_DESCRIBED = ("name", "margin", "thresholds", "steps", "eval_every", "batch_size", "seeds")  # as study.json has them
+# As study.json has them.
+_DESCRIBED = ("name", "margin", "thresholds", "steps", "eval_every", "batch_size", "seeds")
 # What all runs share: under other settings, a finished run is worth nothing.
 _SETTINGS = ("steps", "batch_size", "eval_every", "thresholds", "margin", "adapter", "training", "data")
 FAILED = "failed.json"  # in the folder of a run that ended in an exception
@@ -104,7 +105,8 @@ def run_study(
         say(f"{study.name}: reading the data and measuring the dense base", sys.stderr)
         start = _prepare(study, out, jobs, engine, debug, tuple(run_folder(out, spec) for spec in specs))
         for spec in specs:
-            is_finished(out, spec, start.fingerprint)  # what was made otherwise is refused before times are measured
+            # What was made otherwise is refused before times are measured.
+            is_finished(out, spec, start.fingerprint)
         specs = [in_equal_time(start, spec) for spec in specs]
         pending = [spec for spec in specs if not is_finished(out, spec, start.fingerprint)]
         say(
@@ -145,7 +147,8 @@ def _prepare(study: Study, out: Path, jobs: int, engine: str, debug: bool, selec
             raise ConfigError(f"config {spec.config}: {error}") from error
     stored = out / "blocks.safetensors"
     if before is not None and "dataset" in study.data and stored.exists():
-        blocks = read_blocks(stored)  # text is read once: later starts use what the first one made of it
+        # Text is read once: later starts use what the first one made of it.
+        blocks = read_blocks(stored)
     else:
         source = study.resolve(study.data["blocks" if "blocks" in study.data else "dataset"])
         blocks = prepare_blocks(study.data, source, base, debug)
@@ -163,7 +166,8 @@ def _prepare(study: Study, out: Path, jobs: int, engine: str, debug: bool, selec
 
     if before:
         machine, dense_loss, created = before["machine"], before["base"]["dense_loss"], before["created"]
-        torch.set_num_threads(machine["threads"])  # those of the first start: results depend on them
+        # Those of the first start: results depend on them.
+        torch.set_num_threads(machine["threads"])
     else:
         name = torch.cuda.get_device_name() if device_type() == "cuda" else "cpu"
         machine = {"device": name, "threads": max(1, joblib.cpu_count() // jobs)}

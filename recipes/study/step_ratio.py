@@ -66,7 +66,8 @@ def in_equal_time(start: Start, spec: RunSpec) -> RunSpec:
     assert timed.steps is not None
     file, name = start.out / "step_ratios.json", f"{timed.config} / {counted.config}"
     known, trained = read_json(file) or {}, [_trained(timed), _trained(counted)]
-    if name not in known or known[name].get("specs", trained) != trained:  # earlier versions wrote none
+    # Earlier versions wrote none.
+    if name not in known or known[name].get("specs", trained) != trained:
         measured = step_ratio(start, read_blocks(start.out / "blocks.safetensors"), timed, counted)
         known[name] = measured | {"specs": trained}
         write_json(file, known)

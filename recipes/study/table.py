@@ -83,7 +83,8 @@ def loss_table(study: StudyRuns, frame: pd.DataFrame) -> pd.DataFrame:
     for name, values in frame.iterrows():
         row = {"config": study.label(str(name)), "seeds": f"{values['seeds']:.0f}"}
         row |= {key: _cell(values, key, ",.0f") for key in ("steps", "tokens")}
-        for key, title in LOSSES.items():  # the value alone where all seeds have the same, or there is one
+        # The value alone where all seeds have the same, or there is one.
+        for key, title in LOSSES.items():
             error = values.get(f"{key} se", math.nan)
             row[title] = _cell(values, key, ".4f") + (f" ± {error:.4f}" if error > 0 else "")
         rows.append(row)

@@ -54,7 +54,8 @@ def exact_utility(
     """
 
     def place(path_BTd: torch.Tensor, trunk_BTd: torch.Tensor) -> torch.Tensor:
-        here = F.one_hot(positions.to(trunk_BTd.device), trunk_BTd.shape[1]).bool()[:, None, :, None]  # [S, 1, T, 1]
+        # [S, 1, T, 1]
+        here = F.one_hot(positions.to(trunk_BTd.device), trunk_BTd.shape[1]).bool()[:, None, :, None]
         return torch.where(here, path_BTd, trunk_BTd)
 
     with _observed(model, batch) as (prefix, labels_BT):

@@ -40,7 +40,8 @@ PAPER = {
 WEIGHTS = ("0", "0.001", "0.005", "0.01", "0.05", "0.1")  # of the sweep
 FILES = {"paper": "results.json", "small": "small.json"}  # by study
 SEEDS = ("", "_1", "_2")
-BITS = (2.5, 2.0, 1.8)  # bits per character: the paper's thresholds, which it states for enwik8 only
+# Bits per character: the paper's thresholds, which it states for enwik8 only.
+BITS = (2.5, 2.0, 1.8)
 THRESHOLDS = tuple(bits * math.log(2) for bits in BITS)  # the same as validation losses, in nats
 MARGIN = 0.005  # relative: what the paper calls next to no loss
 Run = dict[str, Any]

@@ -12,7 +12,8 @@ import torch
 
 SYMBOLS, SOURCE = 32, 10  # of copy and sort: distinct symbols, and symbols to copy or sort
 BOS, SEP, EOS = SYMBOLS, SYMBOLS + 1, SYMBOLS + 2
-KINDS = ("inside a word", "first letter of a word", "space", "new line", "punctuation")  # of characters
+# Of characters.
+KINDS = ("inside a word", "first letter of a word", "space", "new line", "punctuation")
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ WIDTHS = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 
 OUTPUT = 32  # generated tokens of a request
 NAME = "load"
 ROUTED = ("all", "prefill")
-ACCEPTED = {"model", "prompt", "max_tokens", "temperature", "stream"}  # by transformers serve, of what is sent
+# By transformers serve, of what is sent.
+ACCEPTED = {"model", "prompt", "max_tokens", "temperature", "stream"}
 FIGURES = ("total_token_throughput", "median_ttft_ms", "median_tpot_ms")
 
 
@@ -48,7 +49,8 @@ def make_models(folder: Path, layers: int, budget: float) -> tuple[Path, Path]:
         tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, trust_remote_code=False)
         torch.manual_seed(0)
         sizes = WIDTHS | {"num_hidden_layers": layers, "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
-        sizes |= {"eos_token_id": None}  # transformers serve knows no request that is to be written to its end
+        # Transformers serve knows no request that is to be written to its end.
+        sizes |= {"eos_token_id": None}
         model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **sizes)).eval()
         model.save_pretrained(base)
         tokenizer.save_pretrained(base)

@@ -24,7 +24,8 @@ from servers import Server, dense, routed, running
 HERE = Path(__file__).parent
 BASE = HERE.parent / "embedded_base" / "model"
 NAME, CLIENTS, TOKENS, EVERY = "soak", 8, 48, 30.0
-ENDS = {"read": 0.67, "stopped": 0.17, "vanished": 0.16}  # what becomes of a request, with its share
+# What becomes of a request, with its share.
+ENDS = {"read": 0.67, "stopped": 0.17, "vanished": 0.16}
 
 
 def make_adapter(folder: Path) -> tuple[Path, list[list[int]]]:

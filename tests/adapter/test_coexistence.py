@@ -326,6 +326,7 @@ def test_an_adapter_goes_onto_a_base_that_does_not_fit(family: str, place: str, 
 
 def test_a_base_that_deepspeed_has_split_is_refused() -> None:
     base = build_base("llama")
-    decoder_layers(base)[0].post_attention_layernorm.weight.ds_id = 0  # what `deepspeed.zero.Init` leaves
+    # What `deepspeed.zero.Init` leaves.
+    decoder_layers(base)[0].post_attention_layernorm.weight.ds_id = 0
     with pytest.raises(ConfigError, match="zero3_init_flag: false"):
         get_depth_routed_model(base, DepthRouteConfig())

@@ -13,4 +13,5 @@ def test_seconds_of_damaged_adapters_find_nothing() -> None:
     refused = sum(count for name, count in outcomes.items() if name.endswith("refused"))
     assert sum(outcomes.values()) > 2 * seconds
     assert refused > sum(outcomes.values()) / 2
-    assert outcomes["field: loaded"] + outcomes["field: loaded another model"] > 0  # not everything is refused
+    # Not everything is refused.
+    assert outcomes["field: loaded"] + outcomes["field: loaded another model"] > 0

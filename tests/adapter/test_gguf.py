@@ -43,7 +43,8 @@ def test_an_adapter_remembers_the_name_of_the_file(tmp_path: Path) -> None:
     assert saved["base_architecture"]["gguf_file"] == "tiny.Q4_1.gguf"
     assert "somewhere" not in json.dumps(saved)
     assert "gguf_file tiny.Q4_1.gguf" in run("doctor", tmp_path).out
-    assert (tmp_path / "README.md").read_text().count('gguf_file="tiny.Q4_1.gguf"') == 2  # of tokenizer and model
+    # Of tokenizer and model.
+    assert (tmp_path / "README.md").read_text().count('gguf_file="tiny.Q4_1.gguf"') == 2
 
 
 @pytest.mark.parametrize("made_on_gguf", [True, False])

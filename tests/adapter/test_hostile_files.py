@@ -238,7 +238,8 @@ def test_links_that_stay_in_the_folder_and_those_of_the_hubs_cache_are_followed(
         file.rename(blobs / f"hash-{file.name}")
         (snapshot / file.name).symlink_to(f"../../blobs/hash-{file.name}")
     assert "My words." in write_card(snapshot).read_text()
-    assert (blobs / "hash-README.md").read_text() == "My words.\n"  # the cache's file is not written into
+    # The cache's file is not written into.
+    assert (blobs / "hash-README.md").read_text() == "My words.\n"
     PeftModel.from_pretrained(build_base("llama"), snapshot)
     (snapshot / "inner").mkdir()
     (snapshot / "inner" / "README.md").write_text("inner")

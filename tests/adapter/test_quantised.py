@@ -39,7 +39,8 @@ INSTALLED = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("quantised")
     kind, config = CONFIGS["llama"]
-    sizes = config().to_dict() | {"hidden_size": 64, "head_dim": 16}  # bitsandbytes packs blocks of 64 on a CPU
+    # Bitsandbytes packs blocks of 64 on a CPU.
+    sizes = config().to_dict() | {"hidden_size": 64, "head_dim": 16}
     randomised(kind(type(config())(**sizes)), "sdpa", torch.float32, seed=0).save_pretrained(path / "base")
     return path
 

@@ -56,7 +56,8 @@ def test_logits_are_read_out_as_the_model_does(family: str, monkeypatch: pytest.
         out = base(IDS, output_hidden_states=True)
         last = base.model(IDS, output_hidden_states=True)
         lm_head = LMHead(base)
-        monkeypatch.setattr(LMHead, "norm", torch.nn.Identity())  # the last hidden state is normed already
+        # The last hidden state is normed already.
+        monkeypatch.setattr(LMHead, "norm", torch.nn.Identity())
         changed = lm_head(last.last_hidden_state)
     torch.testing.assert_close(changed, out.logits)
     if lm_head.change is not None:
@@ -82,7 +83,8 @@ def test_importance_is_the_cosine_of_the_streams(family: str) -> None:
     with torch.no_grad():
         hidden = base(IDS, output_hidden_states=True).hidden_states
         silent = getattr(layer, row.ffn).register_forward_hook(lambda m, a, out: torch.zeros_like(out))
-        after = base(IDS, output_hidden_states=True).hidden_states[1]  # the first layer without its FFN
+        # The first layer without its FFN.
+        after = base(IDS, output_hidden_states=True).hidden_states[1]
         silent.remove()
     cosine = torch.cosine_similarity(hidden[0].double(), after.double(), dim=-1)
     assert found[0] == pytest.approx(float((1 - cosine).mean()), abs=1e-6)
@@ -104,7 +106,8 @@ def test_counted_cost_is_what_runs(family: str) -> None:
     """FLOPs of the base's matrix products at one position, and bytes of its KV cache."""
     model = shared(family, "ffn")
     with model.disable_adapter(), torch.no_grad():
-        caches = {length: model(IDS[:, :length], use_cache=True).past_key_values for length in (3, 7)}  # window: 4
+        # Window: 4.
+        caches = {length: model(IDS[:, :length], use_cache=True).past_key_values for length in (3, 7)}
         if hasattr(model.config, "num_experts_per_tok"):
             model.get_base_model().set_experts_implementation("eager")
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -37,7 +37,8 @@ def test_a_benchmark_gets_a_file_of_the_routed_score(adapter: Path) -> None:
     assert entry.notes == "depth routing, budget 0.5; lm-eval task gsm8k, 5-shot, filter strict-match"
     text = (adapter / "README.md").read_text()
     assert "model-index" in text
-    assert "| `exact_match,strict-match` | `dense` | 0.7500 |" in text  # a lenient filter's score is another
+    # A lenient filter's score is another.
+    assert "| `exact_match,strict-match` | `dense` | 0.7500 |" in text
     assert "|  | `exact_match,flexible-extract` | `dense` |" in text.replace("| `gsm8k` | `exact_m", "|  | `exact_m")
 
 
@@ -82,7 +83,8 @@ def test_files_stay_and_go_with_the_results_of_the_card(tmp_path: Path) -> None:
     assert list(written(folder)) == [*both, "hle.yaml"]
     write_card(folder, [scores()])
     assert list(written(folder)) == [both[1], "hle.yaml"]
-    build_routed("llama", seed=1).save_pretrained(folder)  # another adapter, of which nothing was measured
+    # Another adapter, of which nothing was measured.
+    build_routed("llama", seed=1).save_pretrained(folder)
     assert list(written(folder)) == ["hle.yaml"] and (folder / PLACE / "hle.yaml").read_text() == theirs
 
 

@@ -172,7 +172,8 @@ def test_generate_reports_the_share_of_all_steps(run: Run, adapter: Path) -> Non
     ratio = float(re.search(r"full ratio ([\d.]+)", ended.err)[1])
     assert 0 < ratio < 1
     of_all, depth = re.search(r"of the routed layers, ([\d.]+) of all (\d)", ended.err).groups()
-    assert float(of_all) == pytest.approx((3 * ratio + int(depth) - 3) / int(depth), abs=1e-3)  # as `fit --keep` counts
+    # As `fit --keep` counts.
+    assert float(of_all) == pytest.approx((3 * ratio + int(depth) - 3) / int(depth), abs=1e-3)
     assert ratio * 3 % 1 != 0  # not the three layers' decisions on one last token
 
 

@@ -107,7 +107,8 @@ def test_no_command_prints_control_characters(
         "report": [adapter, "--dataset", text, "--length", 16, "--blocks", 2],
         "serve": [adapter],
     }
-    transformers.logging.disable_progress_bar()  # a bar of transformers returns to the start of its line
+    # A bar of transformers returns to the start of its line.
+    transformers.logging.disable_progress_bar()
     monkeypatch.chdir(tmp_path)  # serve changes it
     ended = run(command, *arguments[command], *(["--debug"] if command in ("doctor", "card", "generate") else []))
     assert controls(ended.out + ended.err) == []

@@ -87,7 +87,8 @@ def running(folder: Path, options: list[str]) -> Iterator[tuple[subprocess.Popen
             line = process.stderr.readline()
             assert line, seen
             seen += line
-        threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
+        # A full pipe would stop it.
+        threading.Thread(target=process.stderr.read, daemon=True).start()
         host, port = seen.split("http://")[1].split()[0].rsplit(":", 1)
         yield process, Server((host, int(port)))
     finally:
@@ -229,7 +230,8 @@ def test_a_setting_is_honoured_or_refused_by_its_name(name: str, server: Server,
     status, said = server.post("/v1/completions", SHORT | SETTINGS[name])
     if request.node.callspec.params["server"]:
         assert status == 400 and name in json.dumps(said), said
-    elif not name.startswith("stop"):  # transformers matches no stop strings with a tokenizer of whole words
+    elif not name.startswith("stop"):
+        # Transformers matches no stop strings with a tokenizer of whole words.
         assert status == 200, said
 
 

@@ -118,7 +118,8 @@ def test_the_server_completes_as_generate_does_lists_the_model_and_ends_on_ctrl_
     )
     options = ["--port", "0", "--device", "cpu", "--continuous-batching", "--cb-num-blocks", "8"]
     command = [sys.executable, "-m", "hf_depthroute", "serve", str(adapter), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}  # it is killed in the end
+    # It is killed in the end.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     server = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=environment,
         # A test run in the background of a shell ignores Ctrl-C, and its children inherit that.

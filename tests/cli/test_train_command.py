@@ -307,7 +307,8 @@ def test_training_starts_from_a_fit_and_keeps_its_record(train: Run, longer: tup
     assert "training started from a fit to" in (tmp_path / "out" / "README.md").read_text()
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
     downs = [value for name, value in tensors.items() if "down" in name]
-    assert downs and all(down.abs().max() > 1e-3 for down in downs)  # those of a random start are zero
+    # Those of a random start are zero.
+    assert downs and all(down.abs().max() > 1e-3 for down in downs)
 
 
 def test_a_budget_of_a_fit_is_that_of_the_layers_named(train: Run, longer: tuple[str, Path], tmp_path: Path) -> None:

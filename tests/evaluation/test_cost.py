@@ -54,7 +54,8 @@ def test_a_query_meets_the_keys_in_its_window(cached):
     pairs = sum(min(5, cached + 1 + query) for query in range(7))
     cost = route_cost(model, length=7, cached=cached)
     assert cost.flops_dense == 2 * 7 * matrices + 2 * 4 * pairs * 32 + 2 * 32 * 64
-    assert cost.kv_bytes == 2 * 4 * 2 * 32 * 4  # what four tokens leave, in layers, keys and values, width, bytes
+    # What four tokens leave, in layers, keys and values, width, bytes.
+    assert cost.kv_bytes == 2 * 4 * 2 * 32 * 4
 
 
 def test_a_full_budget_saves_nothing_and_still_pays_the_gate():
@@ -67,7 +68,8 @@ def test_experts_count_by_the_share_a_token_meets():
     model = get_depth_routed_model(build_base("olmoe"), DepthRouteConfig(layers="all", branch="none"))
     cost = route_cost(model, batch_size=1, length=1, budget=0.5)
     per_expert = 3 * 32 * 64
-    skipped = 4 * (2 * per_expert + 4 * 32)  # 4 layers, top-2 of 4 experts, and the experts' own router
+    # 4 layers, top-2 of 4 experts, and the experts' own router.
+    skipped = 4 * (2 * per_expert + 4 * 32)
     assert cost.flops_dense - cost.flops_ideal == 2 * 0.5 * skipped
 
 

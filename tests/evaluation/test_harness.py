@@ -163,7 +163,8 @@ def test_generations_are_timed_without_their_count_and_counted_as_they_were(
     base: Path, tasks: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = routed(AutoModelForCausalLM.from_pretrained(base), "mlp", **fields)
-    model.generation_config.suppress_tokens = [word_tokenizer().pad_token_id]  # no model that was trained writes it
+    # No model that was trained writes it.
+    model.generation_config.suppress_tokens = [word_tokenizer().pad_token_id]
     recorders: list[int] = []
     generate = HFLM._model_generate
 

@@ -249,7 +249,8 @@ def test_graph_replay_gives_the_eager_tokens(kind: str) -> None:
             kept = [(part, part.clone()) for part in written]
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # warm-up: compiles the kernels; what it writes is written again
+            # warm-up: compiles the kernels; what it writes is written again.
+            with torch.cuda.stream(side):
                 eager(cache)
             torch.cuda.current_stream().wait_stream(side)
             for part, before in kept:

@@ -31,7 +31,8 @@ def test_the_defaults_are_what_the_committed_results_say() -> None:
     of_8192 = [row for row in result["operations"] if row["operation"] == "swiglu_rows, 8192 rows"]
     half = next(row for row in of_8192 if row["share"] == 0.5)
     flops = 6 * 4096 * 4096 * 14336
-    moved = 10 * 4096 * 4096 * 2 / (result["peaks"]["gb_per_s"] * 1e9)  # both paths: gathered, and added to the stream
+    # Both paths: gathered, and added to the stream.
+    moved = 10 * 4096 * 4096 * 2 / (result["peaks"]["gb_per_s"] * 1e9)
     saved = (half["ms"] - half["dense_ms"] / 2) * 1e-3 - moved
     assert GatherCosts().saved == pytest.approx(saved / flops, rel=0.01)
     decode = json.loads((SPEED / "h100.json").read_text())["measurements"][1]

@@ -215,7 +215,8 @@ def test_follow_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
     gate: Any = routings_of(model)[0].depth_route_gate["default"]
     outputs = [decoded(model)]
     with torch.no_grad():
-        norm = decoder_layers(model)[1].post_attention_layernorm  # its weight is folded into the gate's
+        # Its weight is folded into the gate's.
+        norm = decoder_layers(model)[1].post_attention_layernorm
         before = norm.weight.clone()
         norm.weight.mul_(1.5)
         outputs.append(decoded(model))

@@ -102,7 +102,8 @@ def test_a_kept_plan_follows_budget_threshold_and_table(model: PeftModel, monkey
     def share() -> float:
         with record_routes(model) as trace:
             recorded = logits(model)
-        assert torch.equal(recorded, logits(model))  # with a recorder no plan is kept: both have to agree
+        # With a recorder no plan is kept: both have to agree.
+        assert torch.equal(recorded, logits(model))
         return sum(trace.full_ratio().values())
 
     calibrate(model, [{"input_ids": tokens(8, 16)}], budget=0.5)

@@ -137,7 +137,8 @@ def test_slices_of_queries_see_all_keys_in_front_of_them_and_no_others(
     whole = logits(model, "gathered", ids)
     with record_routes(model) as trace:
         logits(model, "gathered", ids)
-    assert any(len(set(record.mask.sum(1).tolist())) > 1 for record in trace.values())  # not as many of each sequence
+    # Not as many of each sequence.
+    assert any(len(set(record.mask.sum(1).tolist())) > 1 for record in trace.values())
     monkeypatch.setattr(attention, "_CAUSAL_SLICE", 3)
     torch.testing.assert_close(logits(model, "gathered", ids), whole, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits(model, "masked", ids), whole, atol=1e-5, rtol=1e-5)

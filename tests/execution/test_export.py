@@ -73,7 +73,8 @@ def test_an_exported_program_of_any_length_gives_the_logits(family: str, fields:
     program = export(model, inputs(2, 9), dynamic_shapes=(shape, shape))
     for batch, length in ((2, 9), (3, 12), (4, 5)):
         assert gap_of_real(program.module(), model, batch, length) < 1e-5
-    assert "hf_depthroute" not in {node.target.namespace for node in operators(program)}  # it runs without the library
+    # It runs without the library.
+    assert "hf_depthroute" not in {node.target.namespace for node in operators(program)}
 
 
 @pytest.mark.nightly

@@ -191,7 +191,8 @@ def test_training_budget_counts_real_tokens_only(family: str, kind: str) -> None
     lengths = torch.tensor([12, 7, 1, 0])
     mask = (torch.arange(LENGTH) < lengths[:, None]).long()
     for attention_mask in (mask, mask.flip(-1)):
-        with record_routes(model) as trace:  # a step of training: without gradients the inference rule decides
+        # A step of training: without gradients the inference rule decides.
+        with record_routes(model) as trace:
             model(input_ids=tokens(4, LENGTH), attention_mask=attention_mask)
         for record in trace.values():
             expected = [8, 5, 1, 0] if kind == "experts" else [4, 3, 1, 0]  # of two pairs per token

@@ -104,7 +104,8 @@ def test_gathered_forward_and_gradients_equal_masked(family: str, kind: str) -> 
     model, ids = build_routed(family, kind), tokens(3, 12)
     with record_routes(model) as trace:
         gathered = model(ids).logits
-    for routing in routings_of(model):  # a gate without an input gradient: what is left is the gradient of the paths
+    # A gate without an input gradient: what is left is the gradient of the paths.
+    for routing in routings_of(model):
         routing.depth_route_gate["default"].register_forward_pre_hook(lambda _, inputs: (inputs[0].detach(),))
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad and "_branch." in name}
     direction = torch.randn(gathered.shape, generator=torch.Generator().manual_seed(3)) / gathered.numel()

@@ -336,7 +336,8 @@ def test_tokens_of_calls_that_run_full_are_known_later(full: str) -> None:
 
 def test_a_cache_that_ran_without_the_memory_is_refused() -> None:
     model, ids = branch_model(), tokens(1, 8)
-    for first, static in ((0, False), (4, False), (0, True), (4, True)):  # all of it, and the end of it
+    # All of it, and the end of it.
+    for first, static in ((0, False), (4, False), (0, True), (4, True)):
         cache: Any = DynamicCache(config=model.config)
         if static:
             cache = StaticCache(config=model.config, max_cache_len=16)
@@ -378,7 +379,8 @@ def test_static_dropping_sends_every_token_through_the_cheap_path(target: str, p
         with model.disable_adapter():
             dense = model(ids, use_cache=True).past_key_values
     share = 1 if target == "ffn" else 0.25
-    assert kv_cache_bytes(caches[0]) == share * kv_cache_bytes(dense)  # layers that are dropped write none
+    # Layers that are dropped write none.
+    assert kv_cache_bytes(caches[0]) == share * kv_cache_bytes(dense)
 
 
 def test_a_prompt_is_routed_and_what_is_generated_is_not() -> None:

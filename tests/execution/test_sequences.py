@@ -234,7 +234,8 @@ def test_block_masks_of_flex_attention_are_those_of_their_sequences(
         expected = model(ids, attention_mask=mask).logits
     assert all(0 < int(record.mask[:, -1].sum()) < 8 for record in trace.values())
     model.get_base_model().set_attn_implementation("flex_attention")
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # transformers would compile the block mask
+    # Transformers would compile the block mask.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         found = model(ids, attention_mask=mask).logits
     assert gap(found[mask.bool()], expected[mask.bool()]) < 1e-4
 
@@ -338,7 +339,8 @@ def test_long_prompt_in_float16_and_bad_padding_are_decided_on_the_mean_of_real_
     model = build_routed("llama", "mlp", target="ffn", granularity="sequence", gate_input="residual")
     layer, routing = decoder_layers(model)[1], decoder_layers(model)[1].routing
     plan = routing.plan(training=False)
-    stream = torch.full((1, 2000, 32), 100.0, dtype=torch.float16)  # its sum is above the largest float16
+    # Its sum is above the largest float16.
+    stream = torch.full((1, 2000, 32), 100.0, dtype=torch.float16)
     stream[:, 1500:] = torch.nan
     real = torch.arange(2000)[None] < 1500
     scores = decide_sequences(layer, plan, stream, real, {}).scores

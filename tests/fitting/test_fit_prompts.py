@@ -379,7 +379,8 @@ def test_a_prompt_is_two_thirds_of_the_real_tokens() -> None:
     assert prompts_of(batch, 2)[0].sum(1).tolist() == [4, 2, 2]
     cheap, behind = prompts_of(batch, 1)
     assert cheap.sum(1).tolist() == [5, 3, 3]  # all but the prompt's last token
-    assert behind.sum(1).tolist() == [3, 2, 2]  # that token and those behind it, but the text's last one
+    # That token and those behind it, but the text's last one.
+    assert behind.sum(1).tolist() == [3, 2, 2]
     assert not (cheap & behind).any() and not ((cheap | behind) & ~token_mask(batch)).any()
     assert cheap[1].nonzero().squeeze(1).tolist() == [3, 4, 5]
 

@@ -217,7 +217,8 @@ def test_the_better_round_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_budget_is_held(scope: str) -> None:
     base = build_base("llama")
     model = get_depth_routed_model(base, DepthRouteConfig(layers="all", budget_scope=scope))
-    for routing in active_routings(model):  # what a layer skips has to matter to the next one's scores
+    # What a layer skips has to matter to the next one's scores.
+    for routing in active_routings(model):
         branch = routing.depth_route_branch["default"]
         branch.down.weight.data.copy_(torch.randn(branch.down.weight.shape, generator=torch.Generator().manual_seed(2)))
     batches = text(64)

@@ -15,7 +15,8 @@ GREEDY = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=63, pa
 def generate_batch(model: Any, attention: str = "sdpa") -> list[Any]:
     from transformers import ContinuousBatchingConfig
 
-    size = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # transformers 5.17
+    # Transformers 5.17.
+    size = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
     config = ContinuousBatchingConfig(**{size: 16}, num_blocks=32, max_batch_tokens=64)
     model.get_base_model().set_attn_implementation(attention)
     return list(

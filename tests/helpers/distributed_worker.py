@@ -271,7 +271,8 @@ def main(folder: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     for scenario in (*STEPS, *SHARDED, *RUNS, fitted):
         found[scenario.__name__] = scenario(rank, world)
-        gc.collect()  # here and now: what is left of wrapped models holds threads and the process group
+        # Here and now: what is left of wrapped models holds threads and the process group.
+        gc.collect()
     run_recipes(folder, folder)
     for name, result in found.items():
         torch.save(result, folder / f"{name}-{rank}.pt")

@@ -113,7 +113,8 @@ def load(folder: Path) -> dict[str, Any]:
         model = peft.PeftModel.from_pretrained(base(), "me/router", revision=revision)
         same[name] = bool(torch.equal(logits(model), wanted[which]))
     card = ModelCard.load("me/router")
-    asked = "https://huggingface.co" not in inspect.getsource(ModelCard.validate)  # but the endpoint that is set
+    # But the endpoint that is set.
+    asked = "https://huggingface.co" not in inspect.getsource(ModelCard.validate)
     if asked:
         card.validate()
     broken = ModelCard(card.content.replace("base_model: someone/", "base_model: ../someone/"))

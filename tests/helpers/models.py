@@ -247,10 +247,12 @@ def make_consequential(model: nn.Module, adapter_name: str = "default", seed: in
             if adapter_name in routing.depth_route_branch:
                 down = routing.depth_route_branch[adapter_name].down.weight
                 down.copy_(0.5 * torch.randn(down.shape, generator=generator))
-            if routing.config(adapter_name).gate in ("linear", "halting"):  # they start with every token alike
+            # They start with every token alike.
+            if routing.config(adapter_name).gate in ("linear", "halting"):
                 weight = routing.depth_route_gate[adapter_name].score.weight
                 weight.copy_(torch.randn(weight.shape, generator=generator))
-        for fitted in routings:  # in layer order: a layer's scores depend on the decisions before it
+        # In layer order: a layer's scores depend on the decisions before it.
+        for fitted in routings:
             scores = _scores(model, fitted)
             spread = scores.std()
             head = getattr(fitted.depth_route_gate[adapter_name], "score", None)
@@ -258,7 +260,8 @@ def make_consequential(model: nn.Module, adapter_name: str = "default", seed: in
                 for parameter in head.parameters():
                     parameter.div_(spread)
                 scores = scores / spread
-                if fitted.active_config().gate == "halting":  # half of the tokens on either side of its threshold, 0
+                # Half of the tokens on either side of its threshold, 0.
+                if fitted.active_config().gate == "halting":
                     head.bias += scores.median()
                     scores = scores - scores.median()
             fitted.depth_route_quantiles[adapter_name].set(quantile_table(scores))

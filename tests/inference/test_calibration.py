@@ -377,7 +377,8 @@ def test_calibrate_reads_the_documents_of_a_packed_row_apart() -> None:
     documents = ragged()
     ids = torch.cat([torch.tensor(row) for row in documents])[None]
     positions = torch.cat([torch.arange(len(row)) for row in documents])[None]
-    packed, apart = (build_routed("llama", budget_scope="global") for _ in range(2))  # no top-k, which is by row
+    # No top-k, which is by row.
+    packed, apart = (build_routed("llama", budget_scope="global") for _ in range(2))
     shares = calibrate(packed, [{"input_ids": ids, "position_ids": positions}], 0.4)
     assert shares == pytest.approx(calibrate(apart, [{"input_ids": [row]} for row in documents], 0.4))
     for a, b in zip(tables(packed), tables(apart), strict=True):

@@ -51,12 +51,14 @@ def storage(module: torch.nn.Module) -> set[int]:
 def test_greedy_output_is_the_full_models(family: str, kind: str) -> None:
     model, ids = build_routed(family, kind), tokens(1, 6, seed=3)
     wanted = full_output(model, ids)
-    assert not torch.equal(model.generate(ids, **GREEDY), wanted)  # the routed model writes something else
+    # The routed model writes something else.
+    assert not torch.equal(model.generate(ids, **GREEDY), wanted)
     for drop in ([], [1]):
         found, counter = drafted_output(model, ids, draft_view(model, budget=0.5, drop=drop, num_tokens=3))
         assert torch.equal(found, wanted)
         assert counter.new_tokens == 20
-        assert counter.drafted > counter.new_tokens - counter.target_passes  # the draft was wrong at times
+        # The draft was wrong at times.
+        assert counter.drafted > counter.new_tokens - counter.target_passes
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "olmoe"])
@@ -196,7 +198,8 @@ def test_view_and_model_have_their_own_budget_and_flags() -> None:
     set_budget(draft, 0.75)
     assert torch.equal(logits(draft), logits(model))
     with model.disable_adapter():
-        assert torch.equal(logits(draft_view(model)), logits(draft))  # a view is routed, whatever the model's state
+        # A view is routed, whatever the model's state.
+        assert torch.equal(logits(draft_view(model)), logits(draft))
         assert not torch.equal(logits(model), logits(draft))
 
 
@@ -319,7 +322,8 @@ def test_the_short_loop_drafts_what_transformers_own_does() -> None:
 
 class SlowDraft:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return _Draft.generate(self, *args, **kwargs, return_dict_in_generate=True)  # a key that the loop leaves alone
+        # A key that the loop leaves alone.
+        return _Draft.generate(self, *args, **kwargs, return_dict_in_generate=True)
 
 
 def test_a_draft_ends_behind_a_token_it_is_not_sure_of() -> None:

@@ -61,7 +61,8 @@ def test_down_is_the_ridge_solution_and_the_error_is_what_is_left(target):
     read, update = dense_update(model, 2, target, BATCHES)
     branch = branches(model)[2]
     with torch.no_grad():
-        scale = 1 / (read + update).square().mean(1, keepdim=True).sqrt().double()  # as the next norm sees errors
+        # As the next norm sees errors.
+        scale = 1 / (read + update).square().mean(1, keepdim=True).sqrt().double()
         features = F.silu(branch.up(branch.norm(read))).double() * scale
         gram = features.T @ features
         penalty = 0.1 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)

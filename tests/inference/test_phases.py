@@ -142,7 +142,8 @@ def test_they_are_the_last_of_every_sequence(lengths: list[list[int]], count: in
         kwargs["position_ids"] = positions
     elif told == "cu_seq_lens_q":
         kwargs["cu_seq_lens_q"] = torch.tensor([0, *itertools.accumulate(lengths[0])])
-        mask, expected = F.pad(mask, (0, filled)), F.pad(expected, (0, filled))  # rows of no sequence
+        # Rows of no sequence.
+        mask, expected = F.pad(mask, (0, filled)), F.pad(expected, (0, filled))
     else:
         kwargs["attention_mask"] = mask
     found = last_tokens_of(mask, None if told == "cu_seq_lens_q" else mask.bool(), kwargs, count)

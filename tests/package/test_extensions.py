@@ -356,7 +356,8 @@ def test_target_of_another_package_trains_is_counted_saved_and_described(tmp_pat
         DepthRouteTrainer(model=model, args=arguments, train_dataset=rows(4)).train()
         return model
 
-    model, block = made("layer"), made("block")  # which is the same layer, and saves what is skipped
+    # Which is the same layer, and saves what is skipped.
+    model, block = made("layer"), made("block")
     torch.testing.assert_close(logits(model.eval()), logits(block.eval()))
     assert route_cost(model) == route_cost(block)
     model.save_pretrained(tmp_path / "adapter")

@@ -59,7 +59,8 @@ def test_pins_are_within_the_bounds_of_every_extra() -> None:
             pin = Requirement(line)
             pins.setdefault(canonicalize_name(pin.name), []).append(str(pin.specifier).removeprefix("=="))
     extras = [PROJECT["optional-dependencies"][name] for name in resolve().pinned_extras()]
-    assert len(extras) == len(PROJECT["optional-dependencies"]) - 1  # vLLM has an environment of its own
+    # vLLM has an environment of its own.
+    assert len(extras) == len(PROJECT["optional-dependencies"]) - 1
     wanted = itertools.chain(PROJECT["dependencies"], *extras)
     for requirement in map(Requirement, wanted):
         name = canonicalize_name(requirement.name)

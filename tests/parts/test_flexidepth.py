@@ -297,7 +297,8 @@ def test_the_command_converts_what_generate_then_runs(saved: Path, tmp_path: Pat
     made, wanted = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "made", saved / "adapter"))
     assert made.keys() == wanted.keys() and all(torch.equal(made[name], wanted[name]) for name in made)
     assert command_line.run("doctor", tmp_path / "made").code == 0
-    assert command_line.run(*words).error.startswith("--out")  # what is there is not replaced by accident
+    # What is there is not replaced by accident.
+    assert command_line.run(*words).error.startswith("--out")
     assert command_line.run(*words, "--overwrite").code == 0
     said = command_line.run("generate", tmp_path / "made", "--prompt", "the cat sat", "--max-new-tokens", "4")
     assert said.code == 0, said.err

@@ -287,7 +287,8 @@ def test_padding_changes_nothing(side: str) -> None:
     (found, trace), columns = run(model, input_ids=padded, attention_mask=mask), slice(pad[0], pad[0] + LENGTH)
     expected = run(model, input_ids=ids)
     assert_same((found[:, columns], trace.positions(pad[0], pad[0] + LENGTH)), expected)
-    assert all(torch.equal(record.mask, mask.bool()) for record in trace.values())  # every real token runs in full
+    # Every real token runs in full.
+    assert all(torch.equal(record.mask, mask.bool()) for record in trace.values())
 
 
 def test_packed_documents_are_separate_ones_and_later_tokens_change_nothing() -> None:
@@ -299,7 +300,8 @@ def test_packed_documents_are_separate_ones_and_later_tokens_change_nothing() ->
     later = run(model, input_ids=ids, position_ids=positions + 7 * (torch.arange(LENGTH) > 4), use_cache=False)
     assert_same(later, packed)  # a piece of a longer document has higher positions
     whole = run(model, input_ids=ids)
-    assert gap(whole[0][:, 5], packed[0][:, 5]) > 1e-3  # its 2-gram would reach into the first document
+    # Its 2-gram would reach into the first document.
+    assert gap(whole[0][:, 5], packed[0][:, 5]) > 1e-3
     assert_same((whole[0][:, :5], whole[1].positions(0, 5)), first)
 
 
@@ -805,7 +807,8 @@ def test_the_papers_model_has_its_number_of_parameters() -> None:
 def test_cost_counts_what_the_memory_adds() -> None:
     model = memory_model(layers=[1, 2])
     cost = route_cost(model, batch_size=2, length=5)
-    assert cost.flops_routed - cost.flops_dense == 2.0 * 10 * 2 * 2 * (32 * 32)  # W_K and W_V in two layers
+    # W_K and W_V in two layers.
+    assert cost.flops_routed - cost.flops_dense == 2.0 * 10 * 2 * 2 * (32 * 32)
     assert cost.flops_ideal == cost.flops_dense
     assert (cost.ffn_ratio, cost.remark) == (2.0, None)
 

@@ -145,7 +145,8 @@ def test_weights_that_may_not_be_read_are_called() -> None:
         handle.remove()
         assert gap(changed, branch.features(torch.ones(1, 32))) > 1e-3
         assert torch.equal(model(ids).logits, before)
-        model.base_model.model.model.layers[1].mlp.gate_proj.weight.mul_(2.0)  # the kept rows follow
+        # The kept rows follow.
+        model.base_model.model.model.layers[1].mlp.gate_proj.weight.mul_(2.0)
         assert gap(model(ids).logits, before) > 1e-3
 
 

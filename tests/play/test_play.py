@@ -153,7 +153,8 @@ def test_the_space_in_a_browser(files: tuple[Path, Path], browser: Any, monkeypa
         asked, errors = [], []
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(url, wait_until="networkidle")  # what is typed before the page has drawn itself is lost
+        # What is typed before the page has drawn itself is lost.
+        page.goto(url, wait_until="networkidle")
         facts = page.locator("#routed-facts")
         routed_text, dense_text = (page.locator(f"#{name} .text") for name in ("routed", "base"))
 

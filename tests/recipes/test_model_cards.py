@@ -9,7 +9,8 @@ from card_rules import card_fault
 from places import ROOT
 
 FOLDER = ROOT / "model_cards"
-MACHINE = re.compile(r"(?<![\w:/.-])/(tmp|home|root|work|usr|opt|Users|mnt|var)/")  # a path of the machine that made it
+# A path of the machine that made it.
+MACHINE = re.compile(r"(?<![\w:/.-])/(tmp|home|root|work|usr|opt|Users|mnt|var)/")
 
 
 def test_the_example_cards_are_current() -> None:

@@ -216,7 +216,8 @@ def test_arithmetic_is_not_counted_as_agreement():
 
 def test_the_flip_has_the_papers_sign_and_cannot_be_mended_where_it_is_absent():
     report = load_script(RECIPES / "engram" / "report.py")
-    assert report.gap({"curve": [{"hot": 3.0, "cold": 2.9}]}) == pytest.approx(-0.1)  # the flip is below zero
+    # The flip is below zero.
+    assert report.gap({"curve": [{"hot": 3.0, "cold": 2.9}]}) == pytest.approx(-0.1)
 
     def runs(cold):
         return {
@@ -458,7 +459,8 @@ def test_conflict_is_the_angle_between_what_a_step_adds_for_the_balance_and_for_
 
 def test_weights_in_the_repository_stay_small():
     found = ROOT.glob("recipes/**/*.safetensors")
-    found = [path for path in found if "work" not in path.relative_to(ROOT).parts]  # what a run keeps is ignored
+    # What a run keeps is ignored.
+    found = [path for path in found if "work" not in path.relative_to(ROOT).parts]
     sizes = {path.parent: path.stat().st_size for path in found}
     assert sizes.pop(WIDE) < 64 * 2**20 and sum(sizes.values()) < 12e6
 

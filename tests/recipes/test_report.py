@@ -68,7 +68,8 @@ def test_layers_left_out_that_cannot_be_as_fast_have_no_loss(tmp_path):
 
 @pytest.mark.nightly
 def test_the_demo_times_made_up_weights_in_the_form_of_bench(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "report", sys.modules["demo.report"])  # which it imports as a script does
+    # Which it imports as a script does.
+    monkeypatch.setitem(sys.modules, "report", sys.modules["demo.report"])
     from demo import small_llama
 
     monkeypatch.chdir(RECIPES.parent)

@@ -64,7 +64,8 @@ def test_every_part_is_measured_once(recipe: Any, tmp_path: Path, monkeypatch: p
     fitted = results["prompts-0.8-0"]
     assert fitted["config"]["prompt_tail"] == 64 and fitted["fit"]["keep_of"] == "flops"
     assert fitted["settings"]["long"]["flops"] == pytest.approx(0.8, abs=0.25)  # the layers are few
-    assert fitted["settings"]["long"]["flops"] < fitted["settings"]["prompts"]["flops"]  # the tail is a smaller part
+    # The tail is a smaller part.
+    assert fitted["settings"]["long"]["flops"] < fitted["settings"]["prompts"]["flops"]
     files = [*folders["out"].glob("*.json"), *folders["work"].rglob("*.safetensors")]
     before = {path: path.stat().st_mtime_ns for path in files}
     recipe.main()

@@ -204,7 +204,8 @@ def test_a_pass_that_skips_an_ffn_does_not_read_it():
     nothing = count_work(model, **sizes, shares=dict.fromkeys(range(4), (0.0, 0.0)))
     everything = count_work(model, **sizes, shares=dict.fromkeys(range(4), (1.0, 1.0)))
     assert nothing.bytes["ffn"] == 0 and everything.bytes["ffn"] == dense.bytes["ffn"]
-    assert dense.bytes["ffn"] == 4 * 4 * (3 * 32 * 64 + 3 * (32 + 64))  # layers, bytes, weights, one token in and out
+    # Layers, bytes, weights, one token in and out.
+    assert dense.bytes["ffn"] == 4 * 4 * (3 * 32 * 64 + 3 * (32 + 64))
     assert nothing.bytes["attention core"] == dense.bytes["attention core"]
 
 
@@ -212,7 +213,8 @@ def test_a_skipped_query_reads_no_keys_in_decode():
     model = build_routed("llama", "attention", layers=[0, 1, 2, 3])
     sizes = {"batch": 1, "length": 1, "cached": 1000, "logits": 1}
     moved = count_work(model, **sizes, shares=dict.fromkeys(range(4), (0.0, 0.0))).bytes["attention core"]
-    assert moved == 4 * 4 * 2 * 2 * 8  # layers, bytes, keys and values, heads, width: the new token's are written
+    # Layers, bytes, keys and values, heads, width: the new token's are written.
+    assert moved == 4 * 4 * 2 * 2 * 8
 
 
 def test_the_larger_of_the_two_times_binds():
@@ -258,7 +260,8 @@ def test_a_mask_after_compute_router_runs_both_paths_and_chosen_executors_are_pu
 
 def test_memory_says_what_the_cache_and_the_run_hold(suite_result):
     rows = next(m for m in suite_result["measurements"] if m["case"] == "memory")["variants"]
-    cached = 2 * 8 * 3 * 2 * 2 * 8 * 4  # sequences, tokens, layers, keys and values, heads, width, bytes
+    # Sequences, tokens, layers, keys and values, heads, width, bytes.
+    cached = 2 * 8 * 3 * 2 * 2 * 8 * 4
     for row in rows.values():
         assert row["kv_bytes"] == cached
         assert row["prefill_bytes"] > cached and row["decode_bytes"] > 0
@@ -312,7 +315,8 @@ def test_training_leaves_the_base_as_it_was(tiny):
     before = {name: value.clone() for name, value in base.state_dict().items()}
     result = measure_training(base, DepthRouteConfig(layers=[2]), batch=1, length=8, rounds=1, peaks=PEAKS)
     assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
-    assert result["lora_trained_parameters"] == 8 * 3 * (32 + 64)  # rank, the three matrices of one FFN
+    # Rank, the three matrices of one FFN.
+    assert result["lora_trained_parameters"] == 8 * 3 * (32 + 64)
     with pytest.raises(ValueError, match="loss 'quick' is unknown"):
         measure_training(base, DepthRouteConfig(layers=[2]), loss="quick")
 

@@ -291,7 +291,8 @@ def test_every_run_of_a_seed_sees_the_same_batches(folder, monkeypatch):
     assert run(folder, "out", "g1", "g3", "long") == {}
     batches = {"/".join(Path(name).parts[-2:]): torch.cat(parts) for name, parts in seen.items()}
     assert torch.equal(batches["g1/42"], batches["g3/42"]) and torch.equal(batches["g1/7"], batches["g3/7"])
-    assert torch.equal(batches["long/42"][:12], batches["g1/42"])  # though its second epoch begins after 11 blocks
+    # Though its second epoch begins after 11 blocks.
+    assert torch.equal(batches["long/42"][:12], batches["g1/42"])
     assert not torch.equal(batches["g1/42"], batches["g1/7"])
     first_epoch = batches["long/42"][:11]
     assert len(first_epoch.unique(dim=0)) == 11
@@ -367,7 +368,8 @@ def test_a_failing_run_leaves_the_others_alone(folder, capsys):
 def test_complete_runs_are_not_repeated_and_the_study_may_grow(folder, reference, capsys):
     assert run(folder, "out", "g1", seeds=[42]) == {}
     before = stamps(folder / "out")
-    (folder / "configs" / "g1.yaml").write_text('label: "G1 again"\n')  # a label is no specification
+    # A label is no specification.
+    (folder / "configs" / "g1.yaml").write_text('label: "G1 again"\n')
     assert run(folder, "out") == {}
     after = stamps(folder / "out")
     assert {path: after[path] for path in before} == before

@@ -56,7 +56,8 @@ def test_fork_bias_compares_two_measures_of_the_same_tokens():
 
 
 def test_frequent_types_are_the_fewest_that_make_up_half_of_the_tokens():
-    train = torch.tensor([[3, 3, 3, 1, 1], [1, 0, 0, 2, 4]])  # 3 and 1 three times, 0 twice, 2 and 4 once
+    # 3 and 1 three times, 0 twice, 2 and 4 once.
+    train = torch.tensor([[3, 3, 3, 1, 1], [1, 0, 0, 2, 4]])
     assert metrics.frequent_types(train, 6).nonzero().flatten().tolist() == [1, 3]
     assert metrics.frequent_types(train[:1], 6).nonzero().flatten().tolist() == [3]
     frequent, rare = metrics.split_loss(

@@ -358,7 +358,8 @@ CASES = [
     # Thresholds: never counts as the end, and says nothing where both never got there.
     ("g3-hits", reached([(5, 10), (5, 10), (5, 10)], [(15, None), (15, None), (15, None)]), AGREES),
     ("g3-hits", reached([(15, None), (15, None), (15, None)], [(5, 10), (5, 10), (5, 10)]), DISAGREES),
-    ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(10, None), (10, None), (10, None)]), OPEN),  # one evaluation
+    # One evaluation.
+    ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(10, None), (10, None), (10, None)]), OPEN),
     ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(10, 10), (5, 10), (5, 20)]), OPEN),
     ("g3-hits", reached([(5, 15), (5, 15), (5, 15)], [(5, 15), (5, 15), (5, 15)]), OPEN),
     ("g3-hits", reached([(None, None)] * 3, [(None, None)] * 3), OPEN),
@@ -388,7 +389,8 @@ CASES = [
 @pytest.mark.parametrize(("key", "plan", "word"), CASES)
 def test_verdicts_follow_their_rules(key, plan, word, tmp_path):
     state, sentence = verdict(tmp_path, key, plan)
-    if key.startswith("cgs"):  # a gate of depth is another regime than a memory's: the sentence has what shows here
+    # A gate of depth is another regime than a memory's: the sentence has what shows here.
+    if key.startswith("cgs"):
         assert state == OPEN and (word == OPEN or f"{word.capitalize()} here, in another regime" in sentence)
     else:
         assert state == word
@@ -428,7 +430,8 @@ def test_in_another_regime_neither_the_opposite_nor_agreement_is_decided(tmp_pat
         assert found[1]["g3-early"].state == claimed
         assert found[0]["g3-early"].state == OPEN
         assert f"{claimed} here, in another regime: skipping costs 0.10 nats" in found[0]["g3-early"].reason
-        assert found[0]["cost-clock"].state == found[1]["cost-clock"].state == AGREES  # time is time in any regime
+        # Time is time in any regime.
+        assert found[0]["cost-clock"].state == found[1]["cost-clock"].state == AGREES
 
 
 def test_supervision_of_a_gate_of_depth_decides_nothing_about_that_of_a_memory(tmp_path):
@@ -599,7 +602,8 @@ def test_the_command_writes_one_table_next_to_the_results(tmp_path, capsys):
     assert "1 run is missing" in out and "agrees" not in out and str(folder / "report/report.md") in out
     written = folder / "report"
     assert {path.name for path in written.iterdir()} == {"report.md", "results.csv", "results.json"}
-    row = "| 3 | 20 | 20,480 | 3.1000 ± 0.0577 | 3.2000 | 3.1000 | 3.1000 ± 0.0577 |"  # 0.1 / sqrt(3)
+    # 0.1 / sqrt(3).
+    row = "| 3 | 20 | 20,480 | 3.1000 ± 0.0577 | 3.2000 | 3.1000 | 3.1000 ± 0.0577 |"
     markdown = (written / "report.md").read_text()
     assert row in markdown and "<script>" not in markdown and "Missing seeds: g3: 7 (at step 10)." in markdown
 
@@ -658,7 +662,8 @@ def test_a_refused_study_leaves_no_folder(tmp_path):
 
 def test_an_interval_is_students_and_wider_for_more_statements():
     found = interval([1.0, 2.0, 3.0])
-    assert (found.mean, round(found.low, 3), round(found.high, 3)) == (2.0, -0.484, 4.484)  # 4.303 / sqrt(3)
+    # 4.303 / sqrt(3).
+    assert (found.mean, round(found.low, 3), round(found.high, 3)) == (2.0, -0.484, 4.484)
     assert interval([1.0, 2.0, 3.0], 5).high == pytest.approx(2 + 9.925 / 3**0.5, abs=1e-3)
     assert found.tell("{:.1f}".format) == "2.0 (-0.5 to 4.5), 3 seeds"
 

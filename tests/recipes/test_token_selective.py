@@ -93,7 +93,8 @@ def test_claims_read_the_runs_the_right_way_round(load_script):
     at_2_5, _, at_1_8 = script.THRESHOLDS  # 2.5, 2.0 and 1.8 bits per character, in nats
     slow, fast = run(4.0, 2.6, 2.4, 2.2, 1.9), run(4.0, 2.4, 2.2, 1.9, 1.85)
     assert script.steps_to(slow, at_2_5) == pytest.approx(75) and script.steps_to(slow, at_1_8) is None
-    assert script.later(slow, fast) == pytest.approx((28.125 + 50) / 2)  # 1.8 is reached by one alone
+    # 1.8 is reached by one alone.
+    assert script.later(slow, fast) == pytest.approx((28.125 + 50) / 2)
     kinds = {"inside a word": [0.9, 0.8, 0.6], "space": [0.9, 0.2, 0.4], "punctuation": [0.9, 0.4, 0.2]}
     assert script.kind_gap(run(alpha_by_kind=kinds)) == pytest.approx(0.3 - 0.7)
     easy_first = [[0.1, 0.3], [0.3, 0.3], [0.4, 0.4], [0.6, 0.8]]

@@ -49,7 +49,8 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     pages, said, asked = [], [], []
 
     def call(path: Path, **context: Any) -> Any:
-        page = browser.new_page(reduced_motion="reduce", **context)  # no smooth scrolling while something is measured
+        # No smooth scrolling while something is measured.
+        page = browser.new_page(reduced_motion="reduce", **context)
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("dialog", lambda dialog: said.append(dialog.message))
@@ -115,7 +116,8 @@ def test_the_page_has_every_decision_of_the_trace(number, opened, file):
     page = opened(file)
     choose_budget(page, number)
     page.locator("#as-table summary").click()
-    page.locator("#as-table tbody tr").first.wait_for()  # filled by the toggle event, which comes after the click
+    # Filled by the toggle event, which comes after the click.
+    page.locator("#as-table tbody tr").first.wait_for()
     rows = page.evaluate(
         "[...document.querySelectorAll('#as-table tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
     )

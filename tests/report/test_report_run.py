@@ -93,7 +93,8 @@ def test_the_view_shows_what_decoding_ran_in_full_where_only_prompts_are_routed(
     model, ids = routed(build_base("llama"), phases="prefill"), tokens(1, 8)[0]
     data = collect_tokens(model, word_tokenizer(), [Sample("p", ids, 6)], [0.5])
     for layer in data["texts"][0]["runs"][0]["layers"]:
-        assert layer["mask"][7:13] == "1" * 6  # the prompt's last token, and every one that was read after it
+        # The prompt's last token, and every one that was read after it.
+        assert layer["mask"][7:13] == "1" * 6
     assert any("0" in layer["mask"][:7] for layer in data["texts"][0]["runs"][0]["layers"])
 
 

@@ -158,7 +158,8 @@ def test_a_static_layer_has_no_gate() -> None:
     gated, static = routings_of(model)[0], routings_of(model)[1]
     assert gated.active_controller() is not None and static.active_controller() is None
     assert not static.projections
-    first = build(kind="jepa", static_layers=[1])  # the projection of all layers is in the first that has a gate
+    # The projection of all layers is in the first that has a gate.
+    first = build(kind="jepa", static_layers=[1])
     assert [len(routing.depth_route_target) for routing in routings_of(first)] == [0, 1, 0]
 
 

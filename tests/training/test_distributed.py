@@ -138,7 +138,8 @@ def test_an_accelerate_loop_ends_with_the_same_adapter_on_both_ranks(results: Pa
     assert_same_tensors(first["state"], second["state"])
     initial = adapter_state(build_routed("llama", "jepa"))
     moved = [name for name, value in initial.items() if not torch.equal(value, first["state"][name])]
-    trained = [name for name in initial if ".depth_route_target." not in name]  # thresholds are tracked
+    # Thresholds are tracked.
+    trained = [name for name in initial if ".depth_route_target." not in name]
     assert moved == trained
     assert first["losses"] != second["losses"] and len(first["losses"]) == 4
 

@@ -202,7 +202,8 @@ def test_a_batch_without_a_target_is_a_nan_without_gradient() -> None:
 
 
 def test_every_weight_of_an_unfrozen_model_gets_the_naive_gradient() -> None:
-    model = build_base("llama").train()  # its head is no embedding too: both have a gradient of their own
+    # Its head is no embedding too: both have a gradient of their own.
+    model = build_base("llama").train()
     assert_equal_to_naive(model, **batch())
     assert model.lm_head.weight.grad.abs().max() > 0
 

@@ -132,7 +132,8 @@ def test_the_layer_wide_fork_is_biased_except_where_no_attention_follows() -> No
     positions = torch.arange(8)
     labels = utility_labels(model, inputs, "all_full", 1, GAMMA)
     exact = exact_utility(model, inputs, positions, "all_full", 1, GAMMA)
-    assert (labels[3].utility - exact[3]).abs().max() <= 1e-5  # the last layer: nothing mixes positions after it
+    # The last layer: nothing mixes positions after it.
+    assert (labels[3].utility - exact[3]).abs().max() <= 1e-5
     assert (labels[1].utility - exact[1]).abs().max() > 1e-3
 
 

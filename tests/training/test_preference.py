@@ -91,7 +91,8 @@ def test_dpo_starts_at_its_reference(kind: str, checkpointing: bool, precompute:
     names = {name for name in after if ".default." in name}
     assert any(not torch.equal(after[name], start[name]) for name in names)
     for name in names:
-        assert torch.equal(after[name.replace(".default.", ".ref.")], start[name]), name  # the reference stays
+        # The reference stays.
+        assert torch.equal(after[name.replace(".default.", ".ref.")], start[name]), name
     trainer.evaluate()
 
 

@@ -112,7 +112,8 @@ def test_which_tokens_have_to_run_in_full() -> None:
             [no, no, no, no, 5, 6, 7, no],  # a prompt of four, an answer, padding
             [no, no, 5, 6, no, no, 7, 8],  # two turns
             [4, 5, 6, 7, 8, 9, 8, 7],  # plain text: all tokens are routed
-            [no, 5, 6, 7, 8, 9, 8, no],  # plain text, too, without the label that nothing predicts, and padding
+            # Plain text, too, without the label that nothing predicts, and padding.
+            [no, 5, 6, 7, 8, 9, 8, no],
         ]
     )
     mask = torch.ones_like(labels)

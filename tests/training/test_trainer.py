@@ -61,7 +61,8 @@ def assert_same_traces(one: RouteTrace, two: RouteTrace) -> None:
 
 def enable_checkpointing(model: Any, reentrant: bool) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:  # the first routed layer's input has no graph of its own: everything before it is frozen
+    # The first routed layer's input has no graph of its own: everything before it is frozen.
+    if reentrant:
         model.enable_input_require_grads()
 
 

@@ -450,7 +450,8 @@ def random_base(family: str, folder: Path) -> Any:
     if family == "gpt_neox":
         sizes.pop("num_key_value_heads")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
-    base = randomised(model, "eager", torch.float32, seed=0)  # with sdpa, Gemma 2 leaves its softcap out
+    # With sdpa, Gemma 2 leaves its softcap out.
+    base = randomised(model, "eager", torch.float32, seed=0)
     base.save_pretrained(folder / "base")
     return base
 

@@ -55,7 +55,8 @@ def attend(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, allowed: Tensor | None, past: int, scaling: float
 ) -> Tensor:
     """`ops.attend_rows`, for every query, in float32."""
-    grouped = _chosen(q.float(), mask).unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4)  # [B, G, H/G, T, k]
+    # [B, G, H/G, T, k]
+    grouped = _chosen(q.float(), mask).unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4)
     scores = grouped @ keys[:, :, None].float().transpose(-1, -2) * scaling  # [B, G, H/G, T, S]
     if allowed is None:
         time = torch.arange(q.shape[1], device=q.device)[:, None] + past

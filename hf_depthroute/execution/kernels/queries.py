@@ -72,7 +72,8 @@ def _absorb(
             seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         raised = tl.maximum(peak, tl.max(scores, axis=1))
-        finite = tl.where(raised == float("-inf"), 0.0, raised)  # nothing seen yet: -inf minus -inf is NaN
+        # Nothing seen yet: -inf minus -inf is NaN.
+        finite = tl.where(raised == float("-inf"), 0.0, raised)
         probs = tl.exp2(scores - finite[:, None])
         fade = tl.exp2(peak - finite)
         norm = norm * fade + tl.sum(probs, axis=1)
@@ -122,7 +123,8 @@ def attend_many(
         )  # fmt: skip
     else:
         if TABLE == 1:
-            bounds += (tl.where(allowed_b == 0, 0, b) * T + time) * 3  # one sequence's mask may serve all
+            # One sequence's mask may serve all.
+            bounds += (tl.where(allowed_b == 0, 0, b) * T + time) * 3
             lowest = tl.load(bounds)
             highest = tl.load(bounds + 1)
             gaps = tl.max(tl.load(bounds + 2), axis=0)
@@ -200,7 +202,8 @@ def attend_few(
             end = tl.minimum(end, past + T)
         else:
             table = allowed + b * allowed_b + tl.minimum(t, T - 1).to(tl.int64) * allowed_t
-        if TABLE == 1:  # a static cache is long and mostly empty: read the keys that a live query sees
+        # A static cache is long and mostly empty: read the keys that a live query sees.
+        if TABLE == 1:
             SCAN: tl.constexpr = 1024
             lanes = tl.arange(0, SCAN)
             first = tl.zeros([SCAN], dtype=tl.int32) + end

@@ -44,7 +44,8 @@ class BlockTarget(AttentionTarget):
             return super().mixed(call, after_full, after_cheap)
         if call.plan.rule != "soft":
             return torch.where(call.mask[..., None], after_full, after_cheap)
-        rest = 1 - call.probs[..., None].to(call.stream.dtype)  # TSA: the sublayers are scaled already
+        # TSA: the sublayers are scaled already.
+        rest = 1 - call.probs[..., None].to(call.stream.dtype)
         return after_full + rest * (after_cheap - call.stream)
 
     def hides(self, call: RoutedCall) -> bool:

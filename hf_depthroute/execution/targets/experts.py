@@ -66,7 +66,8 @@ class ExpertsTarget(FFNTarget):
             factor = probs
             if call.plan.mix != "soft":
                 factor = mask + (probs - probs.detach())  # straight-through
-            return mask.reshape(index.shape), factor.reshape(index.shape)  # a replayed mask may be a slice
+            # A replayed mask may be a slice.
+            return mask.reshape(index.shape), factor.reshape(index.shape)
 
         with routed_pairs(call.routing.experts_of(call.layer), decide, compact) as seen:
             out = call.full()

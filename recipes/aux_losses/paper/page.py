@@ -52,7 +52,8 @@ def write_report(source: Path, folder: Path) -> tuple[StudyRuns, list[Verdict]]:
     files["results.json"] = dump_results(study).encode()
     files["report.md"] = render_markdown(study, verdicts, tables, plots).encode()
     files["report.html"] = render_html(study, verdicts, tables, plots).encode()
-    if (ratios := source / "step_ratios.json").is_file():  # what the steps of an `iso_compute` config come from
+    # What the steps of an `iso_compute` config come from.
+    if (ratios := source / "step_ratios.json").is_file():
         files[ratios.name] = ratios.read_bytes()
     write_files({folder / name: content for name, content in files.items()})
     return study, verdicts

@@ -25,7 +25,8 @@ CONSTANT_RATIO = 100.0
 PROBABILITY_MARGIN = 0.05
 SAME_COSINE, OTHER_COSINE = 0.01, 0.1
 NEARLY_FREE = 0.02  # nats over the dense base
-PLAIN = ("a3_g1", "a3_g3", "g1", "g3")  # the first of these that the study has tells what skipping costs
+# The first of these that the study has tells what skipping costs.
+PLAIN = ("a3_g1", "a3_g3", "g1", "g3")
 BUDGETS = ("", "_b25")  # at a budget of 50 %, or, where the study has none of those, of 25 %
 
 
